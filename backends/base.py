@@ -1,0 +1,157 @@
+"""What every backend offers: a `Backend` loads a model file, the `Session` it gives runs forward passes.
+
+Positions are logical: token i of a chain sits at position n_past + i, a node of a draft tree at n_past + its depth.
+`forward` never changes what is committed; `commit` does, along one path through the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgeinfer.errors import ContextOverflow, ShapeError
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+
+Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
+
+
+class Session(Protocol):
+    """A loaded model with its KV cache on one device. Not thread-safe: one call at a time."""
+
+    spec: ModelSpec
+    n_ctx: int
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        ...
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """Run tokens through the model behind the committed ones, without committing them.
+
+        tokens: (n,) int32.  parents: (n,) int32, the index in this batch of the token that each follows, -1 for the
+        last committed one, always smaller than the own index; None is a chain.  logits: "last", "all", or row indices.
+        hidden: layers whose output is wanted (negative counts from the end); True is the last layer.
+        Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
+        """
+        ...
+
+    def commit(self, path: ArrayLike) -> None:
+        """Keep these rows of the last forward, in order, each the child of the one before; drop the rest.
+
+        path: (m,) int, may be empty. Raises ShapeError if the rows are no path from the committed text.
+        """
+        ...
+
+    def truncate(self, n_past: int) -> None:
+        """Forget all but the first n_past committed tokens, and what the last forward left uncommitted."""
+        ...
+
+    def memory(self) -> MemoryUse:
+        """Bytes held now."""
+        ...
+
+    def interrupt(self) -> None:
+        """Stop the running forward pass within 100 ms; callable from any thread; without one it does nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        ...
+
+
+class Backend(Protocol):
+    """Loads model files for one kind of device."""
+
+    name: str
+
+    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int) -> MemoryPlan:
+        """Bytes that `load` would take, without loading."""
+        ...
+
+    def load(
+        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+    ) -> Session:
+        """Make a session. Raises UnsupportedModel, BackendUnavailable."""
+        ...
+
+
+def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> TokenIds:
+    """Tokens as a contiguous (n,) int32 array, n >= 1, ids in the vocabulary, fitting behind n_past.
+
+    Raises ShapeError or ContextOverflow.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ShapeError(f"tokens must be a non-empty 1-D array of integers: found {array.dtype} {array.shape}")
+    if array.min() < 0 or array.max() >= n_vocab:
+        bad = array[(array < 0) | (array >= n_vocab)][0]
+        raise ShapeError(f"token ids must be in 0..{n_vocab - 1}: found {bad}")
+    if n_past + array.size > n_ctx:
+        raise ContextOverflow(n_past + array.size, n_ctx)
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_parents(parents: ArrayLike | None, n: int) -> NDArray[np.int32]:
+    """Parents as a contiguous (n,) int32 array; None becomes the chain -1, 0, 1, ...  Raises ShapeError."""
+    if parents is None:
+        return np.arange(-1, n - 1, dtype=np.int32)
+    array = np.asarray(parents)
+    if array.shape != (n,) or array.dtype.kind not in "iu":
+        raise ShapeError(f"parents must be integers of shape ({n},), one a token: found {array.dtype} {array.shape}")
+    wrong = np.flatnonzero((array < -1) | (array >= np.arange(n)))
+    if wrong.size:
+        row = int(wrong[0])
+        raise ShapeError(f"a parent must be -1 or an earlier row: row {row} has parent {array[row]}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_rows(logits: LogitsRows, n: int) -> NDArray[np.int32]:
+    """Row indices (m,) int32 that a `logits` argument asks for. Raises ShapeError."""
+    if isinstance(logits, str):
+        if logits == "last":
+            return np.array([n - 1], dtype=np.int32)
+        if logits == "all":
+            return np.arange(n, dtype=np.int32)
+        raise ShapeError(f"logits must be 'last', 'all' or row indices: found {logits!r}")
+    rows = np.asarray(logits, dtype=np.int64)
+    if rows.ndim != 1 or (rows.size and (rows.min() < 0 or rows.max() >= n)):
+        raise ShapeError(f"logits rows must be in 0..{n - 1}: found {list(logits)}")
+    return np.ascontiguousarray(rows, dtype=np.int32)
+
+
+def check_taps(hidden: bool | Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """Layer indices 0..n_layers-1 that a `hidden` argument asks for. Raises ShapeError."""
+    if isinstance(hidden, bool):
+        return (n_layers - 1,) if hidden else ()
+    for layer in hidden:
+        if not -n_layers <= layer < n_layers:
+            raise ShapeError(f"hidden layers must be in {-n_layers}..{n_layers - 1}: found {layer}")
+    return tuple(layer % n_layers for layer in hidden)
+
+
+def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows (m,) int32 that form a path from the committed text through the last batch. Raises ShapeError."""
+    rows = np.asarray(path, dtype=np.int64)
+    if rows.ndim != 1:
+        raise ShapeError(f"path must be a 1-D array of rows: found shape {rows.shape}")
+    before = -1
+    for row in rows.tolist():
+        if not 0 <= row < len(parents):
+            raise ShapeError(f"path must name rows 0..{len(parents) - 1} of the last forward: found {row}")
+        if parents[row] != before:
+            raise ShapeError(f"row {row} follows row {parents[row]}, but the path comes from row {before}")
+        before = row
+    return np.ascontiguousarray(rows, dtype=np.int32)

@@ -1,0 +1,1 @@
+"""edgeinfer runs language models on the machine at hand."""

@@ -1,0 +1,88 @@
+"""Every exception that edgeinfer raises on purpose.
+
+All derive from EdgeInferError. A message says what was wanted, what was found and what to do. `exit_code` is what the
+command line leaves with when the error reaches it.
+"""
+
+
+class EdgeInferError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class InvalidArgument(EdgeInferError, ValueError):
+    """A parameter is outside of its range, or two parameters do not go together."""
+
+    exit_code = 2
+
+
+class ShapeError(InvalidArgument):
+    """An array has another shape, type or range of values than the call needs."""
+
+
+class ModelFileError(EdgeInferError):
+    """The model file cannot be used."""
+
+    exit_code = 3
+
+
+class ModelNotFound(ModelFileError):
+    """There is no model file at the given place."""
+
+
+class InvalidGGUF(ModelFileError):
+    """The file breaks a rule of the GGUF format; `field` and `offset` (bytes) say where."""
+
+    def __init__(self, path: object, field: str, offset: int, reason: str) -> None:
+        super().__init__(f"{path}: {field} at byte {offset}: {reason}")
+        self.field = field
+        self.offset = offset
+        self.reason = reason
+
+
+class UnsupportedModel(ModelFileError):
+    """The file is sound, but holds an architecture, a tensor type or a tokenizer that edgeinfer does not know."""
+
+
+class TokenizerError(ModelFileError):
+    """The vocabulary in the file is not usable, or a token id is outside of it."""
+
+
+class TemplateError(EdgeInferError):
+    """The chat template of the model is broken, refuses the messages, or takes too much time or memory."""
+
+
+class ContextOverflow(EdgeInferError):
+    """The tokens do not fit into the context; `n_tokens` are wanted, `n_ctx` is all there is."""
+
+    def __init__(self, n_tokens: int, n_ctx: int, hint: str = "shorten the prompt or raise n_ctx (-c)") -> None:
+        super().__init__(f"{n_tokens} tokens do not fit into a context of {n_ctx}; {hint}")
+        self.n_tokens = n_tokens
+        self.n_ctx = n_ctx
+
+
+class BudgetExceeded(EdgeInferError):
+    """The memory plan is larger than the memory that may be used."""
+
+    exit_code = 4
+
+
+class BackendUnavailable(EdgeInferError):
+    """A backend, or the library behind it, is not installed or not usable on this machine."""
+
+
+class BackendLost(EdgeInferError):
+    """A device or a worker stopped working during a run."""
+
+    exit_code = 5
+
+
+class NumericalError(EdgeInferError):
+    """The model produced logits that are not numbers: the file is damaged or its hyper-parameters are wrong."""
+
+
+class Interrupted(EdgeInferError):
+    """The forward pass was stopped by `Session.interrupt` from another thread; the session is as it was before."""
+
+    exit_code = 130

@@ -1,0 +1,63 @@
+"""Names of the arrays and records that pass between the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
+Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
+HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
+
+LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gives back.
+
+    logits: (m, n_vocab) float32, one row for each row that was asked for, in that order.
+    hidden: (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or None.
+    """
+
+    logits: Logits
+    hidden: HiddenStates | None = None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes held by a session, by purpose."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All bytes together."""
+        return self.weights + self.kv_cache + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The sizes a session is to be made with, and the bytes they will take.
+
+    n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are
+    cut into chunks of that length, which changes no bit of the result.
+    """
+
+    n_ctx: int
+    n_batch: int
+    use: MemoryUse
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CPU with the number of threads to use on it; isa is the instruction-set path, None for the best one."""
+
+    n_threads: int
+    isa: str | None = None
