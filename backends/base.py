@@ -77,7 +77,7 @@ class Backend(Protocol):
 
     name: str
 
-    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
         """Bytes that `load` would take, without loading."""
         ...
 

@@ -1,2 +1,282 @@
+// The Python face of the engine. What comes in is checked here and in session.py; below, nothing is.
 #include <nanobind/nanobind.h>
-NB_MODULE(_core, m) { m.doc() = "edgeinfer's native engine"; }
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "decoder.h"
+#include "packing.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Taps = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+bool has_avx512() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
+// The instruction sets that this CPU has, best first.
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    if (has_avx512()) names.push_back("avx512");
+    names.push_back("scalar");
+    return names;
+}
+
+const Kernels& kernels_of(const std::string& isa) {
+    const std::vector<std::string> names = available_isas();
+    std::string known;
+    for (const std::string& name : names) {
+        if (name == isa) {
+#if defined(__x86_64__)
+            if (name == "avx512") return kernels_avx512;
+#endif
+            return kernels_scalar;
+        }
+        known += (known.empty() ? "" : ", ") + name;
+    }
+    throw nb::value_error(
+        ("instruction set '" + isa + "' is not one that this CPU and this build have: " + known).c_str());
+}
+
+Format format_of(int ggml_type, int n_in) {
+    int n_inputs;
+    size_t n_bytes;
+    if (!block_size(ggml_type, n_inputs, n_bytes)) {
+        throw nb::value_error(("ggml type " + std::to_string(ggml_type) + " has no kernel").c_str());
+    }
+    if (n_in < 1 || n_in % n_inputs) throw nb::value_error("n_in must be a multiple of the type's block");
+    return static_cast<Format>(ggml_type);
+}
+
+size_t matrix_source_bytes(int ggml_type, int n_out, int n_in) {
+    int n_inputs;
+    size_t n_bytes;
+    block_size(ggml_type, n_inputs, n_bytes);
+    return static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes;
+}
+
+// Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
+size_t packed_bytes(int ggml_type, int n_out, int n_in) {
+    if (n_out < 1) throw nb::value_error("n_out must be positive");
+    const size_t n_groups = (static_cast<size_t>(n_out) + kRows - 1) / kRows;
+    if (n_in == 0) return n_groups * kRows * sizeof(float);
+    return (n_groups * packed_group_bytes(format_of(ggml_type, n_in), n_in) + 63) / 64 * 64;
+}
+
+void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out, int n_in, Bytes source) {
+    const Format format = format_of(ggml_type, n_in);
+    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) throw nb::value_error("source has another size");
+    nb::gil_scoped_release release;
+    decoder.set_matrix(role, layer, format, n_out, n_in, source.data());
+}
+
+void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
+    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    decoder.set_vector(role, layer, source.data(), static_cast<int>(source.size()));
+}
+
+void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
+    const DecoderConfig& config = decoder.config();
+    const Format format = format_of(ggml_type, config.n_embd);
+    if (source.size() != matrix_source_bytes(ggml_type, config.n_vocab, config.n_embd)) {
+        throw nb::value_error("source has another size");
+    }
+    decoder.set_embedding(format, source.data(), source.size() / static_cast<size_t>(config.n_vocab));
+}
+
+// Gives False if the pass was stopped by interrupt(); raises what a signal handler raised meanwhile.
+bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints rows, Rows logits, Ints layers, Taps taps,
+             int tap_row) {
+    const DecoderConfig& config = decoder.config();
+    const int n = static_cast<int>(tokens.size()), n_rows = static_cast<int>(rows.size());
+    const int n_taps = static_cast<int>(layers.size());
+    if (n < 1 || n > config.n_batch || parents.size() != tokens.size() || n_pending < 0 ||
+        decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
+        logits.shape(1) != static_cast<size_t>(config.n_vocab) || taps.shape(0) < layers.size() ||
+        (n_taps && (taps.shape(2) != static_cast<size_t>(config.n_embd) || tap_row < 0 ||
+                    taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
+        throw nb::value_error("forward: arguments do not fit together");
+    }
+    for (int i = 0; i < n; i++) {
+        if (tokens.data()[i] < 0 || tokens.data()[i] >= config.n_vocab || parents.data()[i] < -1 ||
+            parents.data()[i] >= i) {
+            throw nb::value_error("forward: a token or parent is out of range");
+        }
+    }
+    for (int i = 0; i < n_rows; i++) {
+        if (rows.data()[i] < 0 || rows.data()[i] >= n) throw nb::value_error("forward: a row is out of range");
+    }
+    bool raised = false;
+    const auto poll = [&raised] {
+        nb::gil_scoped_acquire acquire;
+        raised = PyErr_CheckSignals() != 0;
+        return raised;
+    };
+    bool whole;
+    {
+        nb::gil_scoped_release release;
+        const size_t n_embd = static_cast<size_t>(config.n_embd);
+        whole = decoder.forward(tokens.data(), parents.data(), n, n_pending, rows.data(), n_rows, logits.data(),
+                                layers.data(), n_taps,
+                                n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr,
+                                n_taps ? taps.shape(1) * n_embd : 0, poll);
+    }
+    if (raised) throw nb::python_error();
+    return whole;
+}
+
+void commit(Decoder& decoder, Ints path) {
+    const int n = static_cast<int>(path.size());
+    for (int i = 0; i < n; i++) {
+        const int row = path.data()[i];
+        if (row < i || decoder.n_past() + row >= decoder.config().n_ctx) throw nb::value_error("commit: no such row");
+    }
+    nb::gil_scoped_release release;
+    decoder.commit(path.data(), n);
+}
+
+void truncate_to(Decoder& decoder, int n_past) {
+    if (n_past < 0 || n_past > decoder.n_past()) throw nb::value_error("truncate: no such position");
+    decoder.truncate(n_past);
+}
+
+// One matrix alone, for tests and benchmarks of the kernels.
+class PackedMatrix {
+public:
+    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source) : memory_(packed_bytes(ggml_type, n_out, n_in)) {
+        const Format format = format_of(ggml_type, n_in);
+        if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) {
+            throw nb::value_error("source has another size");
+        }
+        matrix_ = {format, n_out, n_in, packed_group_bytes(format, n_in), memory_.data()};
+        for (int g = 0; g < matrix_.n_groups(); g++) {
+            pack_group(format, source.data(), n_out, n_in, g,
+                       memory_.data() + static_cast<size_t>(g) * matrix_.group_bytes);
+        }
+    }
+
+    // y (n, n_out) = x (n, n_in) times the matrix transposed.
+    void multiply(const std::string& isa, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x,
+                  Rows y) {
+        const Kernels& kernels = kernels_of(isa);
+        const size_t n = x.shape(0), n_in = static_cast<size_t>(matrix_.n_in);
+        if (x.shape(1) != n_in || y.shape(0) != n || y.shape(1) != static_cast<size_t>(matrix_.n_out)) {
+            throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
+        }
+        std::vector<int8_t> q(n * n_in);
+        std::vector<float> scales(n * n_in / 32 + 1);
+        std::vector<int32_t> sums(n * n_in / 32 + 1);
+        std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
+        Inputs in;
+        in.n_in = matrix_.n_in;
+        in.x = x.data();
+        in.ldx = n_in;
+        in.q32 = in.q256 = q.data();
+        in.scale32 = in.scale256 = scales.data();
+        in.sum32 = sums.data();
+        in.sums16 = sums16.data();
+        in.sums32 = sums32.data();
+        for (int c = 0; c < static_cast<int>(n); c++) {
+            if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
+            if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
+        }
+        kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), y.data(),
+                       static_cast<size_t>(matrix_.n_out));
+    }
+
+private:
+    Memory memory_;
+    Matrix matrix_;
+};
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "edgeinfer's native engine; use edgeinfer.backends.native.NativeBackend";
+    m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
+    m.def("packed_bytes", &packed_bytes, "ggml_type"_a, "n_out"_a, "n_in"_a,
+          "Bytes of a packed matrix, or of a vector where n_in is 0.");
+
+    nb::enum_<Role>(m, "Role")
+        .value("attn_norm", Role::AttnNorm)
+        .value("attn_q", Role::Q)
+        .value("attn_k", Role::K)
+        .value("attn_v", Role::V)
+        .value("attn_q_bias", Role::QBias)
+        .value("attn_k_bias", Role::KBias)
+        .value("attn_v_bias", Role::VBias)
+        .value("attn_output", Role::AttnOutput)
+        .value("attn_output_bias", Role::AttnOutputBias)
+        .value("ffn_norm", Role::FfnNorm)
+        .value("ffn_gate", Role::Gate)
+        .value("ffn_up", Role::Up)
+        .value("ffn_down", Role::Down)
+        .value("output_norm", Role::OutputNorm)
+        .value("output", Role::Output);
+
+    nb::class_<DecoderConfig>(m, "DecoderConfig")
+        .def(
+            "__init__",
+            [](DecoderConfig* config, int n_vocab, int n_layers, int n_embd, int n_ff, int n_heads, int n_kv_heads,
+               int head_dim, int n_ctx, int n_batch, float norm_epsilon, bool rope_halves,
+               std::vector<double> rope_frequencies, double rope_magnitude) {
+                new (config) DecoderConfig{n_vocab,     n_layers,         n_embd,        n_ff,    n_heads,
+                                           n_kv_heads,  head_dim,         n_ctx,         n_batch, norm_epsilon,
+                                           rope_halves, rope_frequencies, rope_magnitude};
+            },
+            nb::kw_only(), "n_vocab"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
+            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "rope_halves"_a, "rope_frequencies"_a, "rope_magnitude"_a)
+        .def("kv_bytes", [](const DecoderConfig& config) { return Decoder::kv_bytes(config); })
+        .def(
+            "activation_bytes",
+            [](const DecoderConfig& config, int n_threads) { return Decoder::activation_bytes(config, n_threads); },
+            "n_threads"_a);
+
+    nb::class_<Decoder>(m, "Decoder")
+        .def(
+            "__init__",
+            [](Decoder* decoder, const DecoderConfig& config, const std::string& isa, int n_threads,
+               size_t weight_bytes) {
+                if (n_threads < 1 || n_threads > 1024) throw nb::value_error("n_threads must be in 1..1024");
+                new (decoder) Decoder(config, kernels_of(isa), n_threads, weight_bytes);
+            },
+            "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a)
+        .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
+        .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
+        .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
+        .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
+             "tap_row"_a)
+        .def("commit", &commit, "path"_a)
+        .def("truncate", &truncate_to, "n_past"_a)
+        .def("interrupt", &Decoder::interrupt)
+        .def_prop_ro("n_past", &Decoder::n_past)
+        .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
+        .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weight_bytes(); })
+        .def_prop_ro("kv_bytes", [](const Decoder& decoder) { return decoder.kv_bytes(); })
+        .def_prop_ro("activation_bytes", [](const Decoder& decoder) { return decoder.activation_bytes(); });
+
+    nb::class_<PackedMatrix>(m, "PackedMatrix")
+        .def(nb::init<int, int, int, Bytes>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
+        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a);
+}

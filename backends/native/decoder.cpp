@@ -1,0 +1,513 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "packing.h"
+#include "trigonometry.h"
+
+namespace {
+
+constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+constexpr size_t padded(int n) { return round_up(static_cast<size_t>(n), 16); }
+constexpr int kHeadsAtOnce = 4;  // query heads that share the loads of keys and values
+
+// Cuts one piece of memory into 64-byte aligned arrays; without memory it only counts.
+class Cutter {
+public:
+    explicit Cutter(uint8_t* base) : base_(base) {}
+    template <class T>
+    T* take(size_t n) {
+        T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+        used_ += round_up(n * sizeof(T), 64);
+        return p;
+    }
+    size_t used() const { return used_; }
+
+private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
+
+Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
+    Inputs inputs;
+    inputs.q32 = cutter.take<int8_t>(n * n_in);
+    inputs.scale32 = cutter.take<float>(n * n_in / 32);
+    inputs.sum32 = cutter.take<int32_t>(n * n_in / 32);
+    inputs.q256 = cutter.take<int8_t>(n * n_in);
+    inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
+    inputs.sums16 = cutter.take<int16_t>(n * n_in / 16);
+    inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
+    return inputs;
+}
+
+}  // namespace
+
+// Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
+struct Decoder::Buffers {
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, n_pairs;
+    float *x, *h, *q, *k, *v, *attn, *gate, *up;
+    float *cosine, *sine;  // (n_batch, n_pairs)
+    int32_t* position;     // (n_batch,)
+    Inputs inputs;
+    // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
+    // cheaper than waiting for one that does it.
+    std::vector<Inputs> own_inputs;
+    std::vector<float*> own_h, scores;
+    std::vector<int32_t*> path;
+
+    Buffers(const DecoderConfig& c, int n_threads, Cutter& cutter)
+        : ld_embd(padded(c.n_embd)),
+          ld_q(padded(c.n_heads * c.head_dim)),
+          ld_kv(padded(c.n_kv_heads * c.head_dim)),
+          ld_ff(padded(c.n_ff)),
+          ld_scores(padded(c.n_ctx)),
+          n_pairs(c.rope_frequencies.size()) {
+        const size_t n = static_cast<size_t>(c.n_batch);
+        x = cutter.take<float>(n * ld_embd);
+        h = cutter.take<float>(n * ld_embd);
+        q = cutter.take<float>(n * ld_q);
+        k = cutter.take<float>(n * ld_kv);
+        v = cutter.take<float>(n * ld_kv);
+        attn = cutter.take<float>(n * ld_q);
+        gate = cutter.take<float>(n * ld_ff);
+        up = cutter.take<float>(n * ld_ff);
+        cosine = cutter.take<float>(n * n_pairs);
+        sine = cutter.take<float>(n * n_pairs);
+        position = cutter.take<int32_t>(n);
+        const size_t most_in = std::max({ld_embd, ld_q, ld_ff});
+        inputs = take_inputs(cutter, n, most_in);
+        for (int i = 0; i < n_threads; i++) {
+            own_inputs.push_back(take_inputs(cutter, 1, most_in));
+            own_h.push_back(cutter.take<float>(ld_embd));
+            scores.push_back(cutter.take<float>(kHeadsAtOnce * ld_scores));
+            path.push_back(cutter.take<int32_t>(n));
+        }
+    }
+};
+
+struct Decoder::Pass {
+    const int32_t *tokens, *parents;
+    int n;
+    int base;  // slots before this batch
+    bool chain;
+    const int32_t* rows;
+    int n_rows;
+    float* logits;
+    const int32_t* tapped;
+    int n_taps;
+    float* taps;
+    size_t tap_stride;
+    const std::function<bool()>* poll;
+
+    bool alone() const { return n == 1; }
+};
+
+Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes)
+    : config_(config),
+      kernels_(kernels),
+      pool_(n_threads),
+      weights_(weight_bytes),
+      cache_(kv_bytes(config)),
+      activations_(activation_bytes(config, n_threads)),
+      layers_(static_cast<size_t>(config.n_layers)) {
+    Cutter cutter(activations_.data());
+    buffers_ = std::make_unique<Buffers>(config_, n_threads, cutter);
+}
+
+Decoder::~Decoder() = default;
+
+size_t Decoder::activation_bytes(const DecoderConfig& config, int n_threads) {
+    Cutter counter(nullptr);
+    Buffers(config, n_threads, counter);
+    return counter.used();
+}
+
+// ---- weights ---------------------------------------------------------------------------------------------------
+
+uint8_t* Decoder::take_weights(size_t n_bytes) {
+    n_bytes = round_up(n_bytes, 64);
+    if (n_bytes > weights_.size() - weights_taken_) throw std::bad_alloc();
+    weights_taken_ += n_bytes;
+    return weights_.data() + weights_taken_ - n_bytes;
+}
+
+void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_in, const uint8_t* source) {
+    Matrix m;
+    m.format = format;
+    m.n_out = n_out;
+    m.n_in = n_in;
+    m.group_bytes = packed_group_bytes(format, n_in);
+    uint8_t* data = take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
+    m.data = data;
+    pool_.run([&](int) {
+        for (int g = pool_.next_task(); g < m.n_groups(); g = pool_.next_task()) {
+            pack_group(format, source, n_out, n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
+        }
+    });
+    LayerWeights& w = layers_[static_cast<size_t>(layer)];
+    switch (role) {
+        case Role::Q: w.q = m; break;
+        case Role::K: w.k = m; break;
+        case Role::V: w.v = m; break;
+        case Role::AttnOutput: w.attn_output = m; break;
+        case Role::Gate: w.gate = m; break;
+        case Role::Up: w.up = m; break;
+        case Role::Down: w.down = m; break;
+        default: output_ = m; break;
+    }
+}
+
+void Decoder::set_vector(Role role, int layer, const float* source, int n) {
+    float* data = reinterpret_cast<float*>(take_weights(padded(n) * sizeof(float)));
+    std::memcpy(data, source, static_cast<size_t>(n) * sizeof(float));
+    LayerWeights& w = layers_[static_cast<size_t>(layer)];
+    switch (role) {
+        case Role::AttnNorm: w.attn_norm = data; break;
+        case Role::QBias: w.q_bias = data; break;
+        case Role::KBias: w.k_bias = data; break;
+        case Role::VBias: w.v_bias = data; break;
+        case Role::AttnOutputBias: w.attn_output_bias = data; break;
+        case Role::FfnNorm: w.ffn_norm = data; break;
+        default: output_norm_ = data; break;
+    }
+}
+
+void Decoder::set_embedding(Format format, const uint8_t* source, size_t row_bytes) {
+    embedding_ = {format, source, row_bytes};
+}
+
+// ---- KV cache --------------------------------------------------------------------------------------------------
+// A layer is [kv head][tile of 16 slots][head_dim][16 slots] keys, then [kv head][slot][head_dim to 16] values, in f16.
+// With a slot a lane, the scores of 16 slots need no sum across a vector.
+
+namespace {
+
+size_t n_slots(const DecoderConfig& c) { return padded(c.n_ctx); }
+size_t keys_of_head(const DecoderConfig& c) { return n_slots(c) * static_cast<size_t>(c.head_dim); }
+size_t values_of_head(const DecoderConfig& c) { return n_slots(c) * padded(c.head_dim); }
+size_t cache_of_layer(const DecoderConfig& c) {
+    return static_cast<size_t>(c.n_kv_heads) * (keys_of_head(c) + values_of_head(c));
+}
+
+}  // namespace
+
+size_t Decoder::kv_bytes(const DecoderConfig& config) {
+    return sizeof(uint16_t) * cache_of_layer(config) * static_cast<size_t>(config.n_layers);
+}
+
+uint16_t* Decoder::key_tiles(int layer, int kv_head) const {
+    return reinterpret_cast<uint16_t*>(cache_.data()) + static_cast<size_t>(layer) * cache_of_layer(config_) +
+           static_cast<size_t>(kv_head) * keys_of_head(config_);
+}
+
+uint16_t* Decoder::values(int layer, int kv_head) const {
+    return key_tiles(layer, config_.n_kv_heads) + static_cast<size_t>(kv_head) * values_of_head(config_);
+}
+
+namespace {
+
+// Lane of a slot's key: its numbers stand 16 apart.
+uint16_t* key_lane(uint16_t* tiles, int slot, int head_dim) {
+    return tiles + static_cast<size_t>(slot / 16) * static_cast<size_t>(head_dim) * 16 + slot % 16;
+}
+
+}  // namespace
+
+void Decoder::commit(const int32_t* path, int n) {
+    const size_t ld_v = padded(config_.head_dim);
+    for (int i = 0; i < n; i++) {
+        if (path[i] == i) continue;
+        const int from = n_past_ + path[i], to = n_past_ + i;
+        for (int layer = 0; layer < config_.n_layers; layer++) {
+            for (int head = 0; head < config_.n_kv_heads; head++) {
+                uint16_t* tiles = key_tiles(layer, head);
+                const uint16_t* source = key_lane(tiles, from, config_.head_dim);
+                uint16_t* target = key_lane(tiles, to, config_.head_dim);
+                for (int d = 0; d < config_.head_dim; d++) target[16 * d] = source[16 * d];
+                uint16_t* v = values(layer, head);
+                std::memcpy(v + static_cast<size_t>(to) * ld_v, v + static_cast<size_t>(from) * ld_v, 2 * ld_v);
+            }
+        }
+    }
+    n_past_ += n;
+}
+
+// ---- the forward pass ------------------------------------------------------------------------------------------
+
+bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows,
+                      int n_rows, float* logits, const int32_t* tapped, int n_taps, float* taps, size_t tap_stride,
+                      const std::function<bool()>& poll) {
+    Pass pass{tokens, parents, n,    n_past_ + n_pending, true,   rows, n_rows, logits,
+              tapped, n_taps,  taps, tap_stride,          nullptr};
+    for (int i = 0; i < n; i++) {
+        pass.chain = pass.chain && parents[i] == i - 1;
+        buffers_->position[i] = parents[i] < 0 ? pass.base : buffers_->position[parents[i]] + 1;
+    }
+    stop_.store(false, std::memory_order_relaxed);
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point polled = Clock::now();
+    const std::function<bool()> seldom = [&] {
+        const Clock::time_point now = Clock::now();
+        if (now - polled < std::chrono::milliseconds(40)) return false;
+        polled = now;
+        return poll();
+    };
+    pass.poll = &seldom;
+    pool_.run([&](int thread) { run(pass, thread); });
+    return !stop_.load(std::memory_order_relaxed);
+}
+
+// Hands out tasks 0..n_tasks-1 to whoever is free, then waits for all. A stopped pass runs through without working.
+template <class Task>
+void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task) {
+    for (int i = pool_.next_task(); i < n_tasks; i = pool_.next_task()) {
+        if (thread == 0 && (*pass.poll)()) stop_.store(true, std::memory_order_relaxed);
+        if (stop_.load(std::memory_order_relaxed)) break;
+        task(i);
+    }
+    pool_.barrier();
+}
+
+void Decoder::run(const Pass& pass, int thread) {
+    embed(pass, thread);
+    for (int i = 0; i < config_.n_layers; i++) {
+        layer(pass, thread, layers_[static_cast<size_t>(i)], i);
+        for (int t = 0; thread == 0 && t < pass.n_taps; t++) {
+            if (pass.tapped[t] != i) continue;
+            const size_t n_embd = static_cast<size_t>(config_.n_embd);
+            for (int c = 0; c < pass.n; c++) {
+                std::memcpy(pass.taps + static_cast<size_t>(t) * pass.tap_stride + static_cast<size_t>(c) * n_embd,
+                            buffers_->x + static_cast<size_t>(c) * buffers_->ld_embd, sizeof(float) * n_embd);
+            }
+        }
+    }
+    if (pass.n_rows) head(pass, thread);
+}
+
+void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int index) {
+    const Buffers& b = *buffers_;
+    const Inputs attn = normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
+    project_qkv(pass, thread, w, attn);
+    rotate_and_store(pass, thread, index);
+    attend(pass, thread, index);
+    add_projection(pass, thread, b.attn, b.ld_q, w.attn_output, w.attn_output_bias);
+    const Inputs ffn = normed_inputs(pass, thread, w.ffn_norm, nullptr, pass.n, {&w.gate, &w.up});
+    feed_forward(pass, thread, w, ffn);
+    add_projection(pass, thread, b.gate, b.ld_ff, w.down, nullptr);
+}
+
+// x = the embeddings of the tokens, and the angles of their positions.
+void Decoder::embed(const Pass& pass, int thread) {
+    const Buffers& b = *buffers_;
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t column = static_cast<size_t>(c);
+        dequantize_row(embedding_.format, embedding_.data + static_cast<size_t>(pass.tokens[c]) * embedding_.row_bytes,
+                       config_.n_embd, b.x + column * b.ld_embd);
+        for (size_t i = 0; i < b.n_pairs; i++) {
+            double sine, cosine;
+            sin_cos(b.position[c] * config_.rope_frequencies[i], sine, cosine);
+            b.cosine[column * b.n_pairs + i] = static_cast<float>(cosine * config_.rope_magnitude);
+            b.sine[column * b.n_pairs + i] = static_cast<float>(sine * config_.rope_magnitude);
+        }
+    });
+}
+
+// Where this thread finds x as inputs of a matrix: in arrays of its own with one token, in those of all otherwise.
+Inputs Decoder::inputs_of(const Pass& pass, int thread, int n_in, const float* x, size_t ldx) const {
+    Inputs inputs = pass.alone() ? buffers_->own_inputs[static_cast<size_t>(thread)] : buffers_->inputs;
+    inputs.n_in = n_in;
+    inputs.x = x;
+    inputs.ldx = ldx;
+    return inputs;
+}
+
+// Column c in the kinds that the readers want.
+void Decoder::prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const {
+    bool by32 = false, by256 = false;
+    for (const Matrix* reader : readers) {
+        by32 = by32 || input_kind(reader->format) == InputKind::Int8By32;
+        by256 = by256 || input_kind(reader->format) == InputKind::Int8By256;
+    }
+    if (by32) kernels_.quantize32(inputs, c);
+    if (by256) kernels_.quantize256(inputs, c);
+}
+
+// rms_norm(x) of n columns, prepared for the readers; column i is row rows[i] of x, or row i without rows.
+Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
+                              std::initializer_list<const Matrix*> readers) {
+    const Buffers& b = *buffers_;
+    float* h = pass.alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
+    const Inputs inputs = inputs_of(pass, thread, config_.n_embd, h, b.ld_embd);
+    const auto column = [&](int c) {
+        const size_t row = static_cast<size_t>(rows ? rows[c] : c);
+        kernels_.rms_norm(b.x + row * b.ld_embd, norm, config_.n_embd, config_.norm_epsilon,
+                          h + static_cast<size_t>(c) * b.ld_embd);
+        prepare(inputs, c, readers);
+    };
+    if (pass.alone()) {
+        column(0);
+    } else {
+        for_tasks(pass, thread, n, column);
+    }
+    return inputs;
+}
+
+namespace {
+
+// A matrix product cut into tasks of some row groups each.
+struct Tasks {
+    int n_groups, groups_each;
+
+    Tasks(int groups, int n_threads) : n_groups(groups), groups_each(std::max(1, groups / (8 * n_threads))) {}
+    int count() const { return (n_groups + groups_each - 1) / groups_each; }
+    int first(int task) const { return task * groups_each; }
+    int last(int task) const { return std::min(n_groups, (task + 1) * groups_each); }
+};
+
+// y[c][row] += bias[row] for the rows of groups first..last-1.
+void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy) {
+    if (!bias) return;
+    for (int c = 0; c < n; c++) {
+        float* column = y + static_cast<size_t>(c) * ldy;
+        for (int row = first * kRows; row < std::min(w.n_out, last * kRows); row++) column[row] += bias[row];
+    }
+}
+
+}  // namespace
+
+void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
+    const Buffers& b = *buffers_;
+    const Tasks q(w.q.n_groups(), pool_.size()), k(w.k.n_groups(), pool_.size()), v(w.v.n_groups(), pool_.size());
+    const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
+        kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
+        add_bias(m, bias, pass.n, tasks.first(task), tasks.last(task), y, ldy);
+    };
+    for_tasks(pass, thread, q.count() + k.count() + v.count(), [&](int task) {
+        if (task < q.count()) return project(w.q, w.q_bias, q, task, b.q, b.ld_q);
+        task -= q.count();
+        if (task < k.count()) return project(w.k, w.k_bias, k, task, b.k, b.ld_kv);
+        project(w.v, w.v_bias, v, task - k.count(), b.v, b.ld_kv);
+    });
+}
+
+namespace {
+
+// Turns the pairs of one head (Su et al., arXiv:2104.09864) and scales it.
+void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves, float scale, int head_dim) {
+    for (size_t i = 0; i < n_pairs; i++) {
+        float& first = x[halves ? i : 2 * i];
+        float& second = x[halves ? i + n_pairs : 2 * i + 1];
+        const float a = first, b = second;
+        first = a * cosine[i] - b * sine[i];
+        second = a * sine[i] + b * cosine[i];
+    }
+    if (scale != 1.0f) {
+        for (int d = 0; d < head_dim; d++) x[d] *= scale;
+    }
+}
+
+}  // namespace
+
+// Positions into queries and keys, keys and values into the cache.
+void Decoder::rotate_and_store(const Pass& pass, int thread, int index) {
+    const Buffers& b = *buffers_;
+    const int dim = config_.head_dim;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t column = static_cast<size_t>(c);
+        const float *cosine = b.cosine + column * b.n_pairs, *sine = b.sine + column * b.n_pairs;
+        for (int head = 0; head < config_.n_heads; head++) {
+            rotate(b.q + column * b.ld_q + head * dim, cosine, sine, b.n_pairs, config_.rope_halves, scale, dim);
+        }
+        const int slot = pass.base + c;
+        for (int head = 0; head < config_.n_kv_heads; head++) {
+            float* k = b.k + column * b.ld_kv + head * dim;
+            rotate(k, cosine, sine, b.n_pairs, config_.rope_halves, 1.0f, dim);
+            kernels_.store_key(key_lane(key_tiles(index, head), slot, dim), k, dim);
+            kernels_.store_value(values(index, head) + static_cast<size_t>(slot) * padded(dim),
+                                 b.v + column * b.ld_kv + head * dim, dim);
+        }
+    });
+}
+
+void Decoder::attend(const Pass& pass, int thread, int index) {
+    const Buffers& b = *buffers_;
+    const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
+    const int parts = (of_group + kHeadsAtOnce - 1) / kHeadsAtOnce, tasks_each = config_.n_kv_heads * parts;
+    for_tasks(pass, thread, pass.n * tasks_each, [&](int task) {
+        const int c = task / tasks_each, kv_head = task % tasks_each / parts, part = task % parts;
+        const int first = of_group * part / parts, last = of_group * (part + 1) / parts;
+        const size_t at = static_cast<size_t>(c) * b.ld_q + static_cast<size_t>((kv_head * of_group + first) * dim);
+        Attention a;
+        a.q = b.q + at;
+        a.n_heads = last - first;
+        a.head_dim = dim;
+        a.ld_v = static_cast<int>(padded(dim));
+        a.k = key_tiles(index, kv_head);
+        a.v = values(index, kv_head);
+        a.n_past = pass.chain ? pass.base + c + 1 : pass.base;
+        a.n_path = 0;
+        a.path = nullptr;
+        a.scores = b.scores[static_cast<size_t>(thread)];
+        a.ld_scores = b.ld_scores;
+        a.out = b.attn + at;
+        if (!pass.chain) {
+            int32_t* path = b.path[static_cast<size_t>(thread)];
+            for (int row = c; row >= 0; row = pass.parents[row]) path[a.n_path++] = pass.base + row;
+            std::reverse(path, path + a.n_path);
+            a.path = path;
+        }
+        kernels_.attention(a);
+    });
+}
+
+// x += w * y + bias for the rows y.
+void Decoder::add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w,
+                             const float* bias) {
+    const Buffers& b = *buffers_;
+    const Inputs inputs = inputs_of(pass, thread, w.n_in, y, ldy);
+    if (pass.alone()) {
+        prepare(inputs, 0, {&w});
+    } else if (input_kind(w.format) != InputKind::Float) {
+        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, {&w}); });
+    }
+    const Tasks tasks(w.n_groups(), pool_.size());
+    for_tasks(pass, thread, tasks.count(), [&](int task) {
+        const int first = tasks.first(task), last = tasks.last(task);
+        kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
+        add_bias(w, bias, pass.n, first, last, b.h, b.ld_embd);
+        for (int c = 0; c < pass.n; c++) {
+            float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
+            const float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
+            for (int row = first * kRows; row < std::min(w.n_out, last * kRows); row++) x[row] += h[row];
+        }
+    });
+}
+
+// gate = silu(gate) * up
+void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
+    const Buffers& b = *buffers_;
+    const Tasks tasks(w.gate.n_groups(), pool_.size());
+    for_tasks(pass, thread, tasks.count(), [&](int task) {
+        const int first = tasks.first(task), last = tasks.last(task);
+        kernels_.matmul(w.gate, inputs, pass.n, first, last, b.gate, b.ld_ff);
+        kernels_.matmul(w.up, inputs, pass.n, first, last, b.up, b.ld_ff);
+        for (int c = 0; c < pass.n; c++) {
+            const size_t at = static_cast<size_t>(c) * b.ld_ff + static_cast<size_t>(first * kRows);
+            kernels_.swiglu(b.gate + at, b.up + at, (last - first) * kRows);
+        }
+    });
+}
+
+void Decoder::head(const Pass& pass, int thread) {
+    const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
+    const Tasks tasks(output_.n_groups(), pool_.size());
+    for_tasks(pass, thread, tasks.count(), [&](int task) {
+        kernels_.matmul(output_, inputs, pass.n_rows, tasks.first(task), tasks.last(task), pass.logits,
+                        static_cast<size_t>(config_.n_vocab));
+    });
+}

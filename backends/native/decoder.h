@@ -1,0 +1,127 @@
+// A decoder-only transformer with its KV cache: what runs behind Session.forward.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "platform.h"
+#include "pool.h"
+
+struct DecoderConfig {
+    int n_vocab, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;
+    int n_ctx, n_batch;
+    float norm_epsilon;
+    bool rope_halves;                      // pairs (i, i + n/2), else (2i, 2i + 1)
+    std::vector<double> rope_frequencies;  // radians a position, one a pair
+    double rope_magnitude;
+};
+
+struct LayerWeights {
+    const float *attn_norm = nullptr, *ffn_norm = nullptr;
+    Matrix q, k, v, attn_output, gate, up, down;
+    const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *attn_output_bias = nullptr;
+};
+
+// The rows of the embedding matrix stay where they are, as GGUF stores them.
+struct Embedding {
+    Format format = Format::F32;
+    const uint8_t* data = nullptr;
+    size_t row_bytes = 0;
+};
+
+// Names of the matrices and vectors, for those who fill them in.
+enum class Role : int {
+    AttnNorm,
+    Q,
+    K,
+    V,
+    QBias,
+    KBias,
+    VBias,
+    AttnOutput,
+    AttnOutputBias,
+    FfnNorm,
+    Gate,
+    Up,
+    Down,
+    OutputNorm,
+    Output
+};
+
+class Decoder {
+public:
+    Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes);
+    ~Decoder();
+
+    // Packs a matrix (n_out, n_in) that lies at source as GGUF stores it. layer is ignored for Output.
+    void set_matrix(Role role, int layer, Format format, int n_out, int n_in, const uint8_t* source);
+    void set_vector(Role role, int layer, const float* source, int n);
+    void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
+
+    // Runs n <= n_batch tokens, each following row parents[i] of this batch or what came before it, -1; a chain may go
+    // on where the last forward ended (n_pending tokens that are not committed): then parents are relative to that.
+    // logits: (n_rows, n_vocab) for these rows. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between
+    // taps, the residual stream after these layers. poll is called by the calling thread now and then, and stops the
+    // pass by giving true. Gives false if the pass was stopped; the committed text is as before in any case.
+    bool forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows, int n_rows,
+                 float* logits, const int32_t* layers, int n_taps, float* taps, size_t tap_stride,
+                 const std::function<bool()>& poll);
+
+    // Moves these rows of the last forward, a path, to where sequential decoding would have put them.
+    void commit(const int32_t* path, int n);
+    void truncate(int n_past) { n_past_ = n_past; }
+    int n_past() const { return n_past_; }
+
+    void interrupt() { stop_.store(true, std::memory_order_relaxed); }
+
+    const DecoderConfig& config() const { return config_; }
+    const Kernels& kernels() const { return kernels_; }
+    size_t weight_bytes() const { return weights_.size(); }
+    size_t kv_bytes() const { return cache_.size(); }
+    size_t activation_bytes() const { return activations_.size(); }
+
+    static size_t kv_bytes(const DecoderConfig& config);
+    static size_t activation_bytes(const DecoderConfig& config, int n_threads);
+
+private:
+    struct Buffers;  // the activations, as views of one piece of memory
+    struct Pass;     // the arguments of one forward
+
+    void run(const Pass& pass, int thread);
+    void layer(const Pass& pass, int thread, const LayerWeights& w, int index);
+    void embed(const Pass& pass, int thread);
+    Inputs inputs_of(const Pass& pass, int thread, int n_in, const float* x, size_t ldx) const;
+    void prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const;
+    Inputs normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
+                         std::initializer_list<const Matrix*> readers);
+    void project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
+    void rotate_and_store(const Pass& pass, int thread, int index);
+    void attend(const Pass& pass, int thread, int index);
+    void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias);
+    void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
+    void head(const Pass& pass, int thread);
+    template <class Task>
+    void for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task);
+
+    uint16_t* key_tiles(int layer, int kv_head) const;
+    uint16_t* values(int layer, int kv_head) const;
+    uint8_t* take_weights(size_t n_bytes);
+
+    DecoderConfig config_;
+    const Kernels& kernels_;
+    Pool pool_;
+    Memory weights_, cache_, activations_;
+    size_t weights_taken_ = 0;
+    std::vector<LayerWeights> layers_;
+    const float* output_norm_ = nullptr;
+    Matrix output_;
+    Embedding embedding_;
+    std::unique_ptr<Buffers> buffers_;
+    int n_past_ = 0;
+    std::atomic<bool> stop_{false};
+};

@@ -1,0 +1,529 @@
+// Compiled once for each instruction set, with ISA_HEADER naming its simd_*.h and KERNELS its table. Everything else
+// has internal linkage: an inline function with external linkage, built for a newer CPU, could be the one that the
+// linker keeps for all.
+#include "kernels.h"
+
+#include ISA_HEADER
+
+namespace {
+
+// ---- matrix products -------------------------------------------------------------------------------------------
+
+constexpr int kMaxColumns = 4;      // at once: more accumulators than that do not fit into 32 registers
+constexpr size_t kPrefetch = 4736;  // bytes ahead of the weight stream
+
+EI_INLINE void prefetch(const uint8_t* p, int n_lines) {
+    for (int i = 0; i < n_lines; i++) __builtin_prefetch(p + kPrefetch + 64 * i);
+}
+
+// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c.
+template <int BITS, int NC>
+EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
+    if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const U8 q = load_u8(lines + 64 * i);
+            for (int c = 0; c < NC; c++) sum[c] = dot4(sum[c], q, a[c] + 4 * i);
+        }
+    } else {
+        U8 fifth;
+        if constexpr (BITS == 5) {
+            fifth = load_u8(lines);
+            lines += 64;
+        }
+        const auto pair = [&]<int I>() {
+            const U8 q = load_u8(lines + 64 * I);
+            U8 low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
+            if constexpr (BITS == 5) {
+                low = or_u8(low, and_u8(shl_u16<4 - I>(fifth), 0x10));
+                high = or_u8(high, and_u8(shr_u16<I>(fifth), 0x10));
+            }
+            for (int c = 0; c < NC; c++) {
+                sum[c] = dot4(sum[c], low, a[c] + 4 * I);
+                sum[c] = dot4(sum[c], high, a[c] + 16 + 4 * I);
+            }
+        };
+        pair.template operator()<0>();
+        pair.template operator()<1>();
+        pair.template operator()<2>();
+        pair.template operator()<3>();
+    }
+}
+
+template <int BITS>
+constexpr size_t kLines32 = BITS == 8   ? 512
+                            : BITS == 5 ? 320
+                                        : 256;  // bytes of 32 codes of 16 rows
+
+// The formats with blocks of 32. OFFSET is what the stored codes are above the true ones.
+template <int BITS, int OFFSET, bool MIN>
+struct Blocks32 {
+    static constexpr size_t kScales = MIN ? 64 : 32;
+
+    template <int NC>
+    static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
+        const int n_blocks = x.n_in / 32;
+        const uint8_t* scales = group + kLines32<BITS> * static_cast<size_t>(n_blocks);
+        const int8_t* a[NC];
+        const float* ad[NC];
+        const int32_t* as[NC];
+        for (int c = 0; c < NC; c++) {
+            a[c] = x.q32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(n_blocks);
+            as[c] = x.sum32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(n_blocks);
+            f[c] = set_f32(0.0f);
+        }
+        for (int b = 0; b < n_blocks; b++) {
+            I32 sum[NC];
+            for (int c = 0; c < NC; c++) sum[c] = set_i32(-OFFSET * as[c][b]);
+            prefetch(group, static_cast<int>(kLines32<BITS> / 64));
+            dot32<BITS, NC>(group, a, sum);
+            const F32 d = load_f16(scales);
+            F32 m;
+            if constexpr (MIN) m = load_f16(scales + 32);
+            for (int c = 0; c < NC; c++) {
+                F32 t = mul_f32(to_f32(sum[c]), d);
+                if constexpr (MIN) t = fma_f32(set_f32(static_cast<float>(as[c][b])), m, t);
+                f[c] = fma_f32(t, set_f32(ad[c][b]), f[c]);
+                a[c] += 32;
+            }
+            group += kLines32<BITS>;
+            scales += kScales;
+        }
+    }
+};
+
+// Q4_K and Q5_K.
+template <int BITS>
+struct Tiles45K {
+    static constexpr size_t kTile = 320 + 8 * kLines32<BITS>;
+
+    template <int NC>
+    static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+        const int n_tiles = x.n_in / 256;
+        const int8_t* a[NC];
+        const float* ad[NC];
+        const int16_t* as[NC];
+        for (int c = 0; c < NC; c++) {
+            const size_t column = static_cast<size_t>(c0 + c);
+            a[c] = x.q256 + column * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale256 + column * static_cast<size_t>(n_tiles);
+            as[c] = x.sums32 + column * static_cast<size_t>(n_tiles * 8);
+            f[c] = set_f32(0.0f);
+        }
+        for (int b = 0; b < n_tiles; b++) {
+            I32 total[NC];
+            for (int c = 0; c < NC; c++) total[c] = set_i32(0);
+            const uint8_t* lines = tile + 320;
+            for (int j = 0; j < 8; j++) {
+                I32 sum[NC];
+                for (int c = 0; c < NC; c++) sum[c] = set_i32(0);
+                prefetch(lines, static_cast<int>(kLines32<BITS> / 64));
+                dot32<BITS, NC>(lines, a, sum);
+                const I32 scale = load_u8_as_i32(tile + 64 + 16 * j);
+                for (int c = 0; c < NC; c++) {
+                    total[c] = add_i32(total[c], mul_i32(sum[c], scale));
+                    a[c] += 32;
+                }
+                lines += kLines32<BITS>;
+            }
+            I32 mins[NC];
+            for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
+            for (int p = 0; p < 4; p++) {
+                const I16 m = load_u8_as_i16(tile + 192 + 32 * p);
+                for (int c = 0; c < NC; c++) mins[c] = dot2(mins[c], m, as[c] + 2 * p);
+            }
+            const F32 d = load_f16(tile), dmin = load_f16(tile + 32);
+            for (int c = 0; c < NC; c++) {
+                const F32 t = fnma_f32(to_f32(mins[c]), dmin, mul_f32(to_f32(total[c]), d));
+                f[c] = fma_f32(t, set_f32(ad[c][b]), f[c]);
+                as[c] += 8;
+            }
+            tile += kTile;
+        }
+    }
+};
+
+struct Tiles6K {
+    static constexpr size_t kTile = 3392;
+
+    template <int NC>
+    static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+        const int n_tiles = x.n_in / 256;
+        const int8_t* a[NC];
+        const float* ad[NC];
+        const int16_t* as[NC];
+        for (int c = 0; c < NC; c++) {
+            const size_t column = static_cast<size_t>(c0 + c);
+            a[c] = x.q256 + column * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale256 + column * static_cast<size_t>(n_tiles);
+            as[c] = x.sums16 + column * static_cast<size_t>(n_tiles * 16);
+            f[c] = set_f32(0.0f);
+        }
+        for (int b = 0; b < n_tiles; b++) {
+            I32 total[NC], offset[NC];
+            for (int c = 0; c < NC; c++) total[c] = offset[c] = set_i32(0);
+            for (int p = 0; p < 8; p++) {
+                const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
+                prefetch(tile + 320 + 256 * p, 4);
+                prefetch(tile + 2368 + 128 * p, 2);
+                for (int c = 0; c < NC; c++) offset[c] = dot2(offset[c], scales, as[c] + 2 * p);
+                half<NC>(tile, 2 * p, even_i16(scales), a, total);
+                half<NC>(tile, 2 * p + 1, odd_i16(scales), a, total);
+            }
+            const F32 d = load_f16(tile);
+            for (int c = 0; c < NC; c++) {
+                const I32 t = sub_i32(total[c], shl_i32(offset[c], 5));  // the codes are stored 32 above the true ones
+                f[c] = fma_f32(to_f32(t), mul_f32(d, set_f32(ad[c][b])), f[c]);
+                a[c] += 256;
+                as[c] += 16;
+            }
+            tile += kTile;
+        }
+    }
+
+    // The 16 inputs j of a tile.
+    template <int NC>
+    static EI_INLINE void half(const uint8_t* tile, int j, I32 scale, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+        const U8 q0 = load_u8(tile + 320 + 128 * j), q1 = load_u8(tile + 384 + 128 * j);
+        const U8 top = load_u8(tile + 2368 + 64 * j);
+        const U8 v0 = or_u8(and_u8(q0, 0x0f), and_u8(shl_u16<4>(top), 0x30));
+        const U8 v1 = or_u8(and_u8(q1, 0x0f), and_u8(shl_u16<2>(top), 0x30));
+        const U8 v2 = or_u8(and_u8(shr_u16<4>(q0), 0x0f), and_u8(top, 0x30));
+        const U8 v3 = or_u8(and_u8(shr_u16<4>(q1), 0x0f), and_u8(shr_u16<2>(top), 0x30));
+        for (int c = 0; c < NC; c++) {
+            const int8_t* at = a[c] + 16 * j;
+            I32 sum = dot4(dot4(dot4(dot4(set_i32(0), v0, at), v1, at + 4), v2, at + 8), v3, at + 12);
+            total[c] = add_i32(total[c], mul_i32(sum, scale));
+        }
+    }
+};
+
+// Float weights: four sums, of the inputs k = 0, 1, 2, 3 modulo 4, because one chain of FMAs would wait for each other.
+template <int BYTES, F32 (*LOAD)(const void*)>
+struct Floats {
+    template <int NC>
+    static EI_INLINE void strip(const uint8_t* w, const Inputs& x, int c0, F32 (&f)[NC]) {
+        F32 part[4][NC];
+        for (auto& sums : part) {
+            for (F32& sum : sums) sum = set_f32(0.0f);
+        }
+        const float* column = x.x + static_cast<size_t>(c0) * x.ldx;
+        int k = 0;
+        for (; k + 4 <= x.n_in; k += 4) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const F32 row = LOAD(w + static_cast<size_t>(k + i) * (kRows * BYTES));
+                for (int c = 0; c < NC; c++) {
+                    part[i][c] = fma_f32(row, set_f32(column[static_cast<size_t>(c) * x.ldx + k + i]), part[i][c]);
+                }
+            }
+        }
+        for (int i = 0; k + i < x.n_in; i++) {
+            const F32 row = LOAD(w + static_cast<size_t>(k + i) * (kRows * BYTES));
+            for (int c = 0; c < NC; c++) {
+                part[i][c] = fma_f32(row, set_f32(column[static_cast<size_t>(c) * x.ldx + k + i]), part[i][c]);
+            }
+        }
+        for (int c = 0; c < NC; c++) f[c] = add_f32(add_f32(part[0][c], part[1][c]), add_f32(part[2][c], part[3][c]));
+    }
+};
+
+EI_INLINE F32 load_row_f32(const void* p) { return load_f32(static_cast<const float*>(p)); }
+EI_INLINE F32 load_row_f16(const void* p) { return load_f16(p); }
+EI_INLINE F32 load_row_bf16(const void* p) { return load_bf16(p); }
+
+EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
+    if (n_rows >= kRows) {
+        store_f32(y, v);
+    } else {
+        float rows[kRows];
+        store_f32(rows, v);
+        std::memcpy(y, rows, sizeof(float) * static_cast<size_t>(n_rows));
+    }
+}
+
+template <class FORMAT, int NC>
+void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, float* y, size_t ldy) {
+    F32 f[NC];
+    FORMAT::template strip<NC>(group, x, c0, f);
+    for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
+}
+
+// 5 columns are 3 + 2, 6 are 3 + 3, 7 are 4 + 3: a last group of one would pay the whole unpacking for one column.
+constexpr int columns_at_once(int left) {
+    return left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
+}
+
+template <class FORMAT>
+void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+    for (int g = first; g < last; g++) {
+        const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
+        const int row = g * kRows;
+        for (int c = 0; c < n;) {
+            const int nc = columns_at_once(n - c);
+            switch (nc) {
+                case 1: columns<FORMAT, 1>(w, group, row, x, c, y, ldy); break;
+                case 2: columns<FORMAT, 2>(w, group, row, x, c, y, ldy); break;
+                case 3: columns<FORMAT, 3>(w, group, row, x, c, y, ldy); break;
+                default: columns<FORMAT, 4>(w, group, row, x, c, y, ldy); break;
+            }
+            c += nc;
+        }
+    }
+}
+
+void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+    switch (w.format) {
+        case Format::F32: return matmul_as<Floats<4, load_row_f32>>(w, x, n, first, last, y, ldy);
+        case Format::F16: return matmul_as<Floats<2, load_row_f16>>(w, x, n, first, last, y, ldy);
+        case Format::BF16: return matmul_as<Floats<2, load_row_bf16>>(w, x, n, first, last, y, ldy);
+        case Format::Q8_0: return matmul_as<Blocks32<8, 128, false>>(w, x, n, first, last, y, ldy);
+        case Format::Q4_0: return matmul_as<Blocks32<4, 8, false>>(w, x, n, first, last, y, ldy);
+        case Format::Q4_1: return matmul_as<Blocks32<4, 0, true>>(w, x, n, first, last, y, ldy);
+        case Format::Q5_0: return matmul_as<Blocks32<5, 16, false>>(w, x, n, first, last, y, ldy);
+        case Format::Q5_1: return matmul_as<Blocks32<5, 0, true>>(w, x, n, first, last, y, ldy);
+        case Format::Q4_K: return matmul_as<Tiles45K<4>>(w, x, n, first, last, y, ldy);
+        case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, y, ldy);
+        case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, y, ldy);
+    }
+}
+
+// ---- activations -----------------------------------------------------------------------------------------------
+
+// The bits of the largest |x|. As integers, a NaN is larger than every number and cannot be lost.
+EI_INLINE float largest_magnitude(const float* x, int n) {
+    I32 most = set_i32(0);
+    for (int i = 0; i < n; i += 16) most = max_i32(most, and_i32(bits_of(load_f32(x + i)), set_i32(0x7fffffff)));
+    const int32_t bits = max_of(most);
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    return magnitude;
+}
+
+// Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, in every ISA alike; the low bits are that integer.
+constexpr float kRound = 12582912.0f;
+
+EI_INLINE I32 round_to_i32(F32 v) { return sub_i32(bits_of(add_f32(v, set_f32(kRound))), bits_of(set_f32(kRound))); }
+
+// q = round(x * 127 / max|x|), 16 at a time; gives the scale. Sums of 16 q go to sums.
+template <int N>
+EI_INLINE float quantize(const float* x, int8_t* q, int32_t (&sums)[N / 16]) {
+    const float most = largest_magnitude(x, N);
+    const bool zero = most < 1e-30f;  // false for NaN
+    const F32 inverse = set_f32(zero ? 0.0f : 127.0f / most);
+    for (int i = 0; i < N / 16; i++) {
+        const I32 v = round_to_i32(mul_f32(load_f32(x + 16 * i), inverse));
+        store_i8(q + 16 * i, v);
+        int32_t sum = 0;
+        for (int k = 0; k < 16; k++) sum += q[16 * i + k];
+        sums[i] = sum;
+    }
+    return zero ? 0.0f : most / 127.0f;
+}
+
+void quantize32(const Inputs& x, int c) {
+    const size_t n_blocks = static_cast<size_t>(x.n_in) / 32, column = static_cast<size_t>(c);
+    const float* in = x.x + column * x.ldx;
+    for (size_t b = 0; b < n_blocks; b++) {
+        int32_t sums[2];
+        x.scale32[column * n_blocks + b] =
+            quantize<32>(in + 32 * b, x.q32 + column * static_cast<size_t>(x.n_in) + 32 * b, sums);
+        x.sum32[column * n_blocks + b] = sums[0] + sums[1];
+    }
+}
+
+void quantize256(const Inputs& x, int c) {
+    const size_t n_blocks = static_cast<size_t>(x.n_in) / 256, column = static_cast<size_t>(c);
+    const float* in = x.x + column * x.ldx;
+    for (size_t b = 0; b < n_blocks; b++) {
+        int32_t sums[16];
+        x.scale256[column * n_blocks + b] =
+            quantize<256>(in + 256 * b, x.q256 + column * static_cast<size_t>(x.n_in) + 256 * b, sums);
+        int16_t* sums16 = x.sums16 + (column * n_blocks + b) * 16;
+        int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
+        for (int i = 0; i < 16; i++) sums16[i] = static_cast<int16_t>(sums[i]);
+        for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
+    }
+}
+
+// ---- the rest of a layer ---------------------------------------------------------------------------------------
+
+// The one order in which 16 lanes are summed: 8 pairs a distance of 8 apart, then 4, 2, 1.
+EI_INLINE float sum_lanes(F32 v) {
+    float lane[16];
+    store_f32(lane, v);
+    for (int width = 8; width >= 1; width /= 2) {
+        for (int i = 0; i < width; i++) lane[i] = lane[i] + lane[i + width];
+    }
+    return lane[0];
+}
+
+// e^x to 1 ulp or so; x is held within -86 .. 88, where the result is a normal number.
+EI_INLINE F32 exp_f32(F32 x) {
+    x = min_f32(set_f32(88.0f), max_f32(set_f32(-86.0f), x));
+    const F32 shifted = fma_f32(x, set_f32(1.44269504f), set_f32(kRound));
+    const F32 n = sub_f32(shifted, set_f32(kRound));
+    F32 r = fnma_f32(n, set_f32(0.693145752f), x);  // ln 2 in two parts (Cody and Waite)
+    r = fnma_f32(n, set_f32(1.42860677e-6f), r);
+    F32 p = set_f32(1.98756915e-4f);
+    p = fma_f32(p, r, set_f32(1.39819995e-3f));
+    p = fma_f32(p, r, set_f32(8.33345190e-3f));
+    p = fma_f32(p, r, set_f32(4.16657959e-2f));
+    p = fma_f32(p, r, set_f32(1.66666657e-1f));
+    p = fma_f32(p, r, set_f32(5.00000000e-1f));
+    const F32 y = add_f32(fma_f32(p, mul_f32(r, r), r), set_f32(1.0f));
+    return as_f32(add_i32(bits_of(y), shl_i32(sub_i32(bits_of(shifted), bits_of(set_f32(kRound))), 23)));
+}
+
+void rms_norm(const float* x, const float* w, int n, float epsilon, float* out) {
+    F32 squares = set_f32(0.0f);
+    for (int i = 0; i < n; i += 16) {
+        const F32 v = load_f32(x + i);
+        squares = fma_f32(v, v, squares);
+    }
+    const F32 scale = set_f32(1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(n) + epsilon));
+    for (int i = 0; i < n; i += 16) store_f32(out + i, mul_f32(mul_f32(load_f32(x + i), scale), load_f32(w + i)));
+}
+
+void swiglu(float* gate, const float* up, int n) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = load_f32(gate + i);
+        const F32 e = exp_f32(sub_f32(set_f32(0.0f), g));
+        store_f32(gate + i, mul_f32(div_f32(g, add_f32(set_f32(1.0f), e)), load_f32(up + i)));
+    }
+}
+
+void store_key(uint16_t* k, const float* x, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        uint16_t h[16];
+        store_f16(h, load_f32(x + i));
+        for (int j = 0; j < 16; j++) k[(i + j) * 16] = h[j];
+    }
+    if (i < n) {
+        float rest[16] = {};
+        uint16_t h[16];
+        std::memcpy(rest, x + i, sizeof(float) * static_cast<size_t>(n - i));
+        store_f16(h, load_f32(rest));
+        for (int j = 0; i + j < n; j++) k[(i + j) * 16] = h[j];
+    }
+}
+
+void store_value(uint16_t* v, const float* x, int n) {
+    int i = 0;
+    for (; i + 16 <= n; i += 16) store_f16(v + i, load_f32(x + i));
+    if (i < n) {
+        float rest[16] = {};
+        std::memcpy(rest, x + i, sizeof(float) * static_cast<size_t>(n - i));
+        store_f16(v + i, load_f32(rest));
+    }
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------
+
+// scores[h][slot] = q[h] . k[slot], for whole tiles of 16 slots. Two sums, of the even and of the odd dimensions.
+template <int NH>
+EI_INLINE void score_tiles(const Attention& a, int h0, int n_tiles) {
+    const float* q[NH];
+    for (int h = 0; h < NH; h++) q[h] = a.q + (h0 + h) * a.head_dim;
+    for (int t = 0; t < n_tiles; t++) {
+        const uint16_t* tile = a.k + static_cast<size_t>(t) * static_cast<size_t>(a.head_dim) * 16;
+        F32 even[NH], odd[NH];
+        for (int h = 0; h < NH; h++) even[h] = odd[h] = set_f32(0.0f);
+        for (int d = 0; d < a.head_dim; d += 2) {
+            const F32 k0 = load_f16(tile + 16 * d), k1 = load_f16(tile + 16 * d + 16);
+            for (int h = 0; h < NH; h++) {
+                even[h] = fma_f32(k0, set_f32(q[h][d]), even[h]);
+                odd[h] = fma_f32(k1, set_f32(q[h][d + 1]), odd[h]);
+            }
+        }
+        for (int h = 0; h < NH; h++) {
+            store_f32(a.scores + static_cast<size_t>(h0 + h) * a.ld_scores + 16 * t, add_f32(even[h], odd[h]));
+        }
+    }
+}
+
+// Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16.
+EI_INLINE float soft_max(float* scores, int n) {
+    for (int i = n; i % 16 != 0; i++) scores[i] = scores[0];
+    F32 lanes = load_f32(scores);
+    for (int i = 16; i < n; i += 16) lanes = max_f32(lanes, load_f32(scores + i));
+    float lane_max[16];
+    store_f32(lane_max, lanes);
+    float most = lane_max[0];
+    for (int i = 1; i < 16; i++) most = most > lane_max[i] ? most : lane_max[i];
+    F32 sum = set_f32(0.0f);
+    const int whole = n / 16 * 16;
+    for (int i = 0; i < whole; i += 16) {
+        const F32 e = exp_f32(sub_f32(load_f32(scores + i), set_f32(most)));
+        store_f32(scores + i, e);
+        sum = add_f32(sum, e);
+    }
+    if (whole < n) {
+        float lane[16];
+        store_f32(lane, exp_f32(sub_f32(load_f32(scores + whole), set_f32(most))));
+        for (int i = n - whole; i < 16; i++) lane[i] = 0.0f;
+        store_f32(scores + whole, load_f32(lane));
+        sum = add_f32(sum, load_f32(lane));
+    }
+    return 1.0f / sum_lanes(sum);
+}
+
+// out[h][16 * block ..] = scale[h] * sum over positions, in order, of scores[h][position] * v[position].
+template <int NH, int NB>
+EI_INLINE void weigh_values(const Attention& a, int h0, int block, int n, const float* scale) {
+    F32 sum[NH][NB];
+    for (auto& of_head : sum) {
+        for (F32& v : of_head) v = set_f32(0.0f);
+    }
+    const float* p[NH];
+    for (int h = 0; h < NH; h++) p[h] = a.scores + static_cast<size_t>(h0 + h) * a.ld_scores;
+    for (int i = 0; i < n; i++) {
+        const size_t slot = static_cast<size_t>(i < a.n_past || !a.path ? i : a.path[i - a.n_past]);
+        const uint16_t* v = a.v + slot * static_cast<size_t>(a.ld_v) + 16 * block;
+        for (int b = 0; b < NB; b++) {
+            const F32 value = load_f16(v + 16 * b);
+            for (int h = 0; h < NH; h++) sum[h][b] = fma_f32(value, set_f32(p[h][i]), sum[h][b]);
+        }
+    }
+    for (int h = 0; h < NH; h++) {
+        for (int b = 0; b < NB; b++) {
+            const int at = 16 * (block + b);
+            store_rows(a.out + (h0 + h) * a.head_dim + at, mul_f32(sum[h][b], set_f32(scale[h])), a.head_dim - at);
+        }
+    }
+}
+
+template <int NH>
+EI_INLINE void attend(const Attention& a, int h0) {
+    const int n = a.n_past + a.n_path;
+    const int n_slots = a.path && a.n_path ? a.path[a.n_path - 1] + 1 : n;
+    score_tiles<NH>(a, h0, (n_slots + 15) / 16);
+    float scale[NH];
+    for (int h = 0; h < NH; h++) {
+        float* scores = a.scores + static_cast<size_t>(h0 + h) * a.ld_scores;
+        if (a.path) {
+            for (int i = 0; i < a.n_path; i++) scores[a.n_past + i] = scores[a.path[i]];  // slot order to path order
+        }
+        scale[h] = soft_max(scores, n);
+    }
+    int block = 0;
+    for (; block + 4 <= a.ld_v / 16; block += 4) weigh_values<NH, 4>(a, h0, block, n, scale);
+    for (; block < a.ld_v / 16; block++) weigh_values<NH, 1>(a, h0, block, n, scale);
+}
+
+void attention(const Attention& a) {
+    switch (a.n_heads) {
+        case 1: return attend<1>(a, 0);
+        case 2: return attend<2>(a, 0);
+        case 3: return attend<3>(a, 0);
+        default: return attend<4>(a, 0);
+    }
+}
+
+}  // namespace
+
+extern const Kernels KERNELS;
+const Kernels KERNELS = {EI_ISA_NAME, matmul,    quantize32, quantize256, rms_norm,
+                         swiglu,      attention, store_key,  store_value};

@@ -1,0 +1,48 @@
+// The kernels of one instruction set, as a table. They check nothing, allocate nothing and use no containers.
+//
+// Contract: each result is computed by the same floating-point operations in the same order in every ISA, whatever the
+// number of columns, the split over threads or the place in a buffer. Dot products of integers are exact in any order;
+// float sums over blocks run upwards in k, one lane a row; sums across a vector take 16 lanes and then one fixed tree.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "matrix.h"
+
+// One group of query heads that share keys and values, for one token.
+// Slots 0..n_past-1 hold the committed positions in order; path names the slots that follow, in order, ascending;
+// null for n_past, n_past + 1, ...
+struct Attention {
+    const float* q;      // (n_heads, head_dim), already scaled by 1 / sqrt(head_dim)
+    int n_heads;         // 1..4
+    int head_dim, ld_v;  // ld_v: head_dim rounded up to 16
+    const uint16_t* k;   // f16 (n_slots / 16, head_dim, 16)
+    const uint16_t* v;   // f16 (n_slots, ld_v)
+    int n_past;
+    const int32_t* path;
+    int n_path;
+    float* scores;     // scratch, (n_heads, ld_scores)
+    size_t ld_scores;  // a multiple of 16, at least the number of slots
+    float* out;        // (n_heads, head_dim)
+};
+
+struct Kernels {
+    const char* name;
+    // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns.
+    void (*matmul)(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy);
+    // Prepares column c of the inputs. x.n_in must be a multiple of 32, or 256.
+    void (*quantize32)(const Inputs& x, int c);
+    void (*quantize256)(const Inputs& x, int c);
+    // out = x / sqrt(mean(x^2) + epsilon) * w (Zhang and Sennrich, arXiv:1910.07467). Arrays padded with 0 to 16.
+    void (*rms_norm)(const float* x, const float* w, int n, float epsilon, float* out);
+    // gate = silu(gate) * up (Shazeer, arXiv:2002.05202). Arrays padded to 16.
+    void (*swiglu)(float* gate, const float* up, int n);
+    void (*attention)(const Attention& a);
+    // k[i * 16] = f16(x[i]) for a lane of a key tile; v[i] = f16(x[i]).
+    void (*store_key)(uint16_t* k, const float* x, int n);
+    void (*store_value)(uint16_t* v, const float* x, int n);
+};
+
+extern const Kernels kernels_scalar;
+extern const Kernels kernels_avx512;

@@ -1,0 +1,82 @@
+// A weight matrix in the layout that the kernels read: tiles of 16 output rows, so that one 64-byte line holds the same
+// few inputs k of 16 rows and each vector lane sums one row. No horizontal sums, and the same bytes serve every ISA.
+//
+// A row group is 16 rows and one contiguous stream; groups stand one after the other. Rows past n_out are zero.
+// "line i: byte 4*row + c" below means 64 bytes, 4 for each of the 16 rows.
+//
+// Blocks of 32 inputs (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1); row group = [codes of all blocks][scales of all blocks, to 64]
+//   codes, 4 bits: 4 lines; line i, byte 4*row + c: low nibble  = code at k = 4i + c
+//                                                   high nibble = code at k = 16 + 4i + c            (i, c = 0..3)
+//   codes, 5 bits: 1 line of fifth bits, then 4 lines as above; byte 4*row + c of the first:
+//                  bit i = fifth bit at k = 4i + c, bit 4 + i = fifth bit at k = 16 + 4i + c
+//   codes, 8 bits: 8 lines; line i, byte 4*row + c = 128 + code at k = 4i + c                       (i = 0..7)
+//   scales: f16 d[16], then f16 m[16] for Q4_1 and Q5_1
+//
+// Tiles of 256 inputs (Q4_K, Q5_K, Q6_K); row group = its tiles in order of k
+//   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 u8 sc[8][16] | 192 u8 m[4][32], m[p][2*row + h] = min of block 2p+h
+//                320: 8 blocks of 32 codes, 4 or 5 bits as above
+//   Q6_K:        0 f16 d[16], 32 bytes free | 64 i8 sc[8][32], sc[p][2*row + h] = scale of the 16 inputs 2p+h
+//                320 ql[16][2][64]: ql[j][u][4*row + c] low nibble = low bits at k = 16j + 4u + c, high: 16j + 8 + 4u +
+//                c 2368 qh[16][64]: qh[j][4*row + c] bits 2g, 2g+1 = top bits at k = 16j + 4g + c     (g = 0..3)
+//
+// F32, F16, BF16: row group = for each k the 16 rows' values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+enum class Format : int {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    BF16 = 30
+};  // ggml's numbers
+
+// What a matrix wants its inputs as.
+enum class InputKind : int { Float, Int8By32, Int8By256 };
+
+constexpr int kRows = 16;  // of a row group
+
+struct Matrix {
+    Format format = Format::F32;
+    int n_out = 0, n_in = 0;
+    size_t group_bytes = 0;
+    const uint8_t* data = nullptr;
+
+    int n_groups() const { return (n_out + kRows - 1) / kRows; }
+};
+
+// The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
+// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
+// each 16 and 32 q. Distances between columns are those of the arrays' element type.
+struct Inputs {
+    int n_in = 0;
+    const float* x = nullptr;  // (n, ldx)
+    size_t ldx = 0;
+    int8_t* q32 = nullptr;      // (n, n_in)
+    float* scale32 = nullptr;   // (n, n_in / 32)
+    int32_t* sum32 = nullptr;   // (n, n_in / 32)
+    int8_t* q256 = nullptr;     // (n, n_in)
+    float* scale256 = nullptr;  // (n, n_in / 256)
+    int16_t* sums16 = nullptr;  // (n, n_in / 16)
+    int16_t* sums32 = nullptr;  // (n, n_in / 32)
+};
+
+constexpr InputKind input_kind(Format format) {
+    switch (format) {
+        case Format::Q4_K:
+        case Format::Q5_K:
+        case Format::Q6_K: return InputKind::Int8By256;
+        case Format::F32:
+        case Format::F16:
+        case Format::BF16: return InputKind::Float;
+        default: return InputKind::Int8By32;
+    }
+}

@@ -1,0 +1,294 @@
+#include "packing.h"
+
+#include <cstring>
+
+#include "float16.h"
+
+namespace {
+
+constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+float read_f16(const uint8_t* p) {
+    uint16_t h;
+    std::memcpy(&h, p, sizeof h);
+    return f16_to_f32(h);
+}
+
+// Where GGUF's blocks of 32 keep things: f16 d, f16 m (if any), 32 bits of fifth bits (if any), codes.
+struct Block32 {
+    int bits;
+    int offset;  // taken off the stored code
+    bool min;
+
+    size_t high_at() const { return min ? 4 : 2; }
+    size_t codes_at() const { return high_at() + (bits == 5 ? 4 : 0); }
+    size_t n_bytes() const { return codes_at() + (bits == 8 ? 32 : 16); }
+    size_t lines() const { return bits == 8 ? 512 : bits == 5 ? 320 : 256; }
+    size_t scales() const { return min ? 64 : 32; }
+};
+
+Block32 block32(Format format) {
+    switch (format) {
+        case Format::Q4_0: return {4, 8, false};
+        case Format::Q4_1: return {4, 0, true};
+        case Format::Q5_0: return {5, 16, false};
+        case Format::Q5_1: return {5, 0, true};
+        default: return {8, 0, false};
+    }
+}
+
+// 32 codes of one row, as GGUF's 4- and 5-bit blocks hold them: low nibbles 0..15, high nibbles 16..31.
+void unpack_nibbles(const uint8_t* nibbles, uint8_t* codes) {
+    for (int i = 0; i < 16; i++) {
+        codes[i] = nibbles[i] & 15;
+        codes[16 + i] = nibbles[i] >> 4;
+    }
+}
+
+// Writes 32 codes of one row into the lines of a block of 32.
+void place_codes(int bits, const uint8_t* codes, int row, uint8_t* lines) {
+    if (bits == 8) {
+        for (int i = 0; i < 8; i++) std::memcpy(lines + 64 * i + 4 * row, codes + 4 * i, 4);
+        return;
+    }
+    if (bits == 5) {
+        for (int c = 0; c < 4; c++) {
+            uint8_t fifth = 0;
+            for (int i = 0; i < 4; i++) {
+                fifth |= static_cast<uint8_t>((codes[4 * i + c] >> 4) << i);
+                fifth |= static_cast<uint8_t>((codes[16 + 4 * i + c] >> 4) << (4 + i));
+            }
+            lines[4 * row + c] = fifth;
+        }
+        lines += 64;
+    }
+    for (int i = 0; i < 4; i++) {
+        for (int c = 0; c < 4; c++) {
+            lines[64 * i + 4 * row + c] =
+                static_cast<uint8_t>((codes[4 * i + c] & 15) | (codes[16 + 4 * i + c] & 15) << 4);
+        }
+    }
+}
+
+void codes_of_block32(const Block32& layout, const uint8_t* block, uint8_t* codes) {
+    const uint8_t* stored = block + layout.codes_at();
+    if (layout.bits == 8) {
+        for (int i = 0; i < 32; i++) codes[i] = stored[i] ^ 0x80;  // signed to 128 above
+        return;
+    }
+    unpack_nibbles(stored, codes);
+    if (layout.bits == 5) {
+        uint32_t high;
+        std::memcpy(&high, block + layout.high_at(), 4);
+        for (int i = 0; i < 32; i++) codes[i] |= static_cast<uint8_t>(((high >> i) & 1) << 4);
+    }
+}
+
+void pack_row_block32(const Block32& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    const int n_blocks = n_in / 32;
+    uint8_t* scales = group + layout.lines() * static_cast<size_t>(n_blocks);
+    for (int b = 0; b < n_blocks; b++) {
+        uint8_t codes[32];
+        codes_of_block32(layout, source, codes);
+        place_codes(layout.bits, codes, row, group + layout.lines() * static_cast<size_t>(b));
+        uint8_t* of_block = scales + layout.scales() * static_cast<size_t>(b);
+        std::memcpy(of_block + 2 * row, source, 2);
+        if (layout.min) std::memcpy(of_block + 32 + 2 * row, source + 2, 2);
+        source += layout.n_bytes();
+    }
+}
+
+// GGUF's Q4_K and Q5_K: f16 d, f16 dmin, 12 bytes of 6-bit scales and mins, 32 bytes of fifth bits (Q5_K), 128 nibbles.
+constexpr size_t kBytes4K = 144, kBytes5K = 176, kBytes6K = 210;
+
+void scale_and_min(const uint8_t* packed, int j, uint8_t& scale, uint8_t& min) {
+    if (j < 4) {
+        scale = packed[j] & 63;
+        min = packed[j + 4] & 63;
+    } else {
+        scale = static_cast<uint8_t>((packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4);
+        min = static_cast<uint8_t>((packed[j + 4] >> 4) | (packed[j] >> 6) << 4);
+    }
+}
+
+// The 32 codes of sub-block j.
+void codes_of_block45k(int bits, const uint8_t* block, int j, uint8_t* codes) {
+    const uint8_t* nibbles = block + (bits == 5 ? 48 : 16) + 32 * (j / 2);
+    for (int i = 0; i < 32; i++) {
+        codes[i] = j % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
+        if (bits == 5) codes[i] |= static_cast<uint8_t>(((block[16 + i] >> j) & 1) << 4);
+    }
+}
+
+void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* tile) {
+    const size_t lines = bits == 5 ? 320 : 256;
+    for (int b = 0; b < n_in / 256; b++) {
+        std::memcpy(tile + 2 * row, source, 2);
+        std::memcpy(tile + 32 + 2 * row, source + 2, 2);
+        for (int j = 0; j < 8; j++) {
+            scale_and_min(source + 4, j, tile[64 + 16 * j + row], tile[192 + 32 * (j / 2) + 2 * row + j % 2]);
+            uint8_t codes[32];
+            codes_of_block45k(bits, source, j, codes);
+            place_codes(bits, codes, row, tile + 320 + lines * static_cast<size_t>(j));
+        }
+        source += bits == 5 ? kBytes5K : kBytes4K;
+        tile += 320 + 8 * lines;
+    }
+}
+
+// GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d; the code of input k, 32 above the true.
+uint8_t code_of_6k(const uint8_t* block, int k) {
+    const int n = k / 128, g = k % 128 / 32, i = k % 32;
+    const uint8_t low = block[64 * n + 32 * (g & 1) + i];
+    const int top = (block[128 + 32 * n + i] >> (2 * g)) & 3;
+    return static_cast<uint8_t>((g < 2 ? low & 15 : low >> 4) | top << 4);
+}
+
+void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
+    for (int b = 0; b < n_in / 256; b++) {
+        std::memcpy(tile + 2 * row, source + 208, 2);
+        for (int j = 0; j < 16; j++) {
+            tile[64 + 32 * (j / 2) + 2 * row + j % 2] = source[192 + j];
+            for (int c = 0; c < 4; c++) {
+                uint8_t code[4];
+                for (int g = 0; g < 4; g++) code[g] = code_of_6k(source, 16 * j + 4 * g + c);
+                uint8_t* low = tile + 320 + 128 * j + 4 * row + c;
+                low[0] = static_cast<uint8_t>((code[0] & 15) | (code[2] & 15) << 4);
+                low[64] = static_cast<uint8_t>((code[1] & 15) | (code[3] & 15) << 4);
+                tile[2368 + 64 * j + 4 * row + c] = static_cast<uint8_t>(code[0] >> 4 | (code[1] >> 4) << 2 |
+                                                                         (code[2] >> 4) << 4 | (code[3] >> 4) << 6);
+            }
+        }
+        source += kBytes6K;
+        tile += 3392;
+    }
+}
+
+void pack_row_floats(size_t width, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    for (int k = 0; k < n_in; k++) {
+        std::memcpy(group + (static_cast<size_t>(k) * kRows + static_cast<size_t>(row)) * width, source, width);
+        source += width;
+    }
+}
+
+void pack_row(Format format, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    switch (format) {
+        case Format::F32: return pack_row_floats(4, source, n_in, row, group);
+        case Format::F16:
+        case Format::BF16: return pack_row_floats(2, source, n_in, row, group);
+        case Format::Q4_K: return pack_row_45k(4, source, n_in, row, group);
+        case Format::Q5_K: return pack_row_45k(5, source, n_in, row, group);
+        case Format::Q6_K: return pack_row_6k(source, n_in, row, group);
+        default: return pack_row_block32(block32(format), source, n_in, row, group);
+    }
+}
+
+size_t row_bytes(Format format, int n_in) {
+    int n_inputs = 1;
+    size_t n_bytes = 0;
+    block_size(static_cast<int>(format), n_inputs, n_bytes);
+    return n_bytes * static_cast<size_t>(n_in / n_inputs);
+}
+
+void dequantize_45k(int bits, const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(block), dmin = read_f16(block + 2);
+        for (int j = 0; j < 8; j++) {
+            uint8_t scale, min, codes[32];
+            scale_and_min(block + 4, j, scale, min);
+            codes_of_block45k(bits, block, j, codes);
+            for (int i = 0; i < 32; i++) *out++ = d * scale * codes[i] - dmin * min;
+        }
+        block += bits == 5 ? kBytes5K : kBytes4K;
+    }
+}
+
+void dequantize_6k(const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(block + 208);
+        for (int k = 0; k < 256; k++) {
+            *out++ = d * static_cast<float>(static_cast<int8_t>(block[192 + k / 16])) *
+                     static_cast<float>(code_of_6k(block, k) - 32);
+        }
+        block += kBytes6K;
+    }
+}
+
+void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 32; b++) {
+        const float d = read_f16(block), m = layout.min ? read_f16(block + 2) : 0.0f;
+        uint8_t codes[32];
+        codes_of_block32(layout, block, codes);
+        const int offset = layout.bits == 8 ? 128 : layout.offset;
+        for (int i = 0; i < 32; i++) {
+            const float value = d * static_cast<float>(codes[i] - offset);
+            *out++ = layout.min ? value + m : value;
+        }
+        block += layout.n_bytes();
+    }
+}
+
+}  // namespace
+
+bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
+    const Format format = static_cast<Format>(ggml_type);
+    switch (format) {
+        case Format::F32: n_inputs = 1, n_bytes = 4; return true;
+        case Format::F16:
+        case Format::BF16: n_inputs = 1, n_bytes = 2; return true;
+        case Format::Q8_0:
+        case Format::Q4_0:
+        case Format::Q4_1:
+        case Format::Q5_0:
+        case Format::Q5_1: n_inputs = 32, n_bytes = block32(format).n_bytes(); return true;
+        case Format::Q4_K: n_inputs = 256, n_bytes = kBytes4K; return true;
+        case Format::Q5_K: n_inputs = 256, n_bytes = kBytes5K; return true;
+        case Format::Q6_K: n_inputs = 256, n_bytes = kBytes6K; return true;
+    }
+    return false;
+}
+
+size_t packed_group_bytes(Format format, int n_in) {
+    const size_t n = static_cast<size_t>(n_in);
+    switch (format) {
+        case Format::F32: return n * kRows * 4;
+        case Format::F16:
+        case Format::BF16: return round_up(n * kRows * 2, 64);
+        case Format::Q4_K: return n / 256 * 2368;
+        case Format::Q5_K: return n / 256 * 2880;
+        case Format::Q6_K: return n / 256 * 3392;
+        default: {
+            const Block32 layout = block32(format);
+            return n / 32 * layout.lines() + round_up(n / 32 * layout.scales(), 64);
+        }
+    }
+}
+
+void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
+    const size_t stride = row_bytes(format, n_in);
+    const int first = g * kRows;
+    if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(format, n_in));
+    for (int row = 0; row < kRows && first + row < n_out; row++) {
+        pack_row(format, source + static_cast<size_t>(first + row) * stride, n_in, row, group);
+    }
+}
+
+void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
+    switch (format) {
+        case Format::F32: std::memcpy(out, row, 4 * static_cast<size_t>(n_in)); return;
+        case Format::F16:
+            for (int k = 0; k < n_in; k++) out[k] = read_f16(row + 2 * k);
+            return;
+        case Format::BF16:
+            for (int k = 0; k < n_in; k++) {
+                uint16_t h;
+                std::memcpy(&h, row + 2 * k, sizeof h);
+                out[k] = std::bit_cast<float>(static_cast<uint32_t>(h) << 16);
+            }
+            return;
+        case Format::Q4_K: return dequantize_45k(4, row, n_in, out);
+        case Format::Q5_K: return dequantize_45k(5, row, n_in, out);
+        case Format::Q6_K: return dequantize_6k(row, n_in, out);
+        default: return dequantize_block32(block32(format), row, n_in, out);
+    }
+}

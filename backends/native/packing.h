@@ -1,0 +1,19 @@
+// From GGUF's blocks to the tiles of matrix.h, and single rows to floats.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "matrix.h"
+
+// Inputs and bytes of one GGUF block; false for a format that the engine does not have.
+bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes);
+
+// Bytes of a row group; n_in must be a multiple of the format's block.
+size_t packed_group_bytes(Format format, int n_in);
+
+// Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group.
+void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group);
+
+// The weights of one row as floats.
+void dequantize_row(Format format, const uint8_t* row, int n_in, float* out);

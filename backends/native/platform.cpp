@@ -1,0 +1,73 @@
+#include "platform.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+constexpr size_t kHugePage = size_t{2} << 20;
+}
+
+#if defined(__unix__) || defined(__APPLE__)
+Memory::Memory(size_t n_bytes) {
+    if (n_bytes == 0) return;
+    if (n_bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
+    // A huge page needs its alignment: take one more and give the ends back.
+    const bool huge = n_bytes >= kHugePage;
+    const size_t page = huge ? kHugePage : size_t{4096};
+    const size_t size = (n_bytes + page - 1) / page * page, taken = size + (huge ? kHugePage : 0);
+    void* p = mmap(nullptr, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* first = static_cast<uint8_t*>(p);
+    if (huge) {
+        const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(p) % kHugePage) % kHugePage;
+        if (before) munmap(first, before);
+        if (taken - size - before) munmap(first + before + size, taken - size - before);
+        first += before;
+#if defined(MADV_HUGEPAGE)
+        madvise(first, size, MADV_HUGEPAGE);
+#endif
+    }
+    data_ = first;
+    size_ = size;
+}
+
+Memory::~Memory() {
+    if (data_) munmap(data_, size_);
+}
+#else
+Memory::Memory(size_t n_bytes) : size_((n_bytes + 63) / 64 * 64) {
+    if (n_bytes == 0) return;
+    data_ = static_cast<uint8_t*>(::operator new(size_, std::align_val_t{64}));
+    std::memset(data_, 0, size_);
+}
+
+Memory::~Memory() {
+    if (data_) ::operator delete(data_, std::align_val_t{64});
+}
+#endif
+
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}

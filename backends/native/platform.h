@@ -1,0 +1,27 @@
+// What each operating system does in its own way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Zeroed memory, 64-byte aligned, on huge pages where the system has them. Throws std::bad_alloc.
+class Memory {
+public:
+    Memory() = default;
+    explicit Memory(size_t n_bytes);
+    ~Memory();
+    Memory(Memory&& other) noexcept;
+    Memory& operator=(Memory&& other) noexcept;
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// Tells the core that this is a waiting loop.
+void relax();

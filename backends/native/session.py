@@ -1,0 +1,248 @@
+"""The Session and the Backend in front of the C++ decoder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgeinfer.backends.base import (
+    Progress,
+    check_parents,
+    check_path,
+    check_rows,
+    check_taps,
+    check_tokens,
+)
+from edgeinfer.backends.native import _core
+from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
+
+MATRIX_TYPES = frozenset(
+    GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+)
+_VECTOR_ROLES = frozenset(
+    {"attn_norm", "attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "ffn_norm", "output_norm"}
+)
+
+
+def available_isas() -> list[str]:
+    """Instruction-set paths that this CPU and this build have, best first."""
+    return _core.available_isas()
+
+
+def best_isa() -> str:
+    """The path to use: the best one, or the one that EDGEINFER_ISA names. Raises BackendUnavailable."""
+    wanted = os.environ.get("EDGEINFER_ISA")
+    available = available_isas()
+    if wanted and wanted not in available:
+        raise BackendUnavailable(
+            f"EDGEINFER_ISA={wanted}, but this CPU and this build have: {', '.join(available)}; unset it or name one"
+        )
+    return wanted or available[0]
+
+
+class NativeBackend:
+    """Runs models on the CPU. Same bits whatever the batch, the threads and the instruction set."""
+
+    name = "native"
+
+    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+        """Bytes that a session takes: packed weights, KV cache in f16, activations of a batch. Exact, not estimated.
+
+        Raises UnsupportedModel for a tensor type without a kernel.
+        """
+        n_batch = min(n_batch, n_ctx)
+        config = _config(spec, n_ctx, n_batch)
+        weights = _packed_bytes(model, spec) + model.tensors[spec.token_embd].n_bytes  # the latter stays mapped
+        use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
+        return MemoryPlan(n_ctx, n_batch, use)
+
+    def load(
+        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+    ) -> NativeSession:
+        """Pack the weights into memory of the session's own. Raises UnsupportedModel, BackendUnavailable."""
+        return NativeSession(model, spec, plan, device, progress)
+
+
+class NativeSession:
+    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it."""
+
+    def __init__(
+        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+    ) -> None:
+        self.spec = spec
+        self.n_ctx = plan.n_ctx
+        self.n_batch = plan.n_batch
+        self.isa = device.isa or best_isa()
+        self._parents = np.empty(0, dtype=np.int32)  # of the last forward
+        self._interrupted = False
+        config = _config(spec, plan.n_ctx, plan.n_batch)
+        self._decoder: _core.Decoder | None = _core.Decoder(
+            config, self.isa, device.n_threads, _packed_bytes(model, spec)
+        )
+        self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
+        self._load(model, progress)
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        return self._open().n_past
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length."""
+        decoder = self._open()
+        ids = check_tokens(tokens, self.spec.n_vocab, decoder.n_past, self.n_ctx)
+        links = check_parents(parents, len(ids))
+        rows = check_rows(logits, len(ids))
+        taps = np.array(check_taps(hidden, self.spec.n_layers), dtype=np.int32)
+        is_chain = parents is None or np.array_equal(links, np.arange(-1, len(ids) - 1))
+        if not is_chain and len(ids) > self.n_batch:
+            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
+        out = np.empty((len(rows), self.spec.n_vocab), dtype=np.float32)
+        tapped = np.empty((len(taps), len(ids) if len(taps) else 0, self.spec.n_embd), dtype=np.float32)
+        self._interrupted = False
+        self._parents = np.empty(0, dtype=np.int32)
+        for first in range(0, len(ids), self.n_batch):
+            last = min(first + self.n_batch, len(ids))
+            chunk_links = links[first:last] - np.int32(first)  # the first of a later chunk follows the chunk before: -1
+            wanted = np.flatnonzero((rows >= first) & (rows < last))
+            chunk_out = (
+                np.empty((len(wanted), self.spec.n_vocab), dtype=np.float32) if last < len(ids) or first else out
+            )
+            whole = not self._interrupted and decoder.forward(
+                ids[first:last], chunk_links, first, rows[wanted] - np.int32(first), chunk_out, taps, tapped, first
+            )
+            if not whole:
+                raise Interrupted("the forward pass was interrupted; the session is as it was before")
+            if chunk_out is not out:
+                out[wanted] = chunk_out
+        self._parents = links
+        return Output(out, tapped if len(taps) else None)
+
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit."""
+        rows = check_path(path, self._parents)
+        self._open().commit(rows)
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def truncate(self, n_past: int) -> None:
+        """See Session.truncate."""
+        decoder = self._open()
+        if not 0 <= n_past <= decoder.n_past:
+            raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
+        decoder.truncate(n_past)
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def memory(self) -> MemoryUse:
+        """Bytes of the weights (packed ones and the mapped embedding), the KV cache and the activations."""
+        decoder = self._open()
+        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, decoder.kv_bytes, decoder.activation_bytes)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._interrupted = True
+        if self._decoder is not None:
+            self._decoder.interrupt()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._decoder = None
+
+    def _open(self) -> _core.Decoder:
+        if self._decoder is None:
+            raise EdgeInferError("this session is closed")
+        return self._decoder
+
+    def _load(self, model: ModelFile, progress: Progress | None) -> None:
+        decoder = self._open()
+        total = sum(model.tensors[name].n_bytes for _, _, name in _weights(self.spec))
+        done = 0
+        for role, layer, name in _weights(self.spec):
+            info = model.tensors[name]
+            if role in _VECTOR_ROLES:
+                decoder.set_vector(_core.Role[role], layer, _vector(model, name))
+            else:
+                n_out, n_in = info.shape
+                decoder.set_matrix(_core.Role[role], layer, int(info.type), n_out, n_in, model.data(name))
+            model.release(name)
+            done += info.n_bytes
+            if progress is not None:
+                progress(done / total)
+        embedding = model.tensors[self.spec.token_embd]
+        decoder.set_embedding(int(embedding.type), model.data(self.spec.token_embd))
+
+
+def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, str]]:
+    """(role, layer, tensor name) of everything that is packed; the embedding stays in the file."""
+    for index, layer in enumerate(spec.layers):
+        for role, name in vars(layer).items():
+            if name is not None:
+                yield role, index, name
+    yield "output_norm", 0, spec.output_norm
+    yield "output", 0, spec.output
+
+
+def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
+    """Bytes of all packed weights. Raises UnsupportedModel."""
+    _check_matrix(model, spec.token_embd)
+    return sum(_core.packed_bytes(*_packed_shape(model, name)) for _, _, name in _weights(spec))
+
+
+def _packed_shape(model: ModelFile, name: str) -> tuple[int, int, int]:
+    """(type, n_out, n_in) as _core.packed_bytes wants them; n_in is 0 for a vector. Raises UnsupportedModel."""
+    info = model.tensors[name]
+    if len(info.shape) == 1:
+        return int(info.type), info.shape[0], 0
+    _check_matrix(model, name)
+    return int(info.type), info.shape[0], info.shape[1]
+
+
+def _check_matrix(model: ModelFile, name: str) -> None:
+    """Raises UnsupportedModel if there is no kernel for the type of this matrix."""
+    kind = model.tensors[name].type
+    if kind not in MATRIX_TYPES:
+        raise UnsupportedModel(
+            f"{model.path}: tensor {name} has type {kind.name}, which the native engine lacks; it has "
+            f"{', '.join(sorted(known.name for known in MATRIX_TYPES))}"
+        )
+
+
+def _vector(model: ModelFile, name: str) -> NDArray[np.float32]:
+    """A norm or a bias as float32. Raises UnsupportedModel."""
+    info = model.tensors[name]
+    data = model.data(name)
+    if info.type == GGMLType.F32:
+        return np.frombuffer(data.tobytes(), dtype="<f4").astype(np.float32, copy=False)
+    if info.type == GGMLType.F16:
+        return np.frombuffer(data.tobytes(), dtype="<f2").astype(np.float32)
+    raise UnsupportedModel(f"{model.path}: tensor {name} must be F32 or F16: found {info.type.name}")
+
+
+def _config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
+    return _core.DecoderConfig(
+        n_vocab=spec.n_vocab,
+        n_layers=spec.n_layers,
+        n_embd=spec.n_embd,
+        n_ff=spec.n_ff,
+        n_heads=spec.n_heads,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        norm_epsilon=spec.norm_epsilon,
+        rope_halves=spec.rope.kind == "halves",
+        rope_frequencies=list(spec.rope.inverse_frequencies),
+        rope_magnitude=spec.rope.magnitude,
+    )

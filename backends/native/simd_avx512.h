@@ -1,0 +1,88 @@
+// Sixteen lanes on AVX-512 (F, BW, VL, DQ, VNNI). The same names as simd_scalar.h, which says what each one does.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define EI_ISA_NAME "avx512"
+#define EI_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+using F32 = __m512;
+using I32 = __m512i;
+using I16 = __m512i;
+using U8 = __m512i;
+
+EI_INLINE F32 load_f32(const float* p) { return _mm512_loadu_ps(p); }
+EI_INLINE void store_f32(float* p, F32 v) { _mm512_storeu_ps(p, v); }
+EI_INLINE F32 set_f32(float v) { return _mm512_set1_ps(v); }
+EI_INLINE F32 add_f32(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+EI_INLINE F32 sub_f32(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
+EI_INLINE F32 mul_f32(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+EI_INLINE F32 div_f32(F32 a, F32 b) { return _mm512_div_ps(a, b); }
+EI_INLINE F32 fma_f32(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+EI_INLINE F32 fnma_f32(F32 a, F32 b, F32 c) { return _mm512_fnmadd_ps(a, b, c); }
+EI_INLINE F32 max_f32(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+EI_INLINE F32 min_f32(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+EI_INLINE F32 load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+EI_INLINE void store_f16(void* p, F32 v) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+EI_INLINE F32 load_bf16(const void* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
+}
+
+EI_INLINE I32 set_i32(int32_t v) { return _mm512_set1_epi32(v); }
+EI_INLINE I32 add_i32(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+EI_INLINE I32 sub_i32(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+EI_INLINE I32 mul_i32(I32 a, I32 b) { return _mm512_mullo_epi32(a, b); }
+EI_INLINE I32 max_i32(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
+EI_INLINE I32 and_i32(I32 a, I32 b) { return _mm512_and_si512(a, b); }
+EI_INLINE I32 shl_i32(I32 a, int n) { return _mm512_slli_epi32(a, n); }
+EI_INLINE F32 to_f32(I32 v) { return _mm512_cvtepi32_ps(v); }
+EI_INLINE I32 bits_of(F32 v) { return _mm512_castps_si512(v); }
+EI_INLINE F32 as_f32(I32 v) { return _mm512_castsi512_ps(v); }
+EI_INLINE void store_i8(int8_t* p, I32 v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+EI_INLINE int32_t max_of(I32 v) { return _mm512_reduce_max_epi32(v); }
+EI_INLINE int32_t sum_of(I32 v) { return _mm512_reduce_add_epi32(v); }
+
+EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+EI_INLINE I16 load_u8_as_i16(const uint8_t* p) {
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+EI_INLINE I16 load_i8_as_i16(const uint8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+EI_INLINE I32 even_i16(I16 v) { return _mm512_srai_epi32(_mm512_slli_epi32(v, 16), 16); }
+EI_INLINE I32 odd_i16(I16 v) { return _mm512_srai_epi32(v, 16); }
+
+EI_INLINE U8 load_u8(const uint8_t* p) { return _mm512_loadu_si512(p); }
+EI_INLINE U8 and_u8(U8 v, uint8_t mask) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask))); }
+EI_INLINE U8 or_u8(U8 a, U8 b) { return _mm512_or_si512(a, b); }
+template <int N>
+EI_INLINE U8 shr_u16(U8 v) {
+    return _mm512_srli_epi16(v, N);
+}
+template <int N>
+EI_INLINE U8 shl_u16(U8 v) {
+    return _mm512_slli_epi16(v, N);
+}
+
+EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
+}
+EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
+    int32_t two;
+    std::memcpy(&two, a, 4);
+    return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(two));
+}
+
+}  // namespace
