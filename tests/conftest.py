@@ -1,21 +1,30 @@
-"""Fixtures for what a machine may lack. A part named in EDGEINFER_REQUIRE (comma-separated) must be there."""
+"""Fixtures that all tests share; see support/parts.py for what happens where a machine lacks something."""
 
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 import numpy as np
 import pytest
+from parts import missing
 
 
-def missing(part: str, why: str) -> NoReturn:
-    """Skip the test, or fail it where this part is required."""
-    if part in os.environ.get("EDGEINFER_REQUIRE", "").split(","):
-        pytest.fail(f"EDGEINFER_REQUIRE names {part}, but {why}")
-    pytest.skip(f"{part}: {why}")
+def _use_test_core() -> None:
+    """Run the tests on the extension that EDGEINFER_TEST_CORE names, for instance one built with sanitizers."""
+    path = os.environ.get("EDGEINFER_TEST_CORE")
+    if path:
+        name = "edgeinfer.backends.native._core"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"EDGEINFER_TEST_CORE={path} is no extension module")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+_use_test_core()
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@
 //   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 u8 sc[8][16] | 192 u8 m[4][32], m[p][2*row + h] = min of block 2p+h
 //                320: 8 blocks of 32 codes, 4 or 5 bits as above
 //   Q6_K:        0 f16 d[16], 32 bytes free | 64 i8 sc[8][32], sc[p][2*row + h] = scale of the 16 inputs 2p+h
-//                320 ql[16][2][64]: ql[j][u][4*row + c] low nibble = low bits at k = 16j + 4u + c, high: 16j + 8 + 4u +
-//                c 2368 qh[16][64]: qh[j][4*row + c] bits 2g, 2g+1 = top bits at k = 16j + 4g + c     (g = 0..3)
+//                320 ql[16][2][64]: ql[j][u][4*row + c], low nibble = low bits at k = 16j + 4u + c, high nibble: 16j + 8 + 4u + c
+//                2368 qh[16][64]: qh[j][4*row + c], bits 2g, 2g+1 = top bits at k = 16j + 4g + c     (g = 0..3)
 //
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 
+// The formats of a weight matrix, with ggml's numbers.
 enum class Format : int {
     F32 = 0,
     F16 = 1,
@@ -37,7 +38,7 @@ enum class Format : int {
     Q5_K = 13,
     Q6_K = 14,
     BF16 = 30
-};  // ggml's numbers
+};
 
 // What a matrix wants its inputs as.
 enum class InputKind : int { Float, Int8By32, Int8By256 };

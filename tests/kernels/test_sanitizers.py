@@ -1,0 +1,57 @@
+"""Kernels, packing and decoder under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parts import missing
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "sanitize"
+TESTS = ["tests/kernels/test_matmul.py", "tests/backends/test_native.py"]
+
+
+@pytest.fixture(scope="module")
+def sanitized_core() -> Path:
+    """The extension built with both sanitizers. Kept between runs, so that only what changed is compiled again."""
+    import nanobind
+
+    compiler = shutil.which("g++")
+    if compiler is None or shutil.which("cmake") is None:
+        missing("asan", "g++ and cmake are needed to build with sanitizers")
+    configure = ["cmake", "-S", ROOT / "backends", "-B", BUILD, f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    configure += ["-DEI_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug"]
+    subprocess.run(configure, check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", BUILD, "--target", "_core", "-j", "2"], check=True, capture_output=True)
+    return next((BUILD / "native").glob("_core.*.so"))
+
+
+def library_of_the_compiler(name: str) -> str:
+    found = subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    path = found.stdout.strip()
+    if not Path(path).is_absolute():
+        missing("asan", f"the compiler has no {name}")
+    return path
+
+
+def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized_core: Path) -> None:
+    # libstdc++ too: the interceptors look for it when they load.
+    libraries = [library_of_the_compiler(name) for name in ("libasan.so", "libstdc++.so")]
+    environment = os.environ | {
+        "EDGEINFER_TEST_CORE": str(sanitized_core),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[:4000]

@@ -1,0 +1,296 @@
+"""Tiny random language models as GGUF files: for the engine and the command line, and loadable in llama.cpp too.
+
+The floats behind a tensor depend on (seed, name, shape) only: models that differ in type approximate one another, and
+one with fewer layers begins like one with more.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float32]
+Bytes: TypeAlias = NDArray[np.uint8]
+Value: TypeAlias = str | int | float | bool
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+TENSOR_TYPES = FLOAT_TYPES + BLOCK_32_TYPES + BLOCK_256_TYPES
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_LOGITS_DEVIATION = 3.0  # so that the best token mostly leads clearly, and sampling still has a choice
+
+
+def write_tiny_model(
+    path: Path,
+    architecture: Literal["llama", "qwen2"] = "llama",
+    tensor_type: str = "Q4_K",
+    *,
+    n_embd: int | None = None,
+    n_layers: int = 2,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    head_dim: int | None = None,
+    n_ff: int | None = None,
+    n_vocab: int = 291,
+    n_ctx_train: int = 512,
+    tied: bool = False,
+    rope_base: float = 10000.0,
+    rope_scaling: Mapping[str, Value] | None = None,
+    rope_freqs: bool = False,
+    types: Mapping[str, str] | None = None,
+    output_biases: bool = False,
+    vocabulary: Literal["bpe", "spm"] = "bpe",
+    metadata: Mapping[str, Value] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a model and give back its path.
+
+    n_embd: 256 for the types with blocks of 256, else 96.  head_dim: n_embd / n_heads.  n_ff: 3 n_embd.
+    n_vocab: at least 259 (BPE) or 262 (SPM); what the merges do not fill is padding.
+    tensor_type: of the matrices; norms and biases are F32.  types: other types by role ("attn_v", "output") or by
+    whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
+    rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has.  output_biases: llama's optional
+    attn_output.bias.  metadata: further keys, written as they are.
+    """
+    n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES else 96)
+    head_dim = head_dim or n_embd // n_heads
+    n_ff = n_ff or 3 * n_embd
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture} {tensor_type}")
+    writer.add_block_count(n_layers)
+    writer.add_context_length(n_ctx_train)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_heads)
+    writer.add_head_count_kv(n_kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(rope_base)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in (rope_scaling or {}).items():
+        _add(writer, f"{architecture}.rope.scaling.{key}", value)
+    for key, value in (metadata or {}).items():
+        _add(writer, key, value)
+    (_add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
+    q, kv = n_heads * head_dim, n_kv_heads * head_dim
+    matrices = {"token_embd": (n_vocab, n_embd)} | ({} if tied else {"output": (n_vocab, n_embd)})
+    vectors = {"output_norm.weight": n_embd}
+    for block in (f"blk.{i}." for i in range(n_layers)):
+        matrices |= {block + "attn_q": (q, n_embd), block + "attn_k": (kv, n_embd), block + "attn_v": (kv, n_embd)}
+        matrices |= {block + "attn_output": (n_embd, q)}
+        matrices |= {block + "ffn_gate": (n_ff, n_embd), block + "ffn_up": (n_ff, n_embd)}
+        matrices |= {block + "ffn_down": (n_embd, n_ff)}
+        vectors |= {block + "attn_norm.weight": n_embd, block + "ffn_norm.weight": n_embd}
+        if architecture == "qwen2":
+            vectors |= {block + "attn_q.bias": q, block + "attn_k.bias": kv, block + "attn_v.bias": kv}
+        if output_biases:
+            vectors |= {block + "attn_output.bias": n_embd}
+    for name, shape in matrices.items():
+        weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
+        _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
+    for name, n in vectors.items():
+        centre = 1.0 if name.endswith("norm.weight") else 0.0
+        writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _random(seed, name, (n,)))
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.geomspace(1.0, 8.0, head_dim // 2).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _random(seed: int, name: str, shape: tuple[int, ...]) -> Floats:
+    return np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape, dtype=np.float32)
+
+
+def _deviation(name: str, n_in: int, tied: bool) -> float:
+    """Standard deviation of a matrix that keeps activations near 1 and gives logits of _LOGITS_DEVIATION."""
+    if name == "token_embd" and not tied:
+        return 1.0
+    return (_LOGITS_DEVIATION if name in ("output", "token_embd") else 1.0) / math.sqrt(n_in)
+
+
+def _type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
+    return types.get(f"{name}.weight", types.get(name.rpartition(".")[2], tensor_type))
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        str: gguf.GGUFValueType.STRING,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+    }
+    writer.add_key_value(key, value, kinds[type(value)])
+
+
+def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    if tensor_type in ("F32", "F16"):
+        writer.add_tensor(name, weights.astype(np.dtype({"F32": np.float32, "F16": np.float16}[tensor_type])))
+    else:
+        writer.add_tensor(name, quantize(tensor_type, weights), raw_dtype=kind)
+
+
+# ---- quantisers ------------------------------------------------------------------------------------------------
+
+
+def quantize(tensor_type: str, weights: Floats) -> Bytes:
+    """Rows (n_out, bytes a row) of the format that approximate weights (n_out, n_in), each block rounded to nearest.
+
+    K-quants lie with llama.cpp's own to within some percent of the error; that searches for better scales.
+    """
+    kind = gguf.GGMLQuantizationType[tensor_type]
+    if tensor_type not in BLOCK_256_TYPES:
+        packed: NDArray[np.generic] = gguf.quantize(weights, kind)
+        return np.ascontiguousarray(packed).view(np.uint8)
+    if weights.shape[1] % 256:
+        raise ValueError(f"{tensor_type} has blocks of 256: found rows of {weights.shape[1]}")
+    blocks = weights.reshape(-1, 256)
+    packed_blocks = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
+    return packed_blocks.reshape(weights.shape[0], -1)
+
+
+def _q4_k(blocks: Floats) -> Bytes:
+    head, codes = _scales_and_codes(blocks, largest_code=15)
+    pairs = codes.reshape(-1, 4, 2, 32)  # two sub-blocks share 32 bytes
+    return np.hstack([head, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)])
+
+
+def _q5_k(blocks: Floats) -> Bytes:
+    head, codes = _scales_and_codes(blocks, largest_code=31)
+    high = np.packbits(codes >> 4, axis=1, bitorder="little").reshape(-1, 32)  # bit j of byte i: sub-block j
+    pairs = (codes & 15).reshape(-1, 4, 2, 32)
+    return np.hstack([head, high, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)])
+
+
+def _scales_and_codes(blocks: Floats, largest_code: int) -> tuple[Bytes, Bytes]:
+    """The first 16 bytes of a Q4_K or Q5_K block, and codes (n_blocks, 8, 32)."""
+    x = blocks.reshape(-1, 8, 32)
+    offset = np.maximum(-x.min(axis=2), 0)
+    step = (x.max(axis=2) + offset) / largest_code
+    d, steps = _split(step, 63)
+    dmin, offsets = _split(offset, 63)
+    shifted = x + (dmin.astype(np.float32) * offsets)[:, :, None]
+    codes = np.rint(_divide(shifted, (d.astype(np.float32) * steps)[:, :, None])).clip(0, largest_code)
+    sc, m = steps.astype(np.uint8), offsets.astype(np.uint8)
+    low, high = slice(0, 4), slice(4, 8)
+    packed = [
+        d.view(np.uint8),
+        dmin.view(np.uint8),
+        sc[:, low] | (sc[:, high] >> 4) << 6,
+        m[:, low] | (m[:, high] >> 4) << 6,
+        sc[:, high] & 15 | (m[:, high] & 15) << 4,
+    ]
+    return np.hstack(packed), codes.astype(np.uint8)
+
+
+def _q6_k(blocks: Floats) -> Bytes:
+    x = blocks.reshape(-1, 16, 16)
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    step = largest / np.float32(-32)  # negative scales too: the largest number gets code -32, as in llama.cpp
+    d, sc = _split(step, 127)
+    codes = np.rint(_divide(x, (d.astype(np.float32) * sc)[:, :, None])).clip(-32, 31) + 32
+    quarters = codes.astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, in them four runs of 32
+    low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
+    top = quarters >> 4
+    high = top[:, :, 0] | top[:, :, 1] << 2 | top[:, :, 2] << 4 | top[:, :, 3] << 6
+    packed = [low.reshape(-1, 128), high.reshape(-1, 64), sc.astype(np.int8).view(np.uint8), d.view(np.uint8)]
+    return np.hstack(packed)
+
+
+def _split(values: Floats, largest_code: int) -> tuple[NDArray[np.float16], Floats]:
+    """(n, 1) f16 scales and integer codes (n, sub-blocks) whose product approximates values (n, sub-blocks)."""
+    scale = (np.abs(values).max(axis=1, keepdims=True) / largest_code).astype(np.float16)
+    codes = np.rint(_divide(values, scale.astype(np.float32)))
+    return scale, codes.clip(-largest_code, largest_code)
+
+
+def _divide(a: Floats, b: Floats) -> Floats:
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+# ---- vocabularies ----------------------------------------------------------------------------------------------
+
+_WORDS = " the he in er an re on at en nd or is it to ing ed ou ar as of hello world".split()
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _merges() -> tuple[list[str], list[str]]:
+    """Merge rules, and the token that each makes: for every word its prefixes, without and with a space before."""
+    rules: dict[str, str] = {}  # token: rule
+    for word in [start + word for word in _WORDS for start in ("", "Ġ")]:
+        for end in range(2, len(word) + 1):
+            rules.setdefault(word[:end], f"{word[: end - 1]} {word[end - 1]}")
+    return list(rules.values()), list(rules)
+
+
+def _add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+    """256 byte tokens, as many merged tokens as fit, the special tokens, padding."""
+    rules, merged = _merges()
+    n_merges = min(len(rules), n_vocab - 256 - len(SPECIAL_TOKENS))
+    if n_merges < 0:
+        raise ValueError(f"n_vocab must be at least {256 + len(SPECIAL_TOKENS)}: found {n_vocab}")
+    tokens = byte_characters() + merged[:n_merges]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    _add_tokens(writer, tokens, [gguf.TokenType.NORMAL] * len(tokens), n_vocab)
+    if n_merges:
+        writer.add_token_merges(rules[:n_merges])
+
+
+def _add_spm(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+    """<unk> <s> </s>, 256 byte tokens, pieces of the words as far as they fit, the special tokens, padding."""
+    letters = ["▁", *map(chr, range(0x21, 0x7F))]
+    pieces = letters + [token.replace("Ġ", "▁") for token in _merges()[1]]
+    head = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    room = n_vocab - len(head) - len(SPECIAL_TOKENS)
+    if room < 0:
+        raise ValueError(f"n_vocab must be at least {len(head) + len(SPECIAL_TOKENS)}: found {n_vocab}")
+    kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.BYTE] * 256
+    pieces = pieces[:room]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([0.0] * len(head) + [-float(i) for i in range(n_vocab - len(head))])
+    writer.add_unk_token_id(0)
+    _add_tokens(writer, head + pieces, kinds + [gguf.TokenType.NORMAL] * len(pieces), n_vocab)
+
+
+def _add_tokens(writer: gguf.GGUFWriter, tokens: list[str], kinds: Sequence[gguf.TokenType], n_vocab: int) -> None:
+    """The tokens, then the special ones, then padding up to n_vocab; and what the keys say about them."""
+    first_special = len(tokens)
+    tokens = [*tokens, *SPECIAL_TOKENS]
+    padding = n_vocab - len(tokens)
+    kinds = [*kinds, *[gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS), *[gguf.TokenType.UNUSED] * padding]
+    writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(padding)])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(first_special)
+    writer.add_eos_token_id(first_special + 2)
+    writer.add_pad_token_id(first_special)
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(CHATML)
