@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
-from typing import Literal
+from typing import Literal, NoReturn
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
@@ -136,6 +136,15 @@ _COMMON = {
     "ffn_up": "ffn_up.weight",
     "ffn_down": "ffn_down.weight",
 }
+# Keys that ask for another recipe, unless they hold this value.
+_FIXED: dict[str, bool | float] = {
+    "attention.causal": True,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 _BIASES = {
     "attn_q_bias": "attn_q.bias",
     "attn_k_bias": "attn_k.bias",
@@ -155,6 +164,10 @@ class _Reader:
         for key, reason in self.architecture.unsupported_keys.items():
             if self.file.metadata.get(self._key(key)):
                 raise UnsupportedModel(f"{self.file.path}: {self._key(key)} is set: {reason}")
+        for key, only in _FIXED.items():
+            value = self.file.metadata.get(self._key(key), only)
+            if value != only:
+                self._refuse(key, f"must be {only}, others are not supported: found {value!r:.80}")
         n_layers = self._int("block_count", 1, 4096)
         n_embd = self._int("embedding_length", 1, 1 << 20)
         n_heads = self._int("attention.head_count", 1, 1 << 14)
@@ -221,27 +234,30 @@ class _Reader:
         n_dims = self._int("rope.dimension_count", 2, head_dim, default=head_dim)
         if n_dims % 2:
             self._refuse("rope.dimension_count", f"must be even: found {n_dims}")
-        base = self._float("rope.freq_base", 0.0, 1e15, default=10000.0)
-        factor = self._float("rope.scaling.factor", 0.0, 1e6, default=1.0)
-        kind = str(self.file.metadata.get(self._key("rope.scaling.type"), "none" if factor == 1.0 else "linear"))
+        base = self._float("rope.freq_base", 1.0, 1e15, default=10000.0)
+        frequencies, magnitude = self._scaled(_inverse_frequencies(base, n_dims), base)
+        magnitude *= self._float("rope.scaling.attn_factor", 0.0, 1e6, default=1.0)
         factors = self._rope_factors(n_dims // 2)
-        frequencies = _inverse_frequencies(base, n_dims)
-        magnitude = 1.0
-        if kind == "linear":
-            frequencies = [frequency / factor for frequency in frequencies]
-        elif kind == "yarn":
-            n_original = self._int(
-                "rope.scaling.original_context_length", 1, 1 << 28, default=self._int("context_length", 1, 1 << 28)
-            )
-            frequencies, magnitude = _yarn(frequencies, base, factor, n_original)
-        elif kind != "none":
-            self._refuse("rope.scaling.type", f"must be none, linear or yarn: found {kind!r}")
         return RopeSpec(
             kind=self.architecture.rope_kind,
             n_dims=n_dims,
             inverse_frequencies=tuple(f / by for f, by in zip(frequencies, factors, strict=True)),
             magnitude=magnitude,
         )
+
+    def _scaled(self, frequencies: list[float], base: float) -> tuple[list[float], float]:
+        """Inverse frequencies and magnitude after `rope.scaling`. Defaults and the old key as in llama.cpp."""
+        factor = self._float("rope.scaling.factor", 0.0, 1e6, self._float("rope.scale_linear", 0.0, 1e6, 1.0))
+        kind = self.file.metadata.get(self._key("rope.scaling.type"), "linear")
+        if kind == "none":
+            return frequencies, 1.0
+        if kind == "linear":
+            return [frequency / factor for frequency in frequencies], 1.0
+        if kind == "yarn":
+            n_train = self._int("context_length", 1, 1 << 28)
+            n_original = self._int("rope.scaling.original_context_length", 1, 1 << 28, default=n_train)
+            return _yarn(frequencies, base, factor, n_original)
+        self._refuse("rope.scaling.type", f"must be none, linear or yarn: found {kind!r:.80}")
 
     def _rope_factors(self, n_pairs: int) -> Sequence[float]:
         if "rope_freqs.weight" not in self.file.tensors:
@@ -260,21 +276,19 @@ class _Reader:
     def _key(self, name: str) -> str:
         return f"{self.architecture.name}.{name}"
 
-    def _refuse(self, key: str, reason: str) -> None:
+    def _refuse(self, key: str, reason: str) -> NoReturn:
         raise UnsupportedModel(f"{self.file.path}: {self._key(key)} {reason}")
 
     def _int(self, key: str, least: int, most: int, default: int | None = None) -> int:
         value = self.file.metadata.get(self._key(key), default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             self._refuse(key, f"must be an integer in {least}..{most}: found {value!r:.80}")
-        assert isinstance(value, int)
         return value
 
     def _float(self, key: str, above: float, most: float, default: float | None = None) -> float:
         value = self.file.metadata.get(self._key(key), default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= most:
             self._refuse(key, f"must be a number above {above:g}, at most {most:g}: found {value!r:.80}")
-        assert isinstance(value, (int, float))
         return float(value)
 
 
@@ -285,7 +299,11 @@ def _inverse_frequencies(base: float, n_dims: int) -> list[float]:
 
 
 def _yarn(frequencies: list[float], base: float, factor: float, n_ctx: int) -> tuple[list[float], float]:
-    """Frequencies and magnitude after YaRN (Peng et al., arXiv:2309.00071, section 3.2, beta_fast 32, beta_slow 1)."""
+    """Frequencies and magnitude after YaRN (Peng et al., arXiv:2309.00071, section 3), beta_fast 32, beta_slow 1.
+
+    n_ctx: the context that the model was first trained with. The magnitude stands on queries and keys both, and so is
+    the square root of the paper's factor on their product (section 3.4).
+    """
     n_dims = 2 * len(frequencies)
     with localcontext(prec=30):
         log_base, two_pi = Decimal(base).ln(), Decimal("6.283185307179586476925286766559")
@@ -293,7 +311,7 @@ def _yarn(frequencies: list[float], base: float, factor: float, n_ctx: int) -> t
         def correction(n_rotations: int) -> float:
             return float(n_dims * (Decimal(n_ctx) / (n_rotations * two_pi)).ln() / (2 * log_base))
 
-        magnitude = float(1 + Decimal(factor).ln() / 10)
+        magnitude = float(1 + max(Decimal(factor).ln(), Decimal(0)) / 10)
     low, high = max(math.floor(correction(32)), 0), min(math.ceil(correction(1)), n_dims - 1)
     scaled = []
     for i, frequency in enumerate(frequencies):

@@ -23,7 +23,7 @@ EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], I32 (&s
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const U8 q = load_u8(lines + 64 * i);
-            for (int c = 0; c < NC; c++) sum[c] = dot4(sum[c], q, a[c] + 4 * i);
+            for (int c = 0; c < NC; c++) sum[c] = dot4_wide(sum[c], q, a[c] + 4 * i);
         }
     } else {
         U8 fifth;

@@ -44,5 +44,10 @@ struct Kernels {
     void (*store_value)(uint16_t* v, const float* x, int n);
 };
 
-extern const Kernels kernels_scalar;
-extern const Kernels kernels_avx512;
+// The table of an instruction set, and whether this CPU has it; best first.
+struct InstructionSet {
+    const Kernels* kernels;
+    bool (*present)();
+};
+extern const InstructionSet instruction_sets[];
+extern const int n_instruction_sets;

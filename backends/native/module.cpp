@@ -24,38 +24,24 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Rows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Taps = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
-bool has_avx512() {
-#if defined(__x86_64__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
-
-// The instruction sets that this CPU has, best first.
+// The instruction sets that this CPU and this build have, best first.
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
-    if (has_avx512()) names.push_back("avx512");
-    names.push_back("scalar");
+    for (int i = 0; i < n_instruction_sets; i++) {
+        if (instruction_sets[i].present()) names.push_back(instruction_sets[i].kernels->name);
+    }
     return names;
 }
 
 const Kernels& kernels_of(const std::string& isa) {
-    const std::vector<std::string> names = available_isas();
     std::string known;
-    for (const std::string& name : names) {
-        if (name == isa) {
-#if defined(__x86_64__)
-            if (name == "avx512") return kernels_avx512;
-#endif
-            return kernels_scalar;
-        }
-        known += (known.empty() ? "" : ", ") + name;
+    for (int i = 0; i < n_instruction_sets; i++) {
+        if (!instruction_sets[i].present()) continue;
+        if (isa == instruction_sets[i].kernels->name) return *instruction_sets[i].kernels;
+        known += (known.empty() ? "" : ", ") + std::string(instruction_sets[i].kernels->name);
     }
-    throw nb::value_error(
-        ("instruction set '" + isa + "' is not one that this CPU and this build have: " + known).c_str());
+    const std::string what = "instruction set '" + isa + "' is not one that this CPU and this build have: " + known;
+    throw nb::value_error(what.c_str());
 }
 
 Format format_of(int ggml_type, int n_in) {

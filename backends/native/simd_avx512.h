@@ -1,4 +1,5 @@
-// Sixteen lanes on AVX-512 (F, BW, VL, DQ, VNNI). The same names as simd_scalar.h, which says what each one does.
+// Sixteen lanes on AVX-512 (F, BW, VL, DQ). The same names as simd_scalar.h, which says what each one does.
+// A dot product of bytes is vpmaddubsw and vpmaddwd; with VNNI it is one vpdpbusd.
 #pragma once
 
 #include <immintrin.h>
@@ -6,7 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512VNNI__
+#define EI_ISA_NAME "avx512vnni"
+#else
 #define EI_ISA_NAME "avx512"
+#endif
 #define EI_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -48,7 +53,6 @@ EI_INLINE I32 bits_of(F32 v) { return _mm512_castps_si512(v); }
 EI_INLINE F32 as_f32(I32 v) { return _mm512_castsi512_ps(v); }
 EI_INLINE void store_i8(int8_t* p, I32 v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 EI_INLINE int32_t max_of(I32 v) { return _mm512_reduce_max_epi32(v); }
-EI_INLINE int32_t sum_of(I32 v) { return _mm512_reduce_add_epi32(v); }
 
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -74,15 +78,30 @@ EI_INLINE U8 shl_u16(U8 v) {
     return _mm512_slli_epi16(v, N);
 }
 
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
+EI_INLINE __m512i broadcast_4_bytes(const void* p) {
     int32_t four;
-    std::memcpy(&four, a, 4);
-    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
+    std::memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+#ifdef __AVX512VNNI__
+EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) { return _mm512_dpbusd_epi32(sum, codes, broadcast_4_bytes(a)); }
+EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
+    return _mm512_dpwssd_epi32(sum, pairs, broadcast_4_bytes(a));
+}
+#else
+// Codes up to 127: two products of a code and an activation fit into 16 bits.
+EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
+    const __m512i pairs = _mm512_maddubs_epi16(codes, broadcast_4_bytes(a));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+// Codes up to 255, in two parts that fit.
+EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
+    return dot4(dot4(sum, and_u8(codes, 0x7f), a), and_u8(codes, 0x80), a);
 }
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
-    int32_t two;
-    std::memcpy(&two, a, 4);
-    return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(two));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, broadcast_4_bytes(a)));
 }
+#endif
 
 }  // namespace

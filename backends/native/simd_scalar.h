@@ -136,12 +136,6 @@ EI_INLINE int32_t max_of(I32 v) {
     for (int32_t lane : v.v) r = lane > r ? lane : r;
     return r;
 }
-EI_INLINE int32_t sum_of(I32 v) {
-    int32_t r = 0;
-    for (int32_t lane : v.v) r += lane;
-    return r;
-}
-
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     I32 r;
     for (int i = 0; i < 16; i++) r.v[i] = p[i];
@@ -189,13 +183,15 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8_t x) { return static_cast<uint8_t>(x << N); }, v);
 }
 
-// sum + the dot product of each lane's four unsigned codes with the four signed activations at a.
+// sum + the dot product of each lane's four unsigned codes, up to 127, with the four signed activations at a.
 EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
     for (int i = 0; i < 16; i++) {
         for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * a[j];
     }
     return sum;
 }
+// The same for codes up to 255.
+EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 // sum + the dot product of each lane's two 16-bit numbers with the two at a.
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     for (int i = 0; i < 16; i++) sum.v[i] += pairs.v[2 * i] * a[0] + pairs.v[2 * i + 1] * a[1];

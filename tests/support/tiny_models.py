@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -61,60 +62,101 @@ def write_tiny_model(
     """Write a model and give back its path.
 
     n_embd: 256 for the types with blocks of 256, else 96.  head_dim: n_embd / n_heads.  n_ff: 3 n_embd.
-    n_vocab: at least 259 (BPE) or 262 (SPM); what the merges do not fill is padding.
+    n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill is padding.
     tensor_type: of the matrices; norms and biases are F32.  types: other types by role ("attn_v", "output") or by
     whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
     rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has.  output_biases: llama's optional
     attn_output.bias.  metadata: further keys, written as they are.
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES else 96)
-    head_dim = head_dim or n_embd // n_heads
-    n_ff = n_ff or 3 * n_embd
+    sizes = _Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture} {tensor_type}")
-    writer.add_block_count(n_layers)
     writer.add_context_length(n_ctx_train)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(n_heads)
-    writer.add_head_count_kv(n_kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(rope_base)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_sizes(writer, sizes)
     for key, value in (rope_scaling or {}).items():
         _add(writer, f"{architecture}.rope.scaling.{key}", value)
     for key, value in (metadata or {}).items():
         _add(writer, key, value)
     (_add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
-    q, kv = n_heads * head_dim, n_kv_heads * head_dim
-    matrices = {"token_embd": (n_vocab, n_embd)} | ({} if tied else {"output": (n_vocab, n_embd)})
-    vectors = {"output_norm.weight": n_embd}
-    for block in (f"blk.{i}." for i in range(n_layers)):
-        matrices |= {block + "attn_q": (q, n_embd), block + "attn_k": (kv, n_embd), block + "attn_v": (kv, n_embd)}
-        matrices |= {block + "attn_output": (n_embd, q)}
-        matrices |= {block + "ffn_gate": (n_ff, n_embd), block + "ffn_up": (n_ff, n_embd)}
-        matrices |= {block + "ffn_down": (n_embd, n_ff)}
-        vectors |= {block + "attn_norm.weight": n_embd, block + "ffn_norm.weight": n_embd}
-        if architecture == "qwen2":
-            vectors |= {block + "attn_q.bias": q, block + "attn_k.bias": kv, block + "attn_v.bias": kv}
-        if output_biases:
-            vectors |= {block + "attn_output.bias": n_embd}
-    for name, shape in matrices.items():
+    for name, shape in _matrices(sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
         _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
-    for name, n in vectors.items():
+    for name, n in _vectors(sizes, qkv_biases=architecture == "qwen2", output_biases=output_biases).items():
         centre = 1.0 if name.endswith("norm.weight") else 0.0
         writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _random(seed, name, (n,)))
     if rope_freqs:
-        writer.add_tensor("rope_freqs.weight", np.geomspace(1.0, 8.0, head_dim // 2).astype(np.float32))
+        writer.add_tensor("rope_freqs.weight", np.geomspace(1.0, 8.0, sizes.head_dim // 2).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    n_embd: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_ff: int
+    n_vocab: int
+
+    @property
+    def n_q(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def n_kv(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+
+def _add_sizes(writer: gguf.GGUFWriter, sizes: _Sizes) -> None:
+    writer.add_block_count(sizes.n_layers)
+    writer.add_embedding_length(sizes.n_embd)
+    writer.add_feed_forward_length(sizes.n_ff)
+    writer.add_head_count(sizes.n_heads)
+    writer.add_head_count_kv(sizes.n_kv_heads)
+    writer.add_key_length(sizes.head_dim)
+    writer.add_value_length(sizes.head_dim)
+    writer.add_rope_dimension_count(sizes.head_dim)
+
+
+def _matrices(sizes: _Sizes, tied: bool) -> dict[str, tuple[int, int]]:
+    """(n_out, n_in) of every matrix, by name without `.weight`."""
+    shapes = {"token_embd": (sizes.n_vocab, sizes.n_embd)}
+    if not tied:
+        shapes["output"] = (sizes.n_vocab, sizes.n_embd)
+    for layer in range(sizes.n_layers):
+        of_layer = {
+            "attn_q": (sizes.n_q, sizes.n_embd),
+            "attn_k": (sizes.n_kv, sizes.n_embd),
+            "attn_v": (sizes.n_kv, sizes.n_embd),
+            "attn_output": (sizes.n_embd, sizes.n_q),
+            "ffn_gate": (sizes.n_ff, sizes.n_embd),
+            "ffn_up": (sizes.n_ff, sizes.n_embd),
+            "ffn_down": (sizes.n_embd, sizes.n_ff),
+        }
+        shapes |= {f"blk.{layer}.{role}": shape for role, shape in of_layer.items()}
+    return shapes
+
+
+def _vectors(sizes: _Sizes, qkv_biases: bool, output_biases: bool) -> dict[str, int]:
+    """Length of every norm and bias, by whole name."""
+    lengths = {"output_norm.weight": sizes.n_embd}
+    for layer in range(sizes.n_layers):
+        of_layer = {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
+        if qkv_biases:
+            of_layer |= {"attn_q.bias": sizes.n_q, "attn_k.bias": sizes.n_kv, "attn_v.bias": sizes.n_kv}
+        if output_biases:
+            of_layer |= {"attn_output.bias": sizes.n_embd}
+        lengths |= {f"blk.{layer}.{name}": n for name, n in of_layer.items()}
+    return lengths
 
 
 def _random(seed: int, name: str, shape: tuple[int, ...]) -> Floats:
@@ -269,8 +311,8 @@ def _add_spm(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     pieces = letters + [token.replace("Ġ", "▁") for token in _merges()[1]]
     head = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
     room = n_vocab - len(head) - len(SPECIAL_TOKENS)
-    if room < 0:
-        raise ValueError(f"n_vocab must be at least {len(head) + len(SPECIAL_TOKENS)}: found {n_vocab}")
+    if room < 1:  # without the first piece there is no space
+        raise ValueError(f"n_vocab must be at least {len(head) + len(SPECIAL_TOKENS) + 1}: found {n_vocab}")
     kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.BYTE] * 256
     pieces = pieces[:room]
     writer.add_tokenizer_model("llama")

@@ -1,0 +1,197 @@
+"""Weights of a GGUF tensor as float32, in plain numpy.
+
+In the drawings a block is a row of bytes from left to right, `d` and `m` (`dmin`) are little-endian float16, and q[k]
+is the code of weight k. "low" and "high" are the halves of a byte, bits 0-3 and 4-7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.gguf import GGMLType
+
+_Bytes = NDArray[np.uint8]
+_Floats = NDArray[np.float32]
+
+
+def dequantize(type: GGMLType, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """The weights in float32, as an array of its own.
+
+    data: (n_bytes,) as it stands in the file.  shape: of the tensor, rows are whole blocks.
+    Raises UnsupportedModel for a type without a rule here, ShapeError if data and shape do not go together.
+    """
+    check_type(type)
+    if not shape or shape[-1] % type.block_elements:
+        raise ShapeError(f"rows of {type.name} must be a multiple of {type.block_elements}: found shape {shape}")
+    n_bytes = math.prod(shape) // type.block_elements * type.block_bytes
+    if data.dtype != np.uint8 or data.shape != (n_bytes,):
+        raise ShapeError(f"{type.name} {shape} needs {n_bytes} bytes: found {data.dtype} {data.shape}")
+    return _WEIGHTS_OF[type](data.reshape(-1, type.block_bytes)).reshape(shape)
+
+
+def check_type(type: GGMLType) -> None:
+    """Raises UnsupportedModel if there is no rule for this type."""
+    if type not in _WEIGHTS_OF:
+        known = ", ".join(sorted(known.name for known in _WEIGHTS_OF))
+        raise UnsupportedModel(f"tensor type {type.name} is not supported; supported: {known}")
+
+
+def _f16(data: _Bytes) -> _Floats:
+    """float16 numbers of (n, 2 m) bytes: (n, m)."""
+    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
+
+
+def _nibbles(data: _Bytes) -> _Bytes:
+    """(n, m) bytes: (n, 2 m) codes, first all low halves, then all high ones."""
+    return np.hstack([data & 15, data >> 4])
+
+
+def _f32(blocks: _Bytes) -> _Floats:
+    return blocks.copy().view("<f4").astype(np.float32, copy=False)
+
+
+def _bf16(blocks: _Bytes) -> _Floats:
+    """The upper half of a float32."""
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _q8_0(blocks: _Bytes) -> _Floats:
+    """w = d q, q signed.
+
+    ::
+
+        | d | q[0] ... q[31] |        34 bytes
+    """
+    return _f16(blocks[:, :2]) * blocks[:, 2:].view(np.int8)
+
+
+def _q4_0(blocks: _Bytes) -> _Floats:
+    """w = d (q - 8).
+
+    ::
+
+        | d | byte i: low q[i], high q[i + 16], i = 0..15 |        18 bytes
+    """
+    return _f16(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(blocks: _Bytes) -> _Floats:
+    """w = d q + m.
+
+    ::
+
+        | d | m | byte i: low q[i], high q[i + 16], i = 0..15 |        20 bytes
+    """
+    return _f16(blocks[:, :2]) * _nibbles(blocks[:, 4:]) + _f16(blocks[:, 2:4])
+
+
+def _q5_0(blocks: _Bytes) -> _Floats:
+    """w = d (q - 16).
+
+    ::
+
+        | d | bit k of 4 bytes: bit 4 of q[k] | byte i: low bits 0-3 of q[i], high of q[i + 16] |        22 bytes
+    """
+    return _f16(blocks[:, :2]) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32) - 16)
+
+
+def _q5_1(blocks: _Bytes) -> _Floats:
+    """w = d q + m.
+
+    ::
+
+        | d | m | bit k of 4 bytes: bit 4 of q[k] | byte i: low bits 0-3 of q[i], high of q[i + 16] |        24 bytes
+    """
+    return _f16(blocks[:, :2]) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _f16(blocks[:, 2:4])
+
+
+def _five_bits(high: _Bytes, low: _Bytes) -> _Bytes:
+    """(n, 4) bytes with a bit a code and (n, 16) with four bits: codes (n, 32)."""
+    top: _Bytes = np.unpackbits(high, axis=1, bitorder="little")
+    return _nibbles(low) + np.uint8(16) * top
+
+
+def _q4_k(blocks: _Bytes) -> _Floats:
+    """w = d sc[j] q - dmin m[j] in sub-block j of 32, j = 0..7.
+
+    ::
+
+        | d | dmin | 12 bytes of scales, see _scales | 4 x 32 bytes |        144 bytes
+        byte i of the p-th 32: low q[64p + i], high q[64p + 32 + i]: sub-blocks 2p and 2p + 1
+    """
+    scale, minimum = _scales(blocks)
+    return (scale * _paired_nibbles(blocks[:, 16:]) - minimum).reshape(-1, 256)
+
+
+def _q5_k(blocks: _Bytes) -> _Floats:
+    """w = d sc[j] q - dmin m[j] in sub-block j of 32, j = 0..7.
+
+    ::
+
+        | d | dmin | 12 bytes of scales, see _scales | 32 bytes | 4 x 32 bytes |        176 bytes
+        bit j of byte i of the 32: bit 4 of q[32j + i].  4 x 32: bits 0-3 as in Q4_K
+    """
+    scale, minimum = _scales(blocks)
+    high: _Bytes = np.unpackbits(blocks[:, None, 16:48], axis=1, bitorder="little")  # (n, 8, 32)
+    return (scale * (_paired_nibbles(blocks[:, 48:]) | high << 4) - minimum).reshape(-1, 256)
+
+
+def _paired_nibbles(data: _Bytes) -> _Bytes:
+    """(n, 128) bytes: codes (n, 8, 32), where sub-blocks 2p and 2p + 1 share 32 bytes."""
+    runs = data.reshape(-1, 4, 1, 32)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+    """d sc[j] and dmin m[j], both (n, 8, 1), from the first 16 bytes of a Q4_K or Q5_K block.
+
+    ::
+
+        bits       76 543210                     76 543210                      7654   3210
+        byte j: sc[j+4] sc[j]     byte 4+j: m[j+4] m[j]     byte 8+j: m[j+4] sc[j+4]        j = 0..3
+                bits 45  0-5               bits 45  0-5            bits 0-3  0-3
+    """
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    sc = np.hstack([first & 63, third & 15 | first >> 6 << 4])
+    m = np.hstack([second & 63, third >> 4 | second >> 6 << 4])
+    return (_f16(blocks[:, :2]) * sc)[:, :, None], (_f16(blocks[:, 2:4]) * m)[:, :, None]
+
+
+def _q6_k(blocks: _Bytes) -> _Floats:
+    """w = d sc[k / 16] (q - 32), sc signed.
+
+    ::
+
+        | 2 x 64 bytes | 2 x 32 bytes | sc[0] ... sc[15] | d |        210 bytes
+        half h has weights 128h + 0..127, in four runs of 32; run g, weight i of it:
+        bits 0-3 in byte 32 (g mod 2) + i of the h-th 64, low for g < 2, else high
+        bits 4-5 in bits 2g, 2g + 1 of byte i of the h-th 32
+    """
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
+    shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3
+    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
+    scale = _f16(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8)
+    return (scale[:, :, None] * codes).reshape(-1, 256)
+
+
+# Each turns blocks (n, block_bytes) into weights (n, block_elements).
+_WEIGHTS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
+    GGMLType.F32: _f32,
+    GGMLType.F16: _f16,
+    GGMLType.BF16: _bf16,
+    GGMLType.Q8_0: _q8_0,
+    GGMLType.Q4_0: _q4_0,
+    GGMLType.Q4_1: _q4_1,
+    GGMLType.Q5_0: _q5_0,
+    GGMLType.Q5_1: _q5_1,
+    GGMLType.Q4_K: _q4_k,
+    GGMLType.Q5_K: _q5_k,
+    GGMLType.Q6_K: _q6_k,
+}

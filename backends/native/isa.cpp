@@ -1,0 +1,42 @@
+// Which instruction sets this build has, and which of them this CPU has.
+#include "kernels.h"
+
+extern const Kernels kernels_scalar;
+
+#if defined(__x86_64__)
+extern const Kernels kernels_avx512vnni, kernels_avx512, kernels_avxvnni, kernels_avx2;
+
+#include <cpuid.h>
+
+namespace {
+
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avxvnni() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+}  // namespace
+#endif
+
+namespace {
+bool always() { return true; }
+}  // namespace
+
+const InstructionSet instruction_sets[] = {
+#if defined(__x86_64__)
+    {&kernels_avx512vnni, has_avx512vnni},
+    {&kernels_avx512, has_avx512},
+    {&kernels_avxvnni, has_avxvnni},
+    {&kernels_avx2, has_avx2},
+#endif
+    {&kernels_scalar, always},
+};
+const int n_instruction_sets = sizeof instruction_sets / sizeof instruction_sets[0];

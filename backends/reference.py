@@ -1,0 +1,294 @@
+"""The oracle: a forward pass in plain numpy, written like the textbook. Slow; other backends are compared with it.
+
+Every token goes through the same operations on the same arrays whatever the rest of the batch, so that the result is
+the same bits for any cutting into batches, and for a branch of a tree as for the chain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from edgeinfer.backends.base import (
+    Progress,
+    check_parents,
+    check_path,
+    check_rows,
+    check_taps,
+    check_tokens,
+)
+from edgeinfer.backends.dequantize import check_type, dequantize
+from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec, RopeSpec
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
+
+Floats = NDArray[np.float32]
+Activations = Literal["float32", "int8"]
+
+
+class ReferenceBackend:
+    """Runs models with numpy in float32; the device is not looked at.
+
+    activations "int8": the input of a quantised matrix is first rounded as the native engine rounds it (see
+    `round_activations`). The two still sum in another order: tokens agree to about 1e-6 of the spread of the logits
+    until this moves one number over the edge of a rounding; that token and those after it may part by 1e-2.
+    """
+
+    name = "reference"
+
+    def __init__(self, activations: Activations = "float32") -> None:
+        self.activations = activations
+
+    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+        """Bytes of the weights in float32, the KV cache in float16, and the activations of n_batch tokens.
+
+        Raises UnsupportedModel for a tensor type that `dequantize` does not know.
+        """
+        for name in spec.tensor_shapes():
+            _check_type(model, name)
+        n_batch = min(n_batch, n_ctx)
+        n_weights = sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+        n_kv = spec.n_layers * n_ctx * 2 * spec.n_kv_heads * spec.head_dim
+        heads = spec.n_heads + 2 * spec.n_kv_heads
+        n_activations = n_batch * (2 * spec.n_embd + heads * spec.head_dim + 2 * spec.n_ff)
+        return MemoryPlan(n_ctx, n_batch, MemoryUse(4 * n_weights, 2 * n_kv, 4 * n_activations))
+
+    def load(
+        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+    ) -> ReferenceSession:
+        """Dequantise all weights. Raises UnsupportedModel. The file may be closed afterwards."""
+        weights = {}
+        names = spec.tensor_shapes()
+        for done, (name, shape) in enumerate(names.items(), start=1):
+            _check_type(model, name)
+            kind = model.tensors[name].type
+            block = kind.block_elements if self.activations == "int8" else 1
+            weights[name] = Weights(dequantize(kind, model.data(name), shape), block)
+            if progress is not None:
+                progress(done / len(names))
+        return ReferenceSession(spec, plan, weights)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A matrix (n_out, n_in) or vector (n,), and the block that its input is rounded in, 1 for not at all."""
+
+    values: Floats
+    block: int
+
+
+class ReferenceSession:
+    """See edgeinfer.backends.base.Session."""
+
+    def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
+        self.spec = spec
+        self.n_ctx = plan.n_ctx
+        self._plan = plan
+        self._weights = weights
+        shape = (spec.n_layers, plan.n_ctx, spec.n_kv_heads, spec.head_dim)
+        self._keys = np.zeros(shape, dtype=np.float16)  # after rope
+        self._values = np.zeros(shape, dtype=np.float16)
+        self._n_past = 0
+        self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
+        self._stopped = False
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        self._check_open()
+        return self._n_past
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """See Session.forward. The batch may be larger than n_batch; it then takes more memory than planned."""
+        self._check_open()
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        links = check_parents(parents, len(ids))
+        rows = check_rows(logits, len(ids))
+        taps = check_taps(hidden, self.spec.n_layers)
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        paths = _visible_slots(links, self._n_past)
+        x = self._weights[self.spec.token_embd].values[ids]  # (n, n_embd)
+        tapped = {}
+        for layer in range(self.spec.n_layers):
+            x = x + self._attention(layer, x, paths)
+            x = x + self._feed_forward(layer, x)
+            if layer in taps:
+                tapped[layer] = x
+        out = self._head(x[rows])
+        self._parents = links
+        return Output(out, np.stack([tapped[layer] for layer in taps]) if taps else None)
+
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit."""
+        self._check_open()
+        rows = check_path(path, self._parents)
+        slots = slice(self._n_past, self._n_past + len(rows))
+        self._keys[:, slots] = self._keys[:, self._n_past + rows]
+        self._values[:, slots] = self._values[:, self._n_past + rows]
+        self._n_past += len(rows)
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def truncate(self, n_past: int) -> None:
+        """See Session.truncate."""
+        self._check_open()
+        if not 0 <= n_past <= self._n_past:
+            raise ShapeError(f"n_past must be in 0..{self._n_past}: found {n_past}")
+        self._n_past = n_past
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def memory(self) -> MemoryUse:
+        """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
+        self._check_open()
+        weights = sum(weights.values.nbytes for weights in self._weights.values())
+        return MemoryUse(weights, self._keys.nbytes + self._values.nbytes, self._plan.use.activations)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._weights = {}
+        self._keys = self._values = np.empty((0, 0, 0, 0), dtype=np.float16)
+
+    def _check_open(self) -> None:
+        if not self._weights:
+            raise EdgeInferError("this session is closed")
+
+    def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
+        spec, names = self.spec, self.spec.layers[layer]
+        n = len(x)
+        h = rms_norm(x, self._vector(names.attn_norm), spec.norm_epsilon)
+        q = self._linear(names.attn_q, names.attn_q_bias, h).reshape(n, spec.n_heads, spec.head_dim)
+        k = self._linear(names.attn_k, names.attn_k_bias, h).reshape(n, spec.n_kv_heads, spec.head_dim)
+        v = self._linear(names.attn_v, names.attn_v_bias, h).reshape(n, spec.n_kv_heads, spec.head_dim)
+        positions = np.array([len(path) - 1 for path in paths])
+        slots = slice(self._n_past, self._n_past + n)
+        self._keys[layer, slots] = rotate(k, positions, spec.rope)
+        self._values[layer, slots] = v
+        q = rotate(q, positions, spec.rope)
+        y = np.empty_like(q)
+        for i, path in enumerate(paths):
+            self._poll()
+            y[i] = attend(q[i], self._keys[layer, path], self._values[layer, path])
+        return self._linear(names.attn_output, names.attn_output_bias, y.reshape(n, -1))
+
+    def _feed_forward(self, layer: int, x: Floats) -> Floats:
+        """SwiGLU (Shazeer, arXiv:2002.05202)."""
+        names = self.spec.layers[layer]
+        h = rms_norm(x, self._vector(names.ffn_norm), self.spec.norm_epsilon)
+        gate, up = self._linear(names.ffn_gate, None, h), self._linear(names.ffn_up, None, h)
+        return self._linear(names.ffn_down, None, silu(gate) * up)
+
+    def _head(self, x: Floats) -> Floats:
+        """Logits (m, n_vocab) of rows (m, n_embd)."""
+        h = rms_norm(x, self._vector(self.spec.output_norm), self.spec.norm_epsilon)
+        return self._linear(self.spec.output, None, h)
+
+    def _linear(self, matrix: str, bias: str | None, x: Floats) -> Floats:
+        """Matrix times each row of x, plus bias: (n, n_in) to (n, n_out)."""
+        weights = self._weights[matrix]
+        if weights.block > 1:
+            x = round_activations(x, weights.block)
+        y = np.empty((len(x), len(weights.values)), dtype=np.float32)
+        for i, row in enumerate(x):  # one at a time: BLAS sums in another order for another number of rows
+            self._poll()
+            y[i] = weights.values @ row
+        return y if bias is None else y + self._vector(bias)
+
+    def _poll(self) -> None:
+        """Raises Interrupted if `interrupt` was called since the pass began."""
+        if self._stopped:
+            raise Interrupted("the forward pass was interrupted; the session is as it was before")
+
+    def _vector(self, name: str) -> Floats:
+        return self._weights[name].values
+
+
+def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    """x / sqrt(mean(x^2) + epsilon) * weight, by row (Zhang and Sennrich, arXiv:1910.07467). x: (n, n_embd)."""
+    root: Floats = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(epsilon))
+    return x / root * weight
+
+
+def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
+    """Heads with their position turned in. x: (n, heads, head_dim), positions: (n,); see RopeSpec."""
+    angles = positions[:, None] * np.array(rope.inverse_frequencies)  # (n, n_dims / 2), float64
+    cosine = (np.cos(angles) * rope.magnitude).astype(np.float32)[:, None]
+    sine = (np.sin(angles) * rope.magnitude).astype(np.float32)[:, None]
+    half = rope.n_dims // 2
+    first, second = {
+        "interleaved": (slice(0, rope.n_dims, 2), slice(1, rope.n_dims, 2)),
+        "halves": (slice(0, half), slice(half, rope.n_dims)),
+    }[rope.kind]
+    turned = x.copy()
+    turned[..., first] = x[..., first] * cosine - x[..., second] * sine
+    turned[..., second] = x[..., first] * sine + x[..., second] * cosine
+    return turned
+
+
+def attend(q: Floats, keys: NDArray[np.float16], values: NDArray[np.float16]) -> Floats:
+    """Attention of one token: softmax(q k / sqrt(head_dim)) v, (n_heads, head_dim).
+
+    q: (n_heads, head_dim).  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer heads of
+    keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
+    """
+    n_heads, head_dim = q.shape
+    n_kv_heads = keys.shape[1]
+    groups = q.reshape(n_kv_heads, n_heads // n_kv_heads, head_dim)
+    k, v = keys.astype(np.float32).transpose(1, 2, 0), values.astype(np.float32).transpose(1, 0, 2)
+    scores = groups @ k / np.sqrt(np.float32(head_dim))  # (n_kv_heads, group, t)
+    weights: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return (weights @ v).reshape(n_heads, head_dim)
+
+
+def silu(x: Floats) -> Floats:
+    """x * sigmoid(x)."""
+    with np.errstate(over="ignore"):  # far below zero x / inf is right
+        y: Floats = x / (1 + np.exp(-x))
+    return y
+
+
+def round_activations(x: Floats, block: int) -> Floats:
+    """x rounded to 8 bits in blocks along each row: a * scale, a = round(x * 127 / max|x|), scale = max|x| / 127.
+
+    Half rounds to even; all in float32. Blocks below 1e-30, whose inverse would overflow, become zeros.
+    x: (n, n_in), n_in a multiple of block.
+    """
+    blocks = x.reshape(len(x), -1, block)
+    largest: Floats = np.abs(blocks).max(axis=-1, keepdims=True)
+    inverse: Floats = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest >= 1e-30)
+    codes: Floats = np.rint(blocks * inverse)
+    return (codes * (largest / np.float32(127))).reshape(x.shape)
+
+
+def _visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:
+    """For each row the slots of what it sees, in order: all that is committed, its ancestors, itself."""
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents.tolist()):
+        before = paths[parent] if parent >= 0 else list(range(n_past))
+        paths.append([*before, n_past + row])
+    return [np.array(path, dtype=np.intp) for path in paths]
+
+
+def _check_type(model: ModelFile, name: str) -> None:
+    """Raises UnsupportedModel if the tensor cannot be dequantised."""
+    try:
+        check_type(model.tensors[name].type)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{model.path}: tensor {name}: {error}") from None
