@@ -9,11 +9,16 @@ namespace {
 
 // ---- matrix products -------------------------------------------------------------------------------------------
 
-constexpr int kMaxColumns = 4;      // at once: more accumulators than that do not fit into 32 registers
+constexpr int kMaxColumns = 8;      // at once: their sums fill the registers
 constexpr size_t kPrefetch = 4736;  // bytes ahead of the weight stream
 
+// With one or two columns the hardware's prefetchers keep up with the stream, and are better left alone; with more,
+// the arithmetic between two lines holds them back.
+template <int NC>
 EI_INLINE void prefetch(const uint8_t* p, int n_lines) {
-    for (int i = 0; i < n_lines; i++) __builtin_prefetch(p + kPrefetch + 64 * i);
+    if constexpr (NC > 2) {
+        for (int i = 0; i < n_lines; i++) __builtin_prefetch(p + kPrefetch + 64 * i);
+    }
 }
 
 // 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c.
@@ -58,12 +63,10 @@ constexpr size_t kLines32 = BITS == 8   ? 512
 // The formats with blocks of 32. OFFSET is what the stored codes are above the true ones.
 template <int BITS, int OFFSET, bool MIN>
 struct Blocks32 {
-    static constexpr size_t kScales = MIN ? 64 : 32;
-
     template <int NC>
     static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
         const int n_blocks = x.n_in / 32;
-        const uint8_t* scales = group + kLines32<BITS> * static_cast<size_t>(n_blocks);
+        const uint8_t* scales = group;
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
@@ -74,9 +77,15 @@ struct Blocks32 {
             f[c] = set_f32(0.0f);
         }
         for (int b = 0; b < n_blocks; b++) {
+            if (MIN || b % 2 == 0) {
+                scales = group;
+                group += 64;
+            } else {
+                scales += 32;
+            }
             I32 sum[NC];
             for (int c = 0; c < NC; c++) sum[c] = set_i32(-OFFSET * as[c][b]);
-            prefetch(group, static_cast<int>(kLines32<BITS> / 64));
+            prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
             dot32<BITS, NC>(group, a, sum);
             const F32 d = load_f16(scales);
             F32 m;
@@ -88,7 +97,6 @@ struct Blocks32 {
                 a[c] += 32;
             }
             group += kLines32<BITS>;
-            scales += kScales;
         }
     }
 };
@@ -118,7 +126,7 @@ struct Tiles45K {
             for (int j = 0; j < 8; j++) {
                 I32 sum[NC];
                 for (int c = 0; c < NC; c++) sum[c] = set_i32(0);
-                prefetch(lines, static_cast<int>(kLines32<BITS> / 64));
+                prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
                 dot32<BITS, NC>(lines, a, sum);
                 const I32 scale = load_u8_as_i32(tile + 64 + 16 * j);
                 for (int c = 0; c < NC; c++) {
@@ -165,8 +173,7 @@ struct Tiles6K {
             for (int c = 0; c < NC; c++) total[c] = offset[c] = set_i32(0);
             for (int p = 0; p < 8; p++) {
                 const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
-                prefetch(tile + 320 + 256 * p, 4);
-                prefetch(tile + 2368 + 128 * p, 2);
+                prefetch<NC>(tile + 320 + 384 * p, 6);
                 for (int c = 0; c < NC; c++) offset[c] = dot2(offset[c], scales, as[c] + 2 * p);
                 half<NC>(tile, 2 * p, even_i16(scales), a, total);
                 half<NC>(tile, 2 * p + 1, odd_i16(scales), a, total);
@@ -185,8 +192,8 @@ struct Tiles6K {
     // The 16 inputs j of a tile.
     template <int NC>
     static EI_INLINE void half(const uint8_t* tile, int j, I32 scale, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
-        const U8 q0 = load_u8(tile + 320 + 128 * j), q1 = load_u8(tile + 384 + 128 * j);
-        const U8 top = load_u8(tile + 2368 + 64 * j);
+        const uint8_t* lines = tile + 320 + 192 * j;
+        const U8 q0 = load_u8(lines), q1 = load_u8(lines + 64), top = load_u8(lines + 128);
         const U8 v0 = or_u8(and_u8(q0, 0x0f), and_u8(shl_u16<4>(top), 0x30));
         const U8 v1 = or_u8(and_u8(q1, 0x0f), and_u8(shl_u16<2>(top), 0x30));
         const U8 v2 = or_u8(and_u8(shr_u16<4>(q0), 0x0f), and_u8(top, 0x30));
@@ -250,23 +257,22 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
     for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
 }
 
-// 5 columns are 3 + 2, 6 are 3 + 3, 7 are 4 + 3: a last group of one would pay the whole unpacking for one column.
-constexpr int columns_at_once(int left) {
-    return left <= kMaxColumns ? left : left < 2 * kMaxColumns ? (left + 1) / 2 : kMaxColumns;
-}
-
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
     for (int g = first; g < last; g++) {
         const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
         const int row = g * kRows;
         for (int c = 0; c < n;) {
-            const int nc = columns_at_once(n - c);
+            const int nc = n - c < kMaxColumns ? n - c : kMaxColumns;
             switch (nc) {
                 case 1: columns<FORMAT, 1>(w, group, row, x, c, y, ldy); break;
                 case 2: columns<FORMAT, 2>(w, group, row, x, c, y, ldy); break;
                 case 3: columns<FORMAT, 3>(w, group, row, x, c, y, ldy); break;
-                default: columns<FORMAT, 4>(w, group, row, x, c, y, ldy); break;
+                case 4: columns<FORMAT, 4>(w, group, row, x, c, y, ldy); break;
+                case 5: columns<FORMAT, 5>(w, group, row, x, c, y, ldy); break;
+                case 6: columns<FORMAT, 6>(w, group, row, x, c, y, ldy); break;
+                case 7: columns<FORMAT, 7>(w, group, row, x, c, y, ldy); break;
+                default: columns<FORMAT, 8>(w, group, row, x, c, y, ldy); break;
             }
             c += nc;
         }

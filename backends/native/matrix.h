@@ -4,20 +4,25 @@
 // A row group is 16 rows and one contiguous stream; groups stand one after the other. Rows past n_out are zero.
 // "line i: byte 4*row + c" below means 64 bytes, 4 for each of the 16 rows.
 //
-// Blocks of 32 inputs (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1); row group = [codes of all blocks][scales of all blocks, to 64]
+// Everything stands in the order in which it is read: the hardware's prefetchers follow one stream, and two or three
+// interleaved ones cost half of the bandwidth.
+//
+// Blocks of 32 inputs (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1)
+//   Q4_1, Q5_1:        for each block  f16 d[16] | f16 m[16] | codes
+//   Q8_0, Q4_0, Q5_0:  for each two blocks  f16 d[16] of the first | f16 d[16] of the second | codes | codes
 //   codes, 4 bits: 4 lines; line i, byte 4*row + c: low nibble  = code at k = 4i + c
 //                                                   high nibble = code at k = 16 + 4i + c            (i, c = 0..3)
 //   codes, 5 bits: 1 line of fifth bits, then 4 lines as above; byte 4*row + c of the first:
 //                  bit i = fifth bit at k = 4i + c, bit 4 + i = fifth bit at k = 16 + 4i + c
 //   codes, 8 bits: 8 lines; line i, byte 4*row + c = 128 + code at k = 4i + c                       (i = 0..7)
-//   scales: f16 d[16], then f16 m[16] for Q4_1 and Q5_1
 //
-// Tiles of 256 inputs (Q4_K, Q5_K, Q6_K); row group = its tiles in order of k
+// Tiles of 256 inputs (Q4_K, Q5_K, Q6_K)
 //   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 u8 sc[8][16] | 192 u8 m[4][32], m[p][2*row + h] = min of block 2p+h
 //                320: 8 blocks of 32 codes, 4 or 5 bits as above
 //   Q6_K:        0 f16 d[16], 32 bytes free | 64 i8 sc[8][32], sc[p][2*row + h] = scale of the 16 inputs 2p+h
-//                320 ql[16][2][64]: ql[j][u][4*row + c], low nibble = low bits at k = 16j + 4u + c, high nibble: 16j + 8 + 4u + c
-//                2368 qh[16][64]: qh[j][4*row + c], bits 2g, 2g+1 = top bits at k = 16j + 4g + c     (g = 0..3)
+//                320: for each 16 inputs j = 0..15 three lines; byte 4*row + c of
+//                  line u = 0, 1: low nibble = low bits at k = 16j + 4u + c, high nibble = at k = 16j + 8 + 4u + c
+//                  line 2:        bits 2g, 2g+1 = top bits at k = 16j + 4g + c                       (g = 0..3)
 //
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once

@@ -24,7 +24,11 @@ struct Block32 {
     size_t codes_at() const { return high_at() + (bits == 5 ? 4 : 0); }
     size_t n_bytes() const { return codes_at() + (bits == 8 ? 32 : 16); }
     size_t lines() const { return bits == 8 ? 512 : bits == 5 ? 320 : 256; }
-    size_t scales() const { return min ? 64 : 32; }
+    // Where block b of a row group has its scales and its codes, when packed.
+    size_t scales_at(size_t b) const { return min ? b * (64 + lines()) : b / 2 * (64 + 2 * lines()) + b % 2 * 32; }
+    size_t lines_at(size_t b) const {
+        return 64 + (min ? b * (64 + lines()) : b / 2 * (64 + 2 * lines()) + b % 2 * lines());
+    }
 };
 
 Block32 block32(Format format) {
@@ -85,15 +89,13 @@ void codes_of_block32(const Block32& layout, const uint8_t* block, uint8_t* code
 }
 
 void pack_row_block32(const Block32& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
-    const int n_blocks = n_in / 32;
-    uint8_t* scales = group + layout.lines() * static_cast<size_t>(n_blocks);
-    for (int b = 0; b < n_blocks; b++) {
+    for (size_t b = 0; b < static_cast<size_t>(n_in) / 32; b++) {
         uint8_t codes[32];
         codes_of_block32(layout, source, codes);
-        place_codes(layout.bits, codes, row, group + layout.lines() * static_cast<size_t>(b));
-        uint8_t* of_block = scales + layout.scales() * static_cast<size_t>(b);
-        std::memcpy(of_block + 2 * row, source, 2);
-        if (layout.min) std::memcpy(of_block + 32 + 2 * row, source + 2, 2);
+        place_codes(layout.bits, codes, row, group + layout.lines_at(b));
+        uint8_t* scales = group + layout.scales_at(b);
+        std::memcpy(scales + 2 * row, source, 2);
+        if (layout.min) std::memcpy(scales + 32 + 2 * row, source + 2, 2);
         source += layout.n_bytes();
     }
 }
@@ -152,11 +154,11 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
             for (int c = 0; c < 4; c++) {
                 uint8_t code[4];
                 for (int g = 0; g < 4; g++) code[g] = code_of_6k(source, 16 * j + 4 * g + c);
-                uint8_t* low = tile + 320 + 128 * j + 4 * row + c;
-                low[0] = static_cast<uint8_t>((code[0] & 15) | (code[2] & 15) << 4);
-                low[64] = static_cast<uint8_t>((code[1] & 15) | (code[3] & 15) << 4);
-                tile[2368 + 64 * j + 4 * row + c] = static_cast<uint8_t>(code[0] >> 4 | (code[1] >> 4) << 2 |
-                                                                         (code[2] >> 4) << 4 | (code[3] >> 4) << 6);
+                uint8_t* line = tile + 320 + 192 * j + 4 * row + c;
+                line[0] = static_cast<uint8_t>((code[0] & 15) | (code[2] & 15) << 4);
+                line[64] = static_cast<uint8_t>((code[1] & 15) | (code[3] & 15) << 4);
+                line[128] = static_cast<uint8_t>(code[0] >> 4 | (code[1] >> 4) << 2 | (code[2] >> 4) << 4 |
+                                                 (code[3] >> 4) << 6);
             }
         }
         source += kBytes6K;
@@ -259,7 +261,7 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::Q6_K: return n / 256 * 3392;
         default: {
             const Block32 layout = block32(format);
-            return n / 32 * layout.lines() + round_up(n / 32 * layout.scales(), 64);
+            return layout.lines_at(n / 32 - 1) + layout.lines();
         }
     }
 }
