@@ -26,6 +26,25 @@ bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnn
 }  // namespace
 #endif
 
+#if defined(__aarch64__)
+extern const Kernels kernels_neon_i8mm, kernels_neon;
+
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+namespace {
+bool has_neon() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }
+}  // namespace
+#else
+namespace {
+bool has_neon() { return false; }  // until the other systems' ways of asking are written
+bool has_neon_i8mm() { return false; }
+}  // namespace
+#endif
+#endif
+
 namespace {
 bool always() { return true; }
 }  // namespace
@@ -36,6 +55,10 @@ const InstructionSet instruction_sets[] = {
     {&kernels_avx512, has_avx512},
     {&kernels_avxvnni, has_avxvnni},
     {&kernels_avx2, has_avx2},
+#endif
+#if defined(__aarch64__)
+    {&kernels_neon_i8mm, has_neon_i8mm},
+    {&kernels_neon, has_neon},
 #endif
     {&kernels_scalar, always},
 };

@@ -1,0 +1,190 @@
+// Runs everything that computes on made-up numbers, once for each instruction set that this CPU has, and prints a hash
+// of the bits that come out: "isa what hash". All hashes of one `what` must be equal, on this CPU and on any other.
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "decoder.h"
+#include "packing.h"
+
+namespace {
+
+// Numbers that are the same everywhere (Knuth's linear congruential generator).
+class Numbers {
+public:
+    uint32_t next() {
+        return static_cast<uint32_t>((state_ = state_ * 6364136223846793005u + 1442695040888963407u) >> 32);
+    }
+    float uniform() { return static_cast<float>(static_cast<int32_t>(next() >> 8) - (1 << 23)) * 0x1p-22f; }  // -2..2
+    std::vector<float> floats(size_t n) {
+        std::vector<float> values(n);
+        for (float& value : values) value = uniform();
+        return values;
+    }
+
+private:
+    uint64_t state_ = 42;
+};
+
+uint64_t hash(const void* data, size_t n_bytes) {  // FNV-1a
+    uint64_t h = 1469598103934665603u;
+    for (size_t i = 0; i < n_bytes; i++) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211u;
+    return h;
+}
+
+template <class T>
+void report(const Kernels& kernels, const std::string& what, const std::vector<T>& values) {
+    std::printf("%s %s %016llx\n", kernels.name, what.c_str(),
+                static_cast<unsigned long long>(hash(values.data(), values.size() * sizeof(T))));
+}
+
+constexpr Format kFormats[] = {Format::F32,  Format::F16,  Format::BF16, Format::Q8_0, Format::Q4_0, Format::Q4_1,
+                               Format::Q5_0, Format::Q5_1, Format::Q4_K, Format::Q5_K, Format::Q6_K};
+
+// A matrix of random codes as GGUF stores it, with every f16 and float in it small and finite.
+std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numbers) {
+    int n_inputs;
+    size_t n_bytes;
+    block_size(static_cast<int>(format), n_inputs, n_bytes);
+    std::vector<uint8_t> data(static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes);
+    for (uint8_t& byte : data) byte = static_cast<uint8_t>(numbers.next());
+    const auto small_f16 = [&](uint8_t* p) { p[1] = static_cast<uint8_t>(0x20 | (p[1] & 0x83)); };  // 2^-7 or so
+    for (uint8_t* p = data.data(); p < data.data() + data.size(); p += n_bytes) {
+        switch (format) {
+            case Format::F32: {
+                const float value = numbers.uniform();
+                std::memcpy(p, &value, 4);
+                break;
+            }
+            case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
+            case Format::Q6_K: small_f16(p + 208); break;
+            case Format::Q4_K:
+            case Format::Q5_K:
+            case Format::Q4_1:
+            case Format::Q5_1: small_f16(p + 2); [[fallthrough]];
+            default: small_f16(p);
+        }
+    }
+    return data;
+}
+
+struct InputArrays {
+    std::vector<int8_t> q32, q256;
+    std::vector<float> scale32, scale256;
+    std::vector<int32_t> sum32;
+    std::vector<int16_t> sums16, sums32;
+
+    Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
+        const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
+        q32.resize(size), q256.resize(size);
+        scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
+        sums16.resize(size / 16), sums32.resize(size / 32);
+        Inputs in{n_in,         x.data(),    static_cast<size_t>(n_in), q32.data(),    scale32.data(),
+                  sum32.data(), q256.data(), scale256.data(),           sums16.data(), sums32.data()};
+        for (int c = 0; c < n; c++) {
+            kernels.quantize32(in, c);
+            kernels.quantize256(in, c);
+        }
+        return in;
+    }
+};
+
+void matrices(const Kernels& kernels) {
+    Numbers numbers;
+    for (const Format format : kFormats) {
+        const int n_out = 40, n_in = 512, n = 11;
+        const std::vector<uint8_t> source = source_of(format, n_out, n_in, numbers);
+        Matrix m{format, n_out, n_in, packed_group_bytes(format, n_in), nullptr};
+        std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
+        for (int g = 0; g < 3; g++)
+            pack_group(format, source.data(), n_out, n_in, g, packed.data() + m.group_bytes * static_cast<size_t>(g));
+        m.data = packed.data();
+        InputArrays arrays;
+        const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
+        std::vector<float> y(static_cast<size_t>(n * n_out));
+        kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, y.data(), n_out);
+        report(kernels, "matmul-" + std::to_string(static_cast<int>(format)), y);
+    }
+}
+
+void the_rest_of_a_layer(const Kernels& kernels) {
+    Numbers numbers;
+    std::vector<float> x = numbers.floats(1024), w = numbers.floats(1024), out(1024);
+    kernels.rms_norm(x.data(), w.data(), 1000, 1e-5f, out.data());
+    report(kernels, "rms_norm", out);
+    for (float& value : x) value *= 40;
+    kernels.swiglu(x.data(), w.data(), 1024);
+    report(kernels, "swiglu", x);
+    // Halves of every size, subnormal ones and infinities among them.
+    std::vector<uint16_t> halves(1024);
+    for (size_t i = 0; i < x.size(); i++) {
+        const uint32_t bits = numbers.next() & 0xbfffffff;
+        std::memcpy(&x[i], &bits, 4);
+        if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
+    }
+    kernels.store_value(halves.data(), x.data(), 1019);
+    report(kernels, "store_value", halves);
+}
+
+void decoder(const Kernels& kernels) {
+    for (const Format format : kFormats) {
+        Numbers numbers;
+        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, 1.0};
+        for (int i = 0; i < 24; i++) config.rope_frequencies.push_back(1.0 / (1 + 3 * i));
+        Decoder d(config, kernels, 2, size_t{16} << 20);
+        std::vector<std::vector<uint8_t>> kept;
+        const auto matrix = [&](Role role, int layer, int n_out, int n_in) {
+            // The attention is 288 wide, which only blocks of 32 divide.
+            const Format f = n_in % 256 && input_kind(format) == InputKind::Int8By256 ? Format::Q8_0 : format;
+            kept.push_back(source_of(f, n_out, n_in, numbers));
+            d.set_matrix(role, layer, f, n_out, n_in, kept.back().data());
+        };
+        const auto vector = [&](Role role, int layer, int n) {
+            const std::vector<float> values = numbers.floats(static_cast<size_t>(n));
+            d.set_vector(role, layer, values.data(), n);
+        };
+        for (int layer = 0; layer < config.n_layers; layer++) {
+            vector(Role::AttnNorm, layer, 256), vector(Role::FfnNorm, layer, 256), vector(Role::QBias, layer, 288);
+            matrix(Role::Q, layer, 288, 256), matrix(Role::K, layer, 96, 256), matrix(Role::V, layer, 96, 256);
+            matrix(Role::AttnOutput, layer, 256, 288), matrix(Role::Gate, layer, 512, 256);
+            matrix(Role::Up, layer, 512, 256), matrix(Role::Down, layer, 256, 512);
+        }
+        vector(Role::OutputNorm, 0, 256);
+        matrix(Role::Output, 0, 300, 256);
+        kept.push_back(source_of(format, 300, 256, numbers));
+        d.set_embedding(format, kept.back().data(), kept.back().size() / 300);
+
+        const int n = 13;
+        std::vector<int32_t> tokens(n), chain(n), rows(n);
+        for (int i = 0; i < n; i++)
+            tokens[static_cast<size_t>(i)] = (7 * i + 3) % 300, rows[static_cast<size_t>(i)] = i,
+            chain[static_cast<size_t>(i)] = i - 1;
+        const std::vector<int32_t> tree = {-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11}, path = {0, 1, 4, 5, 11};
+        std::vector<float> logits(n * 300);
+        const auto pass = [&](const std::vector<int32_t>& parents) {
+            d.forward(tokens.data(), parents.data(), n, 0, rows.data(), n, logits.data(), nullptr, 0, nullptr, 0,
+                      [] { return false; });
+            report(kernels, "decoder-" + std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),
+                   logits);
+        };
+        pass(chain);
+        d.commit(rows.data(), n);
+        pass(tree);
+        d.commit(path.data(), static_cast<int>(path.size()));
+        pass(chain);
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (int i = 0; i < n_instruction_sets; i++) {
+        if (!instruction_sets[i].present()) continue;
+        const Kernels& kernels = *instruction_sets[i].kernels;
+        matrices(kernels);
+        the_rest_of_a_layer(kernels);
+        decoder(kernels);
+    }
+}

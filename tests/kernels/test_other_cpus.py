@@ -1,0 +1,50 @@
+"""The bits of the engine on this CPU, in every instruction set it has, and on an emulated one of another kind."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from parts import missing
+
+ROOT = Path(__file__).parents[2]
+NEON_SETS = {"neon", "neon_i8mm", "scalar"}
+
+
+def dump(name: str, configure: list[str], run: list[str]) -> dict[str, dict[str, str]]:
+    """{instruction set: {what: hash}} as tests/kernels/dump_bits.cpp prints them."""
+    build = ROOT / "build" / name
+    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", *configure]
+    subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
+    lines = subprocess.run([*run, build / "native" / "dump_bits"], check=True, capture_output=True, text=True)
+    hashes: dict[str, dict[str, str]] = {}
+    for line in lines.stdout.splitlines():
+        isa, what, value = line.split()
+        hashes.setdefault(isa, {})[what] = value
+    return hashes
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, dict[str, str]]:
+    if shutil.which("cmake") is None:
+        missing("compiler", "cmake is needed to build the engine without Python")
+    return dump("bits", [], [])
+
+
+def test_every_instruction_set_of_this_cpu_gives_the_same_bits(here: dict[str, dict[str, str]]) -> None:
+    assert len(here["scalar"]) == 11 + 3 + 33
+    assert len(set(here["scalar"].values())) == len(here["scalar"])  # a hash of nothing would be one for all
+    for isa, hashes in here.items():
+        assert hashes == here["scalar"], isa
+
+
+def test_an_emulated_arm_cpu_gives_the_same_bits(here: dict[str, dict[str, str]]) -> None:
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
+    if shutil.which(compiler) is None or shutil.which(emulator) is None:
+        missing("qemu", f"{compiler} and {emulator} are needed (Debian: g++-aarch64-linux-gnu, qemu-user)")
+    cross = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    arm = dump("bits-aarch64", cross, [emulator, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"])
+    assert set(arm) == NEON_SETS
+    for isa, hashes in arm.items():
+        assert hashes == here["scalar"], isa
