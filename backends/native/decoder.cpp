@@ -106,13 +106,16 @@ struct Decoder::Pass {
     bool alone() const { return n == 1; }
 };
 
-Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes)
+Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
+                 const uint8_t* packed)
     : config_(config),
       kernels_(kernels),
       pool_(n_threads),
-      weights_(weight_bytes),
+      weights_(packed ? 0 : weight_bytes),
       cache_(kv_bytes(config)),
       activations_(activation_bytes(config, n_threads)),
+      weight_bytes_(weight_bytes),
+      packed_(packed),
       layers_(static_cast<size_t>(config.n_layers)) {
     Cutter cutter(activations_.data());
     buffers_ = std::make_unique<Buffers>(config_, n_threads, cutter);
@@ -128,11 +131,12 @@ size_t Decoder::activation_bytes(const DecoderConfig& config, int n_threads) {
 
 // ---- weights ---------------------------------------------------------------------------------------------------
 
-uint8_t* Decoder::take_weights(size_t n_bytes) {
+// Where in the packed weights the next n_bytes go.
+size_t Decoder::take_weights(size_t n_bytes) {
     n_bytes = round_up(n_bytes, 64);
-    if (n_bytes > weights_.size() - weights_taken_) throw std::bad_alloc();
+    if (n_bytes > weight_bytes_ - weights_taken_) throw std::bad_alloc();
     weights_taken_ += n_bytes;
-    return weights_.data() + weights_taken_ - n_bytes;
+    return weights_taken_ - n_bytes;
 }
 
 void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_in, const uint8_t* source) {
@@ -141,13 +145,16 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.n_out = n_out;
     m.n_in = n_in;
     m.group_bytes = packed_group_bytes(format, n_in);
-    uint8_t* data = take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
-    m.data = data;
-    pool_.run([&](int) {
-        for (int g = pool_.next_task(); g < m.n_groups(); g = pool_.next_task()) {
-            pack_group(format, source, n_out, n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
-        }
-    });
+    const size_t at = take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
+    m.data = weights() + at;
+    if (!packed_) {
+        uint8_t* data = weights_.data() + at;
+        pool_.run([&](int) {
+            for (int g = pool_.next_task(); g < m.n_groups(); g = pool_.next_task()) {
+                pack_group(format, source, n_out, n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
+            }
+        });
+    }
     LayerWeights& w = layers_[static_cast<size_t>(layer)];
     switch (role) {
         case Role::Q: w.q = m; break;
@@ -162,8 +169,9 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
 }
 
 void Decoder::set_vector(Role role, int layer, const float* source, int n) {
-    float* data = reinterpret_cast<float*>(take_weights(padded(n) * sizeof(float)));
-    std::memcpy(data, source, static_cast<size_t>(n) * sizeof(float));
+    const size_t at = take_weights(padded(n) * sizeof(float));
+    if (!packed_) std::memcpy(weights_.data() + at, source, static_cast<size_t>(n) * sizeof(float));
+    const float* data = reinterpret_cast<const float*>(weights() + at);
     LayerWeights& w = layers_[static_cast<size_t>(layer)];
     switch (role) {
         case Role::AttnNorm: w.attn_norm = data; break;

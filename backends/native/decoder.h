@@ -55,7 +55,10 @@ enum class Role : int {
 
 class Decoder {
 public:
-    Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes);
+    // weight_bytes: of all packed weights. packed: null, or these bytes as weights() of another decoder gave them; they
+    // must outlive this one, and the sources of set_matrix and set_vector are then not looked at.
+    Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
+            const uint8_t* packed = nullptr);
     ~Decoder();
 
     // Packs a matrix (n_out, n_in) that lies at source as GGUF stores it. layer is ignored for Output.
@@ -81,7 +84,8 @@ public:
 
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
-    size_t weight_bytes() const { return weights_.size(); }
+    const uint8_t* weights() const { return packed_ ? packed_ : weights_.data(); }
+    size_t weight_bytes() const { return weight_bytes_; }
     size_t kv_bytes() const { return cache_.size(); }
     size_t activation_bytes() const { return activations_.size(); }
 
@@ -110,13 +114,14 @@ private:
 
     uint16_t* key_tiles(int layer, int kv_head) const;
     uint16_t* values(int layer, int kv_head) const;
-    uint8_t* take_weights(size_t n_bytes);
+    size_t take_weights(size_t n_bytes);
 
     DecoderConfig config_;
     const Kernels& kernels_;
     Pool pool_;
     Memory weights_, cache_, activations_;
-    size_t weights_taken_ = 0;
+    size_t weight_bytes_, weights_taken_ = 0;
+    const uint8_t* packed_;
     std::vector<LayerWeights> layers_;
     const float* output_norm_ = nullptr;
     Matrix output_;

@@ -1,6 +1,7 @@
 // The Python face of the engine. What comes in is checked here and in session.py; below, nothing is.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -243,11 +244,15 @@ NB_MODULE(_core, m) {
         .def(
             "__init__",
             [](Decoder* decoder, const DecoderConfig& config, const std::string& isa, int n_threads,
-               size_t weight_bytes) {
+               size_t weight_bytes, std::optional<Bytes> packed) {
                 if (n_threads < 1 || n_threads > 1024) throw nb::value_error("n_threads must be in 1..1024");
-                new (decoder) Decoder(config, kernels_of(isa), n_threads, weight_bytes);
+                if (packed && (packed->size() != weight_bytes || reinterpret_cast<uintptr_t>(packed->data()) % 64)) {
+                    throw nb::value_error("packed must have weight_bytes bytes, 64-byte aligned");
+                }
+                new (decoder)
+                    Decoder(config, kernels_of(isa), n_threads, weight_bytes, packed ? packed->data() : nullptr);
             },
-            "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a)
+            "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
@@ -256,6 +261,13 @@ NB_MODULE(_core, m) {
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)
         .def("interrupt", &Decoder::interrupt)
+        .def_prop_ro(
+            "weights",
+            [](const Decoder& decoder) {
+                return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(decoder.weights(), {decoder.weight_bytes()},
+                                                                          nb::find(decoder));
+            },
+            "All packed weights, read-only, without a copy.")
         .def_prop_ro("n_past", &Decoder::n_past)
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weight_bytes(); })

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +19,7 @@ from edgeinfer.backends.base import (
     check_tokens,
 )
 from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
@@ -47,7 +50,10 @@ def best_isa() -> str:
 
 
 class NativeBackend:
-    """Runs models on the CPU. Same bits whatever the batch, the threads and the instruction set."""
+    """Runs models on the CPU. Same bits whatever the batch, the threads and the instruction set.
+
+    Packed weights that stand beside the model file (`edgeinfer pack`) are mapped; otherwise they are packed at load.
+    """
 
     name = "native"
 
@@ -65,15 +71,31 @@ class NativeBackend:
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> NativeSession:
-        """Pack the weights into memory of the session's own. Raises UnsupportedModel, BackendUnavailable."""
+        """Map the packed weights, or pack them now. Raises UnsupportedModel, ModelFileError, BackendUnavailable."""
         return NativeSession(model, spec, plan, device, progress)
+
+    def pack(self, model: ModelFile, spec: ModelSpec, target: Path, progress: Progress | None = None) -> int:
+        """Write the packed weights to a file; gives its size in bytes. Raises UnsupportedModel, OSError."""
+        plan = MemoryPlan(1, 1, MemoryUse(0, 0, 0))
+        session = NativeSession(model, spec, plan, Device(os.cpu_count() or 1), progress, packed=None)
+        try:
+            write_packed(target, model.path, session.packed_weights())
+        finally:
+            session.close()
+        return target.stat().st_size
 
 
 class NativeSession:
     """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it."""
 
     def __init__(
-        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        device: Device,
+        progress: Progress | None = None,
+        packed: Path | None | Literal["beside"] = "beside",
     ) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
@@ -82,9 +104,11 @@ class NativeSession:
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward
         self._interrupted = False
         config = _config(spec, plan.n_ctx, plan.n_batch)
-        self._decoder: _core.Decoder | None = _core.Decoder(
-            config, self.isa, device.n_threads, _packed_bytes(model, spec)
-        )
+        n_bytes = _packed_bytes(model, spec)
+        if packed == "beside":
+            packed = packed_path(model.path) if packed_path(model.path).exists() else None
+        weights = None if packed is None else map_packed(packed, model.path, n_bytes)
+        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
         self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
         self._load(model, progress)
 
@@ -155,6 +179,10 @@ class NativeSession:
         self._interrupted = True
         if self._decoder is not None:
             self._decoder.interrupt()
+
+    def packed_weights(self) -> NDArray[np.uint8]:
+        """All packed weights, (n_bytes,), read-only, without a copy."""
+        return self._open().weights
 
     def close(self) -> None:
         """Give the memory back. Further calls raise."""

@@ -1,5 +1,6 @@
 """The C++ engine: exact by construction, equal to the reference within rounding, and hard to misuse."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,16 @@ from exactness import comparisons, prefill, same_bits
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
+from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import BackendUnavailable, ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.errors import (
+    BackendUnavailable,
+    ContextOverflow,
+    EdgeInferError,
+    Interrupted,
+    ModelFileError,
+    ShapeError,
+)
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import Device
@@ -191,3 +200,42 @@ def test_the_plan_is_what_the_session_takes(tiny: Open) -> None:
     page = 1 << 21  # memory comes in pages, at most huge ones
     for planned, used in zip(vars(plan.use).values(), vars(session.memory()).values(), strict=True):
         assert planned <= used < planned + page
+
+
+def test_packed_weights_are_mapped_and_give_the_same_bits(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q6_K")
+    tokens = rng.integers(0, 200, 30).astype(np.int32)
+    plain = opener(path)().forward(tokens, logits="all").logits
+    with ModelFile.open(path) as file:
+        size = NativeBackend().pack(file, read_spec(file), packed_path(path))
+    assert packed_path(path).stat().st_size == size
+    assert same_bits(opener(path)().forward(tokens, logits="all").logits, plain)
+
+    # The weights do come from there: other bytes give other logits.
+    packed = bytearray(packed_path(path).read_bytes())
+    packed[-(1 << 16) :: 7] = bytes(len(packed[-(1 << 16) :: 7]))
+    packed_path(path).write_bytes(packed)
+    assert not same_bits(opener(path)().forward(tokens, logits="all").logits, plain)
+
+
+def test_packed_weights_of_another_file_are_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", seed=1)
+    with ModelFile.open(path) as file:
+        NativeBackend().pack(file, read_spec(file), packed_path(path))
+    os.utime(path, (1, 1))
+    opener(path)()  # another time, the same bytes
+    write_tiny_model(path, seed=2)
+    with pytest.raises(
+        ModelFileError, match="stale, .* has changed since it was packed; pack it again: edgeinfer pack"
+    ):
+        opener(path)()
+    for broken in (
+        b"",
+        b"edgeinfer-packed",
+        b"edgeinfer-packed" + bytes(7) + b"\x01",
+        packed_path(path).read_bytes()[:5000],
+    ):
+        packed_path(path).write_bytes(broken)
+        with pytest.raises(ModelFileError):
+            opener(path)()
+    assert list(tmp_path.glob("*.partial*")) == []

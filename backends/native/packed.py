@@ -1,0 +1,113 @@
+"""Packed weights in a file of their own, which a session maps instead of packing.
+
+Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
+the decoder has them in memory. The header names the source (size, modification time, SHA-256) and the version of the
+packed layout; a file that does not fit them is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import ModelFileError, ModelNotFound
+
+MAGIC = b"edgeinfer-packed"
+LAYOUT = 1  # to be raised whenever matrix.h or the order of the weights changes
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model file that packed weights were made from. mtime is in nanoseconds."""
+
+    size: int
+    mtime: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a packed file says of itself. n_bytes: of the packed weights."""
+
+    layout: int
+    n_bytes: int
+    source: Source
+
+
+def packed_path(model: Path) -> Path:
+    """Where the packed weights of a model file are looked for: beside it."""
+    return model.with_name(model.name + ".packed")
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_packed(target: Path, model: Path, weights: NDArray[np.uint8]) -> None:
+    """Write packed weights atomically: the target is whole or untouched, whatever happens."""
+    stat = model.stat()
+    header = Header(LAYOUT, weights.nbytes, Source(stat.st_size, stat.st_mtime_ns, sha256_of(model)))
+    text = json.dumps(asdict(header)).encode()
+    start = MAGIC + struct.pack("<Q", len(text)) + text
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("xb") as file:
+            file.write(start + bytes(-len(start) % _ALIGNMENT))
+            file.write(weights.data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def map_packed(path: Path, model: Path, n_bytes: int) -> NDArray[np.uint8]:
+    """The packed weights of a file, mapped read-only; pages are shared between processes.
+
+    n_bytes: what the model needs. The source is recognised by size and modification time, or else by its SHA-256.
+    Raises ModelNotFound, ModelFileError with the reason and the command that mends it.
+    """
+    header, start = read_header(path)
+    remedy = f"pack it again: edgeinfer pack {model}"
+    if header.layout != LAYOUT:
+        raise ModelFileError(f"{path}: packed layout {header.layout}, this version reads {LAYOUT}; {remedy}")
+    stat = model.stat()
+    if (stat.st_size, stat.st_mtime_ns) != (header.source.size, header.source.mtime):
+        if stat.st_size != header.source.size or sha256_of(model) != header.source.sha256:
+            raise ModelFileError(f"{path}: stale, {model} has changed since it was packed; {remedy}")
+    if header.n_bytes != n_bytes or path.stat().st_size != start + n_bytes:
+        raise ModelFileError(
+            f"{path}: {n_bytes} bytes of weights wanted, {path.stat().st_size - start} found; {remedy}"
+        )
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, dtype=np.uint8, offset=start)
+
+
+def read_header(path: Path) -> tuple[Header, int]:
+    """The header of a packed file, and the byte at which the weights begin. Raises ModelNotFound, ModelFileError."""
+    try:
+        with path.open("rb") as file:
+            magic, length = file.read(len(MAGIC)), file.read(8)
+            if magic != MAGIC or len(length) != 8 or struct.unpack("<Q", length)[0] > 1 << 16:
+                raise ModelFileError(f"{path}: not a file of packed weights")
+            text = file.read(struct.unpack("<Q", length)[0])
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"{path}: no such file") from error
+    try:
+        fields = json.loads(text)
+        header = Header(int(fields["layout"]), int(fields["n_bytes"]), Source(**fields["source"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(f"{path}: broken header of packed weights") from error
+    return header, (len(MAGIC) + 8 + len(text) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
