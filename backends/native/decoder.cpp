@@ -149,10 +149,10 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.data = weights() + at;
     if (!packed_) {
         uint8_t* data = weights_.data() + at;
-        pool_.run([&](int) {
-            for (int g = pool_.next_task(); g < m.n_groups(); g = pool_.next_task()) {
+        pool_.run([&](int thread) {
+            pool_.for_tasks(thread, m.n_groups(), [&](int g) {
                 pack_group(format, source, n_out, n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
-            }
+            });
         });
     }
     LayerWeights& w = layers_[static_cast<size_t>(layer)];
@@ -269,31 +269,33 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
     return !stop_.load(std::memory_order_relaxed);
 }
 
-// Hands out tasks 0..n_tasks-1 to whoever is free, then waits for all. A stopped pass runs through without working.
+// Tasks of a pass that was stopped are counted, but not done.
 template <class Task>
 void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task) {
-    for (int i = pool_.next_task(); i < n_tasks; i = pool_.next_task()) {
+    pool_.for_tasks(thread, n_tasks, [&](int i) {
         if (thread == 0 && (*pass.poll)()) stop_.store(true, std::memory_order_relaxed);
-        if (stop_.load(std::memory_order_relaxed)) break;
-        task(i);
-    }
-    pool_.barrier();
+        if (!stop_.load(std::memory_order_relaxed)) task(i);
+    });
 }
 
 void Decoder::run(const Pass& pass, int thread) {
     embed(pass, thread);
     for (int i = 0; i < config_.n_layers; i++) {
         layer(pass, thread, layers_[static_cast<size_t>(i)], i);
-        for (int t = 0; thread == 0 && t < pass.n_taps; t++) {
-            if (pass.tapped[t] != i) continue;
-            const size_t n_embd = static_cast<size_t>(config_.n_embd);
-            for (int c = 0; c < pass.n; c++) {
-                std::memcpy(pass.taps + static_cast<size_t>(t) * pass.tap_stride + static_cast<size_t>(c) * n_embd,
-                            buffers_->x + static_cast<size_t>(c) * buffers_->ld_embd, sizeof(float) * n_embd);
-            }
+        for (int t = 0; t < pass.n_taps; t++) {
+            if (pass.tapped[t] == i) tap(pass, thread, pass.taps + static_cast<size_t>(t) * pass.tap_stride);
         }
     }
     if (pass.n_rows) head(pass, thread);
+}
+
+// Copies x out.
+void Decoder::tap(const Pass& pass, int thread, float* out) {
+    const size_t n_embd = static_cast<size_t>(config_.n_embd);
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t column = static_cast<size_t>(c);
+        std::memcpy(out + column * n_embd, buffers_->x + column * buffers_->ld_embd, sizeof(float) * n_embd);
+    });
 }
 
 void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int index) {
@@ -370,7 +372,7 @@ namespace {
 struct Tasks {
     int n_groups, groups_each;
 
-    Tasks(int groups, int n_threads) : n_groups(groups), groups_each(std::max(1, groups / (8 * n_threads))) {}
+    Tasks(int groups, int n_threads) : n_groups(groups), groups_each(std::max(1, groups / (16 * n_threads))) {}
     int count() const { return (n_groups + groups_each - 1) / groups_each; }
     int first(int task) const { return task * groups_each; }
     int last(int task) const { return std::min(n_groups, (task + 1) * groups_each); }
@@ -424,21 +426,21 @@ void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bo
 void Decoder::rotate_and_store(const Pass& pass, int thread, int index) {
     const Buffers& b = *buffers_;
     const int dim = config_.head_dim;
+    const int of_group = config_.n_heads / config_.n_kv_heads;
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_tasks(pass, thread, pass.n * config_.n_kv_heads, [&](int task) {
+        const int c = task / config_.n_kv_heads, kv_head = task % config_.n_kv_heads;
         const size_t column = static_cast<size_t>(c);
         const float *cosine = b.cosine + column * b.n_pairs, *sine = b.sine + column * b.n_pairs;
-        for (int head = 0; head < config_.n_heads; head++) {
+        for (int head = kv_head * of_group; head < (kv_head + 1) * of_group; head++) {
             rotate(b.q + column * b.ld_q + head * dim, cosine, sine, b.n_pairs, config_.rope_halves, scale, dim);
         }
+        float* k = b.k + column * b.ld_kv + kv_head * dim;
+        rotate(k, cosine, sine, b.n_pairs, config_.rope_halves, 1.0f, dim);
         const int slot = pass.base + c;
-        for (int head = 0; head < config_.n_kv_heads; head++) {
-            float* k = b.k + column * b.ld_kv + head * dim;
-            rotate(k, cosine, sine, b.n_pairs, config_.rope_halves, 1.0f, dim);
-            kernels_.store_key(key_lane(key_tiles(index, head), slot, dim), k, dim);
-            kernels_.store_value(values(index, head) + static_cast<size_t>(slot) * padded(dim),
-                                 b.v + column * b.ld_kv + head * dim, dim);
-        }
+        kernels_.store_key(key_lane(key_tiles(index, kv_head), slot, dim), k, dim);
+        kernels_.store_value(values(index, kv_head) + static_cast<size_t>(slot) * padded(dim),
+                             b.v + column * b.ld_kv + kv_head * dim, dim);
     });
 }
 

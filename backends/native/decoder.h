@@ -98,6 +98,7 @@ private:
 
     void run(const Pass& pass, int thread);
     void layer(const Pass& pass, int thread, const LayerWeights& w, int index);
+    void tap(const Pass& pass, int thread, float* out);
     void embed(const Pass& pass, int thread);
     Inputs inputs_of(const Pass& pass, int thread, int n_in, const float* x, size_t ldx) const;
     void prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const;

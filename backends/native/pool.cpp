@@ -1,63 +1,68 @@
 #include "pool.h"
 
+#include <algorithm>
+
 #include "platform.h"
 
-namespace {
-
-// Waits until value is no longer old: some microseconds awake, then asleep, so that a core which another process wants
-// is not burnt by waiting (spinning engines become 10 to 100 times slower beside one).
-void wait_for_change(std::atomic<uint32_t>& value, uint32_t old) {
-    constexpr int kSpins = 4000;
-    for (int i = 0; i < kSpins; i++) {
-        if (value.load(std::memory_order_acquire) != old) return;
-        relax();
-    }
-    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
-}
-
-}  // namespace
-
-Pool::Pool(int n_threads) : n_threads_(n_threads) {
-    for (int i = 1; i < n_threads; i++) threads_.emplace_back([this, i] { work(i); });
+Pool::Pool(int n_threads)
+    : n_threads_(n_threads), threads_(std::make_unique<Thread[]>(static_cast<size_t>(n_threads))) {
+    for (int i = 1; i < n_threads; i++) threads_[i].thread = std::thread([this, i] { work(i); });
 }
 
 Pool::~Pool() {
     closing_ = true;
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    for (int i = 1; i < n_threads_; i++) threads_[i].thread.join();
 }
 
 void Pool::run(const std::function<void(int)>& program) {
-    next_task_.store(0, std::memory_order_relaxed);
     program_ = &program;
+    first_phase_ = phase_.load(std::memory_order_relaxed);
+    threads_[0].phase = first_phase_;
+    inside_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1, std::memory_order_release);
     round_.notify_all();
     program(0);
-    barrier();
+    inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    while (const uint32_t n = inside_.load(std::memory_order_acquire)) wait_for_change(inside_, n);
 }
 
-void Pool::barrier() {
-    if (n_threads_ == 1) {
-        next_task_.store(0, std::memory_order_relaxed);
-        return;
-    }
-    const uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        next_task_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        phase_.notify_all();
-    } else {
-        wait_for_change(phase_, phase);
-    }
-}
-
-void Pool::work(int thread) {
-    for (uint32_t round = 0;; round++) {
+void Pool::work(int index) {
+    for (uint32_t round = 0;;) {
         wait_for_change(round_, round);
+        round = round_.load(std::memory_order_acquire);
         if (closing_) return;
-        (*program_)(thread);
-        barrier();
+        uint32_t n = inside_.load(std::memory_order_acquire);
+        while ((n & kOpen) && !inside_.compare_exchange_weak(n, n + 1, std::memory_order_acq_rel)) {
+        }
+        if (!(n & kOpen)) continue;  // too late for this one
+        threads_[index].phase = first_phase_;
+        (*program_)(index);
+        inside_.fetch_sub(1, std::memory_order_acq_rel);
+        inside_.notify_all();
     }
+}
+
+void Pool::next_phase(uint32_t phase) {
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
+    phase_.store(phase, std::memory_order_release);
+    phase_.notify_all();
+}
+
+// Waits until value is no longer old: awake for as long as that was worth it lately, then asleep. A thread that spins
+// while another process has the core of the one it waits for uses up its own share of time, and both come last.
+void Pool::wait_for_change(std::atomic<uint32_t>& value, uint32_t old) {
+    constexpr int kMostSpins = 4000, kFewestSpins = 60;  // some 70 microseconds, and one
+    thread_local int spins = kMostSpins;
+    for (int i = 0; i < spins; i++) {
+        if (value.load(std::memory_order_acquire) != old) {
+            spins = std::min(kMostSpins, spins + spins / 8 + 1);
+            return;
+        }
+        relax();
+    }
+    spins = std::max(kFewestSpins, spins / 2);
+    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }

@@ -1,9 +1,12 @@
-// A pool of threads that run one program together, phase by phase.
+// A pool of threads that run one program together. The program is a sequence of phases, each a number of tasks; a phase
+// is over when its tasks are done, not when all threads have come: a thread that the system has put aside holds up
+// nobody but through the task that it has in hand, and catches up with the others when it comes back.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -16,24 +19,47 @@ public:
 
     int size() const { return n_threads_; }
 
-    // Runs program(thread) on every thread, the caller being thread 0, and returns when all are through.
+    // Runs program(thread) on the threads that are free, the caller being thread 0, and returns when all are through.
     void run(const std::function<void(int)>& program);
 
-    // Inside a program, called by every thread: waits for all. The first task of the next phase is 0 again.
-    void barrier();
-
-    // Inside a program: the next task of this phase that nobody has taken, for work that is split as it comes.
-    int next_task() { return next_task_.fetch_add(1, std::memory_order_relaxed); }
+    // Inside a program, called by every thread for the same phases in the same order: does tasks 0..n_tasks-1 of this
+    // phase together, n_tasks >= 1, and returns when all are done. What a thread computes for itself between two phases
+    // may be made from data that others are already changing; then its phase is over, and it gets no task to use it in.
+    template <class Task>
+    void for_tasks(int thread, int n_tasks, const Task& task) {
+        const uint32_t phase = threads_[thread].phase++;
+        for (uint64_t ticket = ticket_.load(std::memory_order_acquire);;) {
+            if (static_cast<uint32_t>(ticket >> 32) != phase) return;
+            const int index = static_cast<int>(static_cast<uint32_t>(ticket));
+            if (index >= n_tasks) break;
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            task(index);
+            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_tasks) return next_phase(phase + 1);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        wait_for_change(phase_, phase);
+    }
 
 private:
-    void work(int thread);
+    struct alignas(64) Thread {
+        uint32_t phase = 0;  // the next one it comes to
+        std::thread thread;
+    };
+
+    void work(int index);
+    void next_phase(uint32_t phase);
+    static void wait_for_change(std::atomic<uint32_t>& value, uint32_t old);
+
+    static constexpr uint32_t kOpen = 1u << 31;
 
     int n_threads_;
-    std::vector<std::thread> threads_;
+    std::unique_ptr<Thread[]> threads_;
     const std::function<void(int)>* program_ = nullptr;
+    uint32_t first_phase_ = 0;  // of the program
     std::atomic<bool> closing_{false};
-    alignas(64) std::atomic<uint32_t> round_{0};  // programs started
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};  // barriers passed
-    alignas(64) std::atomic<int> next_task_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};   // programs started
+    alignas(64) std::atomic<uint32_t> inside_{0};  // threads in the program, and whether more may come in
+    alignas(64) std::atomic<uint64_t> ticket_{0};  // phase << 32 | its next task
+    alignas(64) std::atomic<int> done_{0};         // tasks of the phase
+    alignas(64) std::atomic<uint32_t> phase_{0};
 };
