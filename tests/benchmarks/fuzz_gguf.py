@@ -1,0 +1,176 @@
+"""Damaged model files: each loads soundly or is refused with an EdgeInferError, in 2 s and 256 MiB, without a crash.
+
+    python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--model FILE.gguf]
+
+Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is told by its index and the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from gguf_mutations import Mutation, mutations  # noqa: E402
+from tiny_models import write_tiny_model  # noqa: E402
+
+from edgeinfer import engine  # noqa: E402
+from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
+from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError  # noqa: E402
+from edgeinfer.gguf import ModelFile  # noqa: E402
+from edgeinfer.models import read_spec  # noqa: E402
+from edgeinfer.tokenizer import Tokenizer  # noqa: E402
+
+TIME_LIMIT_SECONDS = 2.0
+MEMORY_LIMIT_BYTES = 256 << 20
+RESERVE_BYTES = 512 << 20  # address space, which the stacks of threads take more of than of memory
+STRUCTURAL = frozenset(
+    {"truncation", "counts", "lengths", "types", "dimensions and offsets", "tensor types", "version"}
+    | {"bits of tensor infos", "special shapes"}
+)
+
+
+def load_everything(path: Path) -> None:
+    """Do with a file what a user does: open it, read all of it, and make one token."""
+    with ModelFile.open(path) as file:
+        for name in file.tensors:
+            file.data(name)[::512].sum()
+            file.release(name)
+        read_spec(file)
+        tokenizer = Tokenizer.from_file(file)
+        tokenizer.decode(tokenizer.encode("Hello, 12 worlds\n<|im_end|>", parse_special=True))
+    with engine.load(path, n_ctx=16, n_threads=1) as loaded:
+        loaded.generate("Hi", max_tokens=1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case. verdict: loaded, refused, or what went wrong; error: the exception's name and text."""
+
+    verdict: str
+    error: str = ""
+    exit_code: int = 0
+    names_the_field: bool = False
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+def run_case(path: Path, model_bytes: int) -> Outcome:
+    """Load a file in a child process that may crash, hang and eat memory.
+
+    model_bytes: size of the sound file. Twice that is this process's own, and the engine's copy is as large again.
+    """
+    reader, writer = os.pipe()
+    start = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        _run_child(path, writer, RESERVE_BYTES + 4 * model_bytes)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        hung = not select.select([pipe], [], [], TIME_LIMIT_SECONDS)[0]
+        if hung:
+            os.kill(child, signal.SIGKILL)
+        report = pipe.read()
+    _, status, usage = os.wait4(child, 0)
+    seconds, peak_bytes = time.perf_counter() - start, usage.ru_maxrss * 1024
+    found: dict[str, Any] = json.loads(report) if report else {}
+    if hung:
+        found = {"verdict": "hung"}
+    elif os.WIFSIGNALED(status):
+        found = {"verdict": "crashed", "error": signal.Signals(os.WTERMSIG(status)).name}
+    elif not found:
+        found = {"verdict": "crashed", "error": f"exit status {os.waitstatus_to_exitcode(status)}"}
+    elif peak_bytes > MEMORY_LIMIT_BYTES + 4 * model_bytes:
+        found["verdict"] = "took too much memory"
+    return Outcome(**found, seconds=seconds, peak_bytes=peak_bytes)
+
+
+def _run_child(path: Path, writer: int, reserve: int) -> None:
+    """Load the file with `reserve` more bytes of address space, write the outcome as JSON and end the process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + reserve
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        load_everything(path)
+        found: dict[str, Any] = {"verdict": "loaded"}
+    except EdgeInferError as error:
+        found = {"verdict": "refused", "error": f"{type(error).__name__}: {error}"[:4000], "exit_code": error.exit_code}
+        found["names_the_field"] = isinstance(error, InvalidGGUF)
+    except BaseException:
+        found = {"verdict": "failed", "error": traceback.format_exc()[-4000:]}
+    os.write(writer, json.dumps(found).encode())
+    os._exit(0)
+
+
+def fault(mutation: Mutation, outcome: Outcome) -> str:
+    """What is wrong with the outcome of a case; empty if nothing is."""
+    if outcome.verdict not in ("loaded", "refused"):
+        return outcome.verdict
+    if mutation.must_be_refused and outcome.verdict == "loaded":
+        return "loaded, though it cannot be sound"
+    if mutation.family == "truncation" and not outcome.names_the_field:
+        return "refused without naming field and offset"
+    told_by_logits = outcome.error.startswith("NumericalError")  # F32 read as F16 is as sound as a file can say
+    if mutation.family in STRUCTURAL and outcome.verdict == "refused" and not told_by_logits:
+        return "" if outcome.exit_code == ModelFileError.exit_code else f"refused with exit code {outcome.exit_code}"
+    return ""
+
+
+def fuzz(data: bytes, n: int, seed: int) -> dict[str, Any]:
+    """Run n cases and say what became of them."""
+    verdicts: dict[str, Counter[str]] = {}
+    faults, outcomes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged.gguf"
+        for index, mutation in enumerate(mutations(data, n, seed)):
+            path.write_bytes(mutation.data)
+            outcome = run_case(path, len(data))
+            outcomes.append(outcome)
+            verdicts.setdefault(mutation.family, Counter())[outcome.verdict] += 1
+            wrong = fault(mutation, outcome)
+            if wrong:
+                faults.append({"index": index, "fault": wrong, "what": mutation.what, **asdict(outcome)})
+                print(f"case {index}: {mutation.family}: {mutation.what}: {wrong}: {outcome.error}", file=sys.stderr)
+    return {
+        "seed": seed,
+        "cases": len(outcomes),
+        "file_bytes": len(data),
+        "verdicts": verdicts,
+        "refused_with": Counter(outcome.error.partition(":")[0] for outcome in outcomes if outcome.error),
+        "max_seconds": round(max(outcome.seconds for outcome in outcomes), 3),
+        "max_peak_mib": round(max(outcome.peak_bytes for outcome in outcomes) / 2**20, 1),
+        "faults": faults,
+    }
+
+
+def main() -> None:
+    """Read the command line, fuzz, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="damage this file; default: a tiny model of 56 KB")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or write_tiny_model(Path(folder) / "m.gguf", "llama", "Q4_0", n_embd=64, n_layers=1)
+        data = model.read_bytes()
+        load_everything(model)  # what fails here is no fault of a mutation
+    result = fuzz(data, arguments.cases, arguments.seed)
+    print(json.dumps(result))
+    sys.exit(1 if result["faults"] else 0)
+
+
+if __name__ == "__main__":
+    main()

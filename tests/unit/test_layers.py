@@ -1,0 +1,116 @@
+"""Imports go down only, and every module is imported under one name."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS = [  # a part may import from its own row and from those above it here
+    {"errors", "types", "gguf", "tokenizer", "template", "devices"},
+    {"models"},
+    {"backends"},
+    {"sampling", "memory", "offload", "drafters", "speculation"},
+    {"completion", "stream", "engine", "chat", "profile", "exporters"},
+    {"cli"},
+]
+ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
+ROOT_FOLDERS = {"backends", "exporters", "hls", "models", "tests"}  # none of them is a package of its own
+
+
+def packages() -> dict[str, Path]:
+    """Folder of each package that is shipped, by dotted name."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    return {package.replace("/", "."): ROOT / folder for package, folder in table.items()}
+
+
+def modules() -> dict[str, Path]:
+    """File of each module that is shipped, by dotted name."""
+    found = {}
+    for package, folder in packages().items():
+        for path in folder.rglob("*.py"):
+            inside = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *inside)).removesuffix(".__init__")] = path
+    return found
+
+
+def imported(source: str) -> Iterator[str]:
+    """Dotted names that a source imports, wherever in it; a relative one begins with a point."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def misnamed(source: str) -> list[str]:
+    """Imports that load a module a second time under another name, or work in an editable install only."""
+
+    def is_misnamed(name: str) -> bool:
+        head, *rest = name.split(".")
+        inner = rest[0] if head == "edgeinfer" and rest else head
+        return name.startswith(".") or head in ROOT_FOLDERS or (inner in ("edgeinfer", "tests") and bool(rest))
+
+    return [name for name in imported(source) if is_misnamed(name)]
+
+
+def upward(module: str, source: str) -> list[str]:
+    """Imports of a shipped module that do not go down, or to a part that no row names."""
+    if module == "edgeinfer":  # the public names
+        return []
+    row = ROW_OF.get(module.split(".")[1], -1)
+    parts = ((name, [*name.split("."), ""][1]) for name in imported(source) if name.split(".")[0] == "edgeinfer")
+    return sorted(name for name, part in parts if ROW_OF.get(part, len(ROWS)) > row)
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
+    source = modules()[module].read_text()
+    assert upward(module, source) == [], "see ROWS; a new part needs a place there"
+    assert misnamed(source) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_a_test_imports_the_package_under_its_one_name(path: Path) -> None:
+    assert misnamed(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("edgeinfer.gguf", "from edgeinfer.models import read_spec"),
+        ("edgeinfer.models.llama", "def f():\n    import edgeinfer.backends.base"),
+        ("edgeinfer.backends.base", "from edgeinfer import engine"),
+        ("edgeinfer.backends.base", "import edgeinfer"),
+        ("edgeinfer.memory.plan", "from edgeinfer.cli.terminal import note"),
+        ("edgeinfer.engine", "from edgeinfer.newpart import x"),
+        ("edgeinfer.newpart", "from edgeinfer.errors import EdgeInferError"),
+    ],
+)
+def test_an_import_upwards_is_found(module: str, source: str) -> None:
+    assert upward(module, source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import backends.base",
+        "from models import x",
+        "from . import x",
+        "from .x import y",
+        "from tests.support import x",
+    ]
+    + ["import edgeinfer.tests.support", "from edgeinfer.edgeinfer import gguf"],
+)
+def test_a_second_name_for_a_module_is_found(source: str) -> None:
+    assert misnamed(source) == list(imported(source))
+
+
+def test_imports_downwards_are_let_through() -> None:
+    source = (
+        "import numpy\nfrom edgeinfer.gguf import ModelFile\nfrom edgeinfer import devices\nimport edgeinfer.models"
+    )
+    assert upward("edgeinfer.memory.plan", source) == [] and misnamed(source) == []
+    assert len(modules()) > 20 and "edgeinfer.models" in modules() and "edgeinfer.backends.native.session" in modules()

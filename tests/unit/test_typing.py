@@ -1,0 +1,52 @@
+"""mypy --strict over the package in the shape in which it is shipped.
+
+In this tree the folders backends/ and models/ do not lie inside edgeinfer/, and `mypy -p edgeinfer` would check a part
+of the package without a word.
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from parts import missing
+
+ROOT = Path(__file__).parents[2]
+STUB = "edgeinfer/backends/native/_core.pyi"
+
+
+def ship(to: Path) -> int:
+    """Copy the package as the wheel has it, with the stub of the extension; gives back the number of modules."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    for package, folder in table.items():
+        shutil.copytree(ROOT / folder, to / package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    if not (to / STUB).exists():
+        shutil.copy(stub(), to / STUB)
+    return len(list(to.rglob("*.py"))) + 1
+
+
+def stub() -> Path:
+    """The stub beside the installed extension."""
+    try:
+        extension = importlib.util.find_spec("edgeinfer.backends.native._core")
+    except ImportError:
+        extension = None
+    path = Path(str(extension.origin)).with_name("_core.pyi") if extension else None
+    if path is None or not path.exists():
+        missing("native", "the stub of the extension is made when it is built: make setup")
+    return path
+
+
+def test_the_package_as_shipped_is_strictly_typed(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        missing("dev", "mypy is not installed: pip install --group dev")
+    n_modules = ship(tmp_path)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache" / "shipped"), "-p", "edgeinfer"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    checked = re.search(r"no issues found in (\d+) source files", run.stdout)
+    assert checked and int(checked[1]) == n_modules, run.stdout
