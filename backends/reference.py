@@ -7,7 +7,7 @@ the same bits for any cutting into batches, and for a branch of a tree as for th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ from edgeinfer.backends.base import (
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec, RopeSpec
+from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, query_factors
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]
@@ -96,6 +96,8 @@ class ReferenceSession:
         self._values = np.zeros(shape, dtype=np.float16)
         self._n_past = 0
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
+        self._ropes = [None if part.rope is None else part.rope.of_context(plan.n_ctx) for part in spec.attention]
+        self._query_scales = query_scales(spec, plan.n_ctx)
         self._stopped = False
 
     @property
@@ -121,11 +123,11 @@ class ReferenceSession:
         self._stopped = False
         self._parents = np.empty(0, dtype=np.int32)
         paths = _visible_slots(links, self._n_past)
-        x = self._weights[self.spec.token_embd].values[ids]  # (n, n_embd)
+        x = scale(self._weights[self.spec.token_embd].values[ids], self.spec.embedding_scale)  # (n, n_embd)
         tapped = {}
         for layer in range(self.spec.n_layers):
-            x = x + self._attention(layer, x, paths)
-            x = x + self._feed_forward(layer, x)
+            x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
+            x = x + scale(self._feed_forward(layer, x), self.spec.residual_scale)
             if layer in taps:
                 tapped[layer] = x
         out = self._head(x[rows])
@@ -171,52 +173,74 @@ class ReferenceSession:
 
     def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
         spec, names = self.spec, self.spec.layers[layer]
-        n = len(x)
-        h = rms_norm(x, self._vector(names.attn_norm), spec.norm_epsilon)
-        q = self._linear(names.attn_q, names.attn_q_bias, h).reshape(n, spec.n_heads, spec.head_dim)
-        k = self._linear(names.attn_k, names.attn_k_bias, h).reshape(n, spec.n_kv_heads, spec.head_dim)
-        v = self._linear(names.attn_v, names.attn_v_bias, h).reshape(n, spec.n_kv_heads, spec.head_dim)
+        q, k, v = self._queries_keys_values(layer, self._norm(names.attn_norm, x))
         positions = np.array([len(path) - 1 for path in paths])
-        slots = slice(self._n_past, self._n_past + n)
-        self._keys[layer, slots] = rotate(k, positions, spec.rope)
-        self._values[layer, slots] = v
-        q = rotate(q, positions, spec.rope)
+        rope, window = self._ropes[layer], spec.attention[layer].window
+        if rope is not None:
+            q, k = rotate(q, positions, rope), rotate(k, positions, rope)
+        q = q * self._query_scales[positions][:, None, None]
+        slots = slice(self._n_past, self._n_past + len(x))
+        self._keys[layer, slots], self._values[layer, slots] = k, v
         y = np.empty_like(q)
         for i, path in enumerate(paths):
             self._poll()
-            y[i] = attend(q[i], self._keys[layer, path], self._values[layer, path])
-        return self._linear(names.attn_output, names.attn_output_bias, y.reshape(n, -1))
+            seen = path if window is None else path[-window:]
+            y[i] = attend(q[i], self._keys[layer, seen], self._values[layer, seen], spec.attention_soft_cap)
+        out = self._linear(names.attn_output, names.attn_output_bias, y.reshape(len(x), -1))
+        return self._norm(names.attn_post_norm, out)
+
+    def _queries_keys_values(self, layer: int, h: Floats) -> tuple[Floats, Floats, Floats]:
+        """(n, heads, head_dim) each, with norms on queries and keys where the layer has them."""
+        spec, names = self.spec, self.spec.layers[layer]
+        q = self._linear(names.attn_q, names.attn_q_bias, h)
+        k = self._linear(names.attn_k, names.attn_k_bias, h)
+        v = self._linear(names.attn_v, names.attn_v_bias, h)
+        if spec.qk_norm == "whole":
+            q, k = self._norm(names.attn_q_norm, q), self._norm(names.attn_k_norm, k)
+        q, k, v = (rows.reshape(len(h), -1, spec.head_dim) for rows in (q, k, v))
+        if spec.qk_norm == "per_head":
+            q, k = self._norm(names.attn_q_norm, q), self._norm(names.attn_k_norm, k)
+        return q, k, v
 
     def _feed_forward(self, layer: int, x: Floats) -> Floats:
-        """SwiGLU (Shazeer, arXiv:2002.05202)."""
+        """Gated network: SwiGLU or GeGLU (Shazeer, arXiv:2002.05202)."""
         names = self.spec.layers[layer]
-        h = rms_norm(x, self._vector(names.ffn_norm), self.spec.norm_epsilon)
+        h = self._norm(names.ffn_norm, x)
         gate, up = self._linear(names.ffn_gate, None, h), self._linear(names.ffn_up, None, h)
-        return self._linear(names.ffn_down, None, silu(gate) * up)
+        out = self._linear(names.ffn_down, None, ACTIVATIONS[self.spec.activation](gate) * up)
+        return self._norm(names.ffn_post_norm, out)
 
     def _head(self, x: Floats) -> Floats:
         """Logits (m, n_vocab) of rows (m, n_embd)."""
-        h = rms_norm(x, self._vector(self.spec.output_norm), self.spec.norm_epsilon)
-        return self._linear(self.spec.output, None, h)
+        logits = self._linear(self.spec.output, None, self._norm(self.spec.output_norm, x))
+        return soft_cap(scale(logits, self.spec.logit_scale), self.spec.logit_soft_cap)
 
-    def _linear(self, matrix: str, bias: str | None, x: Floats) -> Floats:
+    def _norm(self, weight: TensorRef | None, x: Floats) -> Floats:
+        """RMS norm over the last axis; x itself where the model has none here."""
+        return x if weight is None else rms_norm(x, self._part(weight).values, self.spec.norm_epsilon)
+
+    def _linear(self, matrix: TensorRef, bias: TensorRef | None, x: Floats) -> Floats:
         """Matrix times each row of x, plus bias: (n, n_in) to (n, n_out)."""
-        weights = self._weights[matrix]
+        weights = self._part(matrix)
         if weights.block > 1:
             x = round_activations(x, weights.block)
         y = np.empty((len(x), len(weights.values)), dtype=np.float32)
         for i, row in enumerate(x):  # one at a time: BLAS sums in another order for another number of rows
             self._poll()
             y[i] = weights.values @ row
-        return y if bias is None else y + self._vector(bias)
+        return y if bias is None else y + self._part(bias).values
+
+    def _part(self, ref: TensorRef) -> Weights:
+        """A tensor, or some rows of one."""
+        if isinstance(ref, TensorRows):
+            whole = self._weights[ref.name]
+            return Weights(whole.values[ref.first : ref.last], whole.block)
+        return self._weights[ref]
 
     def _poll(self) -> None:
         """Raises Interrupted if `interrupt` was called since the pass began."""
         if self._stopped:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
-
-    def _vector(self, name: str) -> Floats:
-        return self._weights[name].values
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
@@ -241,27 +265,72 @@ def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
     return turned
 
 
-def attend(q: Floats, keys: NDArray[np.float16], values: NDArray[np.float16]) -> Floats:
-    """Attention of one token: softmax(q k / sqrt(head_dim)) v, (n_heads, head_dim).
+def query_scales(spec: ModelSpec, n_ctx: int) -> Floats:
+    """(n_ctx,) float32, the factor of the queries at each position: attention_scale, times what grows with it.
 
-    q: (n_heads, head_dim).  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer heads of
-    keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
+    Both are multiplied in double precision and rounded once. Queries are multiplied behind the rotation.
+    """
+    scales = np.full(n_ctx, spec.attention_scale)
+    if spec.query_temperature is not None:
+        factors = np.array(query_factors(spec.query_temperature, n_ctx))
+        scales = scales * factors[np.arange(n_ctx) // spec.query_temperature.n_positions]
+    return scales.astype(np.float32)
+
+
+def attend(q: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], score_cap: float | None = None) -> Floats:
+    """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, head_dim).
+
+    q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer
+    heads of keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
     """
     n_heads, head_dim = q.shape
     n_kv_heads = keys.shape[1]
     groups = q.reshape(n_kv_heads, n_heads // n_kv_heads, head_dim)
     k, v = keys.astype(np.float32).transpose(1, 2, 0), values.astype(np.float32).transpose(1, 0, 2)
-    scores = groups @ k / np.sqrt(np.float32(head_dim))  # (n_kv_heads, group, t)
+    scores = soft_cap(groups @ k, score_cap)  # (n_kv_heads, group, t)
     weights: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return (weights @ v).reshape(n_heads, head_dim)
 
 
+def scale(x: Floats, factor: float) -> Floats:
+    """x * factor, the factor rounded to float32; x itself where that is 1."""
+    return x if factor == 1.0 else x * np.float32(factor)
+
+
+def soft_cap(x: Floats, cap: float | None) -> Floats:
+    """cap * tanh(x * (1 / cap)), in float32, 1 / cap rounded once (Bello et al., arXiv:1611.09940); x where it is None.
+
+    For an engine with an exp of its own: tanh(y) = (1 - t) / (1 + t), t = exp(-2 |y|), with the sign of y; its error
+    is 1e-7, here 1e-7 * cap.
+    """
+    if cap is None:
+        return x
+    y: Floats = np.tanh(x * np.float32(1 / cap)) * np.float32(cap)
+    return y
+
+
 def silu(x: Floats) -> Floats:
-    """x * sigmoid(x)."""
+    """x * sigmoid(x) = x / (1 + exp(-x))."""
     with np.errstate(over="ignore"):  # far below zero x / inf is right
         y: Floats = x / (1 + np.exp(-x))
     return y
+
+
+def gelu_tanh(x: Floats) -> Floats:
+    """x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv:1606.08415, section 2).
+
+    Computed as x / (1 + exp(-2 u)), which is silu with another exponent: -2 u = -x * (a + b * (x * x)) in float32,
+    a = 2 sqrt(2 / pi) and b = 0.044715 a rounded once.
+    """
+    a = np.float32(2 * math.sqrt(2 / math.pi))
+    b = np.float32(0.044715 * 2 * math.sqrt(2 / math.pi))
+    with np.errstate(over="ignore"):
+        y: Floats = x / (1 + np.exp(-x * (a + b * (x * x))))
+    return y
+
+
+ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def round_activations(x: Floats, block: int) -> Floats:

@@ -7,14 +7,42 @@ import pkgutil
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models.spec import Architecture, LayerTensors, ModelSpec, RopeSpec
+from edgeinfer.models.reader import Architecture
+from edgeinfer.models.rope import query_factors
+from edgeinfer.models.spec import (
+    Activation,
+    AttentionSpec,
+    LayerTensors,
+    LongRope,
+    ModelSpec,
+    QueryTemperature,
+    RopeSpec,
+    TensorRef,
+    TensorRows,
+)
 
-__all__ = ["Architecture", "LayerTensors", "ModelSpec", "RopeSpec", "read_spec", "supported_architectures"]
+__all__ = [
+    "Activation",
+    "Architecture",
+    "AttentionSpec",
+    "LayerTensors",
+    "LongRope",
+    "ModelSpec",
+    "QueryTemperature",
+    "RopeSpec",
+    "TensorRef",
+    "TensorRows",
+    "query_factors",
+    "read_spec",
+    "supported_architectures",
+]
+
+_SHARED = {"reader", "rope", "spec"}  # the files beside those of the architectures
 
 
 def supported_architectures() -> list[str]:
     """Names of the architectures that have a file here, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "spec")
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
 
 
 def read_spec(file: ModelFile) -> ModelSpec:

@@ -48,15 +48,19 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
 
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
 struct Decoder::Buffers {
-    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, n_pairs;
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores;
     float *x, *h, *q, *k, *v, *attn, *gate, *up;
-    float *cosine, *sine;  // (n_batch, n_pairs)
-    int32_t* position;     // (n_batch,)
+    struct Angles {
+        size_t n_pairs;
+        float *cosine, *sine;  // (n_batch, n_pairs)
+    };
+    std::vector<Angles> angles;  // one a rope
+    int32_t* position;           // (n_batch,)
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.
     std::vector<Inputs> own_inputs;
-    std::vector<float*> own_h, scores;
+    std::vector<float*> own_h, own_head, scores;
     std::vector<int32_t*> path;
 
     Buffers(const DecoderConfig& c, int n_threads, Cutter& cutter)
@@ -64,8 +68,7 @@ struct Decoder::Buffers {
           ld_q(padded(c.n_heads * c.head_dim)),
           ld_kv(padded(c.n_kv_heads * c.head_dim)),
           ld_ff(padded(c.n_ff)),
-          ld_scores(padded(c.n_ctx)),
-          n_pairs(c.rope_frequencies.size()) {
+          ld_scores(padded(c.n_ctx) + 16) {
         const size_t n = static_cast<size_t>(c.n_batch);
         x = cutter.take<float>(n * ld_embd);
         h = cutter.take<float>(n * ld_embd);
@@ -75,14 +78,17 @@ struct Decoder::Buffers {
         attn = cutter.take<float>(n * ld_q);
         gate = cutter.take<float>(n * ld_ff);
         up = cutter.take<float>(n * ld_ff);
-        cosine = cutter.take<float>(n * n_pairs);
-        sine = cutter.take<float>(n * n_pairs);
+        for (const Rope& rope : c.ropes) {
+            const size_t n_pairs = rope.frequencies.size();
+            angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
+        }
         position = cutter.take<int32_t>(n);
         const size_t most_in = std::max({ld_embd, ld_q, ld_ff});
         inputs = take_inputs(cutter, n, most_in);
         for (int i = 0; i < n_threads; i++) {
             own_inputs.push_back(take_inputs(cutter, 1, most_in));
             own_h.push_back(cutter.take<float>(ld_embd));
+            own_head.push_back(cutter.take<float>(padded(c.head_dim)));
             scores.push_back(cutter.take<float>(kHeadsAtOnce * ld_scores));
             path.push_back(cutter.take<int32_t>(n));
         }
@@ -175,6 +181,10 @@ void Decoder::set_vector(Role role, int layer, const float* source, int n) {
     LayerWeights& w = layers_[static_cast<size_t>(layer)];
     switch (role) {
         case Role::AttnNorm: w.attn_norm = data; break;
+        case Role::AttnPostNorm: w.attn_post_norm = data; break;
+        case Role::FfnPostNorm: w.ffn_post_norm = data; break;
+        case Role::QNorm: w.q_norm = data; break;
+        case Role::KNorm: w.k_norm = data; break;
         case Role::QBias: w.q_bias = data; break;
         case Role::KBias: w.k_bias = data; break;
         case Role::VBias: w.v_bias = data; break;
@@ -302,12 +312,13 @@ void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int ind
     const Buffers& b = *buffers_;
     const Inputs attn = normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
     project_qkv(pass, thread, w, attn);
-    rotate_and_store(pass, thread, index);
+    if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread, w);
+    rotate_and_store(pass, thread, w, index);
     attend(pass, thread, index);
-    add_projection(pass, thread, b.attn, b.ld_q, w.attn_output, w.attn_output_bias);
+    add_projection(pass, thread, b.attn, b.ld_q, w.attn_output, w.attn_output_bias, w.attn_post_norm);
     const Inputs ffn = normed_inputs(pass, thread, w.ffn_norm, nullptr, pass.n, {&w.gate, &w.up});
     feed_forward(pass, thread, w, ffn);
-    add_projection(pass, thread, b.gate, b.ld_ff, w.down, nullptr);
+    add_projection(pass, thread, b.gate, b.ld_ff, w.down, nullptr, w.ffn_post_norm);
 }
 
 // x = the embeddings of the tokens, and the angles of their positions.
@@ -317,11 +328,17 @@ void Decoder::embed(const Pass& pass, int thread) {
         const size_t column = static_cast<size_t>(c);
         dequantize_row(embedding_.format, embedding_.data + static_cast<size_t>(pass.tokens[c]) * embedding_.row_bytes,
                        config_.n_embd, b.x + column * b.ld_embd);
-        for (size_t i = 0; i < b.n_pairs; i++) {
-            double sine, cosine;
-            sin_cos(b.position[c] * config_.rope_frequencies[i], sine, cosine);
-            b.cosine[column * b.n_pairs + i] = static_cast<float>(cosine * config_.rope_magnitude);
-            b.sine[column * b.n_pairs + i] = static_cast<float>(sine * config_.rope_magnitude);
+        for (int i = 0; i < config_.n_embd; i++)
+            b.x[column * b.ld_embd + static_cast<size_t>(i)] *= config_.embedding_scale;
+        for (size_t r = 0; r < config_.ropes.size(); r++) {
+            const Buffers::Angles& angles = b.angles[r];
+            const double magnitude = config_.ropes[r].magnitude;
+            for (size_t i = 0; i < angles.n_pairs; i++) {
+                double sine, cosine;
+                sin_cos(b.position[c] * config_.ropes[r].frequencies[i], sine, cosine);
+                angles.cosine[column * angles.n_pairs + i] = static_cast<float>(cosine * magnitude);
+                angles.sine[column * angles.n_pairs + i] = static_cast<float>(sine * magnitude);
+            }
         }
     });
 }
@@ -346,16 +363,19 @@ void Decoder::prepare(const Inputs& inputs, int c, std::initializer_list<const M
     if (by256) kernels_.quantize256(inputs, c);
 }
 
-// rms_norm(x) of n columns, prepared for the readers; column i is row rows[i] of x, or row i without rows.
+// rms_norm(x) of n columns, or x itself without a norm, prepared for the readers; column i is row rows[i] of x, or row
+// i without rows.
 Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
                               std::initializer_list<const Matrix*> readers) {
     const Buffers& b = *buffers_;
-    float* h = pass.alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
+    float* h = !norm ? b.x : pass.alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
     const Inputs inputs = inputs_of(pass, thread, config_.n_embd, h, b.ld_embd);
     const auto column = [&](int c) {
         const size_t row = static_cast<size_t>(rows ? rows[c] : c);
-        kernels_.rms_norm(b.x + row * b.ld_embd, norm, config_.n_embd, config_.norm_epsilon,
-                          h + static_cast<size_t>(c) * b.ld_embd);
+        if (norm) {
+            kernels_.rms_norm(b.x + row * b.ld_embd, norm, config_.n_embd, config_.norm_epsilon,
+                              h + static_cast<size_t>(c) * b.ld_embd);
+        }
         prepare(inputs, c, readers);
     };
     if (pass.alone()) {
@@ -406,8 +426,8 @@ void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, c
 
 namespace {
 
-// Turns the pairs of one head (Su et al., arXiv:2104.09864) and scales it.
-void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves, float scale, int head_dim) {
+// Turns the pairs of one head (Su et al., arXiv:2104.09864).
+void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves) {
     for (size_t i = 0; i < n_pairs; i++) {
         float& first = x[halves ? i : 2 * i];
         float& second = x[halves ? i + n_pairs : 2 * i + 1];
@@ -415,28 +435,58 @@ void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bo
         first = a * cosine[i] - b * sine[i];
         second = a * sine[i] + b * cosine[i];
     }
-    if (scale != 1.0f) {
-        for (int d = 0; d < head_dim; d++) x[d] *= scale;
-    }
 }
 
 }  // namespace
 
-// Positions into queries and keys, keys and values into the cache.
-void Decoder::rotate_and_store(const Pass& pass, int thread, int index) {
+// RMS norms over all queries, and all keys, of a token.
+void Decoder::norm_queries_and_keys(const Pass& pass, int thread, const LayerWeights& w) {
     const Buffers& b = *buffers_;
-    const int dim = config_.head_dim;
-    const int of_group = config_.n_heads / config_.n_kv_heads;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        float* q = b.q + static_cast<size_t>(c) * b.ld_q;
+        float* k = b.k + static_cast<size_t>(c) * b.ld_kv;
+        kernels_.rms_norm(q, w.q_norm, config_.n_heads * config_.head_dim, config_.norm_epsilon, q);
+        kernels_.rms_norm(k, w.k_norm, config_.n_kv_heads * config_.head_dim, config_.norm_epsilon, k);
+    });
+}
+
+// RMS norms over each of some heads, which stand side by side and so are copied to a padded place first.
+void Decoder::norm_heads(int thread, const float* norm, float* heads, int n_heads) const {
+    float* padded_head = buffers_->own_head[static_cast<size_t>(thread)];
+    for (int i = 0; i < n_heads; i++) {
+        float* head = heads + i * config_.head_dim;
+        const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.head_dim);
+        std::memcpy(padded_head, head, n_bytes);
+        kernels_.rms_norm(padded_head, norm, config_.head_dim, config_.norm_epsilon, padded_head);
+        std::memcpy(head, padded_head, n_bytes);
+    }
+}
+
+// Positions into queries and keys, keys and values into the cache.
+void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights& w, int index) {
+    const Buffers& b = *buffers_;
+    const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
+    const int rope = config_.attention[static_cast<size_t>(index)].rope;
     for_tasks(pass, thread, pass.n * config_.n_kv_heads, [&](int task) {
         const int c = task / config_.n_kv_heads, kv_head = task % config_.n_kv_heads;
         const size_t column = static_cast<size_t>(c);
-        const float *cosine = b.cosine + column * b.n_pairs, *sine = b.sine + column * b.n_pairs;
-        for (int head = kv_head * of_group; head < (kv_head + 1) * of_group; head++) {
-            rotate(b.q + column * b.ld_q + head * dim, cosine, sine, b.n_pairs, config_.rope_halves, scale, dim);
-        }
+        float* q = b.q + column * b.ld_q + kv_head * of_group * dim;
         float* k = b.k + column * b.ld_kv + kv_head * dim;
-        rotate(k, cosine, sine, b.n_pairs, config_.rope_halves, 1.0f, dim);
+        if (config_.qk_norm == QKNorm::PerHead) {
+            norm_heads(thread, w.q_norm, q, of_group);
+            norm_heads(thread, w.k_norm, k, 1);
+        }
+        if (rope >= 0) {
+            const Buffers::Angles& angles = b.angles[static_cast<size_t>(rope)];
+            const size_t at = column * angles.n_pairs;
+            const auto turn = [&](float* head) {
+                rotate(head, angles.cosine + at, angles.sine + at, angles.n_pairs, config_.rope_halves);
+            };
+            for (int i = 0; i < of_group; i++) turn(q + i * dim);
+            turn(k);
+        }
+        const float scale = config_.query_scales[static_cast<size_t>(b.position[c])];
+        for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
         const int slot = pass.base + c;
         kernels_.store_key(key_lane(key_tiles(index, kv_head), slot, dim), k, dim);
         kernels_.store_value(values(index, kv_head) + static_cast<size_t>(slot) * padded(dim),
@@ -462,6 +512,9 @@ void Decoder::attend(const Pass& pass, int thread, int index) {
         a.n_past = pass.chain ? pass.base + c + 1 : pass.base;
         a.n_path = 0;
         a.path = nullptr;
+        const int window = config_.attention[static_cast<size_t>(index)].window;
+        a.first = window ? std::max(0, b.position[c] + 1 - window) : 0;
+        a.soft_cap = config_.attention_soft_cap;
         a.scores = b.scores[static_cast<size_t>(thread)];
         a.ld_scores = b.ld_scores;
         a.out = b.attn + at;
@@ -475,9 +528,9 @@ void Decoder::attend(const Pass& pass, int thread, int index) {
     });
 }
 
-// x += w * y + bias for the rows y.
+// x += residual_scale * norm(w * y + bias) for the rows y.
 void Decoder::add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w,
-                             const float* bias) {
+                             const float* bias, const float* post_norm) {
     const Buffers& b = *buffers_;
     const Inputs inputs = inputs_of(pass, thread, w.n_in, y, ldy);
     if (pass.alone()) {
@@ -485,22 +538,30 @@ void Decoder::add_projection(const Pass& pass, int thread, const float* y, size_
     } else if (input_kind(w.format) != InputKind::Float) {
         for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, {&w}); });
     }
+    const auto add = [&](int c, int first_row, int last_row) {
+        float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
+        const float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
+        for (int row = first_row; row < last_row; row++) x[row] += config_.residual_scale * h[row];
+    };
     const Tasks tasks(w.n_groups(), pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
         add_bias(w, bias, pass.n, first, last, b.h, b.ld_embd);
-        for (int c = 0; c < pass.n; c++) {
-            float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
-            const float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
-            for (int row = first * kRows; row < std::min(w.n_out, last * kRows); row++) x[row] += h[row];
-        }
+        for (int c = 0; !post_norm && c < pass.n; c++) add(c, first * kRows, std::min(w.n_out, last * kRows));
+    });
+    if (!post_norm) return;
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
+        kernels_.rms_norm(h, post_norm, config_.n_embd, config_.norm_epsilon, h);
+        add(c, 0, config_.n_embd);
     });
 }
 
-// gate = silu(gate) * up
+// gate = activation(gate) * up
 void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
+    const auto gated = config_.activation == Activation::Silu ? kernels_.swiglu : kernels_.geglu;
     const Tasks tasks(w.gate.n_groups(), pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
@@ -508,7 +569,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
         kernels_.matmul(w.up, inputs, pass.n, first, last, b.up, b.ld_ff);
         for (int c = 0; c < pass.n; c++) {
             const size_t at = static_cast<size_t>(c) * b.ld_ff + static_cast<size_t>(first * kRows);
-            kernels_.swiglu(b.gate + at, b.up + at, (last - first) * kRows);
+            gated(b.gate + at, b.up + at, (last - first) * kRows);
         }
     });
 }
@@ -516,8 +577,14 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
 void Decoder::head(const Pass& pass, int thread) {
     const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
     const Tasks tasks(output_.n_groups(), pool_.size());
+    const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
-        kernels_.matmul(output_, inputs, pass.n_rows, tasks.first(task), tasks.last(task), pass.logits,
-                        static_cast<size_t>(config_.n_vocab));
+        const int first = tasks.first(task), last = tasks.last(task), n_vocab = config_.n_vocab;
+        kernels_.matmul(output_, inputs, pass.n_rows, first, last, pass.logits, static_cast<size_t>(n_vocab));
+        for (int i = 0; changed && i < pass.n_rows; i++) {
+            float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_vocab) + first * kRows;
+            kernels_.scale_and_cap(row, std::min(n_vocab, last * kRows) - first * kRows, config_.logit_scale,
+                                   config_.logit_soft_cap);
+        }
     });
 }

@@ -12,17 +12,39 @@
 #include "platform.h"
 #include "pool.h"
 
+// The angles of a rotary embedding; pair i turns by frequencies[i] radians a position.
+struct Rope {
+    std::vector<double> frequencies;
+    double magnitude;
+};
+
+// What differs between the attention of layers. rope: index of DecoderConfig::ropes, or -1; window: 0 for none.
+struct LayerAttention {
+    int rope, window;
+};
+
+enum class Activation : int { Silu, GeluTanh };
+enum class QKNorm : int { None, PerHead, Whole };
+
+// Sizes and recipe, as models/spec.py describes them. Scales of 1 and caps of 0 change nothing.
 struct DecoderConfig {
     int n_vocab, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;
     int n_ctx, n_batch;
     float norm_epsilon;
-    bool rope_halves;                      // pairs (i, i + n/2), else (2i, 2i + 1)
-    std::vector<double> rope_frequencies;  // radians a position, one a pair
-    double rope_magnitude;
+    bool rope_halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
+    std::vector<Rope> ropes;
+    std::vector<LayerAttention> attention;  // (n_layers,)
+    std::vector<float> query_scales;        // (n_ctx,), by position
+    Activation activation = Activation::Silu;
+    QKNorm qk_norm = QKNorm::None;
+    float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
+    float attention_soft_cap = 0, logit_soft_cap = 0;
 };
 
+// Norms and biases are null where the model has none.
 struct LayerWeights {
-    const float *attn_norm = nullptr, *ffn_norm = nullptr;
+    const float *attn_norm = nullptr, *ffn_norm = nullptr, *attn_post_norm = nullptr, *ffn_post_norm = nullptr;
+    const float *q_norm = nullptr, *k_norm = nullptr;
     Matrix q, k, v, attn_output, gate, up, down;
     const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *attn_output_bias = nullptr;
 };
@@ -37,6 +59,10 @@ struct Embedding {
 // Names of the matrices and vectors, for those who fill them in.
 enum class Role : int {
     AttnNorm,
+    AttnPostNorm,
+    FfnPostNorm,
+    QNorm,
+    KNorm,
     Q,
     K,
     V,
@@ -105,9 +131,12 @@ private:
     Inputs normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
                          std::initializer_list<const Matrix*> readers);
     void project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
-    void rotate_and_store(const Pass& pass, int thread, int index);
+    void norm_queries_and_keys(const Pass& pass, int thread, const LayerWeights& w);
+    void norm_heads(int thread, const float* norm, float* heads, int n_heads) const;
+    void rotate_and_store(const Pass& pass, int thread, const LayerWeights& w, int index);
     void attend(const Pass& pass, int thread, int index);
-    void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias);
+    void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias,
+                        const float* post_norm);
     void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
     void head(const Pass& pass, int thread);
     template <class Task>

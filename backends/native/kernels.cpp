@@ -400,6 +400,39 @@ void swiglu(float* gate, const float* up, int n) {
     }
 }
 
+// x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is x (1 + tanh(half of that)) / 2.
+void geglu(float* gate, const float* up, int n) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = load_f32(gate + i);
+        const F32 slope = fma_f32(mul_f32(g, g), set_f32(7.13548139e-2f), set_f32(1.59576912f));
+        const F32 e = exp_f32(mul_f32(sub_f32(set_f32(0.0f), g), slope));
+        store_f32(gate + i, mul_f32(div_f32(g, add_f32(set_f32(1.0f), e)), load_f32(up + i)));
+    }
+}
+
+// cap * tanh(x / cap), with tanh(y) = (1 - t) / (1 + t) for t = exp(-2 |y|), and the sign of y.
+EI_INLINE F32 soft_cap(F32 x, F32 inverse, F32 cap) {
+    const I32 sign_bit = set_i32(static_cast<int32_t>(0x80000000u));
+    const F32 y = mul_f32(x, inverse);
+    const I32 sign = and_i32(bits_of(y), sign_bit);
+    const F32 magnitude = as_f32(and_i32(bits_of(y), set_i32(0x7fffffff)));
+    const F32 t = exp_f32(mul_f32(magnitude, set_f32(-2.0f)));
+    const F32 tanh = div_f32(sub_f32(set_f32(1.0f), t), add_f32(set_f32(1.0f), t));
+    return mul_f32(as_f32(add_i32(bits_of(tanh), sign)), cap);  // the sign bit of tanh is 0: adding sets it
+}
+
+void scale_and_cap(float* x, int n, float scale, float cap) {
+    for (int i = 0; i < n; i += 16) {
+        float lane[16] = {};
+        const size_t n_bytes = sizeof(float) * static_cast<size_t>(n - i < 16 ? n - i : 16);
+        std::memcpy(lane, x + i, n_bytes);
+        F32 v = mul_f32(load_f32(lane), set_f32(scale));
+        if (cap != 0.0f) v = soft_cap(v, set_f32(1.0f / cap), set_f32(cap));
+        store_f32(lane, v);
+        std::memcpy(x + i, lane, n_bytes);
+    }
+}
+
 void store_key(uint16_t* k, const float* x, int n) {
     int i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -430,10 +463,10 @@ void store_value(uint16_t* v, const float* x, int n) {
 
 // scores[h][slot] = q[h] . k[slot], for whole tiles of 16 slots. Two sums, of the even and of the odd dimensions.
 template <int NH>
-EI_INLINE void score_tiles(const Attention& a, int h0, int n_tiles) {
+EI_INLINE void score_tiles(const Attention& a, int first_tile, int n_tiles) {
     const float* q[NH];
-    for (int h = 0; h < NH; h++) q[h] = a.q + (h0 + h) * a.head_dim;
-    for (int t = 0; t < n_tiles; t++) {
+    for (int h = 0; h < NH; h++) q[h] = a.q + h * a.head_dim;
+    for (int t = first_tile; t < n_tiles; t++) {
         const uint16_t* tile = a.k + static_cast<size_t>(t) * static_cast<size_t>(a.head_dim) * 16;
         F32 even[NH], odd[NH];
         for (int h = 0; h < NH; h++) even[h] = odd[h] = set_f32(0.0f);
@@ -445,7 +478,7 @@ EI_INLINE void score_tiles(const Attention& a, int h0, int n_tiles) {
             }
         }
         for (int h = 0; h < NH; h++) {
-            store_f32(a.scores + static_cast<size_t>(h0 + h) * a.ld_scores + 16 * t, add_f32(even[h], odd[h]));
+            store_f32(a.scores + static_cast<size_t>(h) * a.ld_scores + 16 * t, add_f32(even[h], odd[h]));
         }
     }
 }
@@ -476,16 +509,16 @@ EI_INLINE float soft_max(float* scores, int n) {
     return 1.0f / sum_lanes(sum);
 }
 
-// out[h][16 * block ..] = scale[h] * sum over positions, in order, of scores[h][position] * v[position].
+// out[h][16 * block ..] = scale[h] * sum over positions first..n-1, in order, of scores[h][position] * v[position].
 template <int NH, int NB>
-EI_INLINE void weigh_values(const Attention& a, int h0, int block, int n, const float* scale) {
+EI_INLINE void weigh_values(const Attention& a, int block, int n, const float* scale) {
     F32 sum[NH][NB];
     for (auto& of_head : sum) {
         for (F32& v : of_head) v = set_f32(0.0f);
     }
     const float* p[NH];
-    for (int h = 0; h < NH; h++) p[h] = a.scores + static_cast<size_t>(h0 + h) * a.ld_scores;
-    for (int i = 0; i < n; i++) {
+    for (int h = 0; h < NH; h++) p[h] = a.scores + static_cast<size_t>(h) * a.ld_scores;
+    for (int i = a.first; i < n; i++) {
         const size_t slot = static_cast<size_t>(i < a.n_past || !a.path ? i : a.path[i - a.n_past]);
         const uint16_t* v = a.v + slot * static_cast<size_t>(a.ld_v) + 16 * block;
         for (int b = 0; b < NB; b++) {
@@ -496,40 +529,41 @@ EI_INLINE void weigh_values(const Attention& a, int h0, int block, int n, const 
     for (int h = 0; h < NH; h++) {
         for (int b = 0; b < NB; b++) {
             const int at = 16 * (block + b);
-            store_rows(a.out + (h0 + h) * a.head_dim + at, mul_f32(sum[h][b], set_f32(scale[h])), a.head_dim - at);
+            store_rows(a.out + h * a.head_dim + at, mul_f32(sum[h][b], set_f32(scale[h])), a.head_dim - at);
         }
     }
 }
 
 template <int NH>
-EI_INLINE void attend(const Attention& a, int h0) {
+EI_INLINE void attend(const Attention& a) {
     const int n = a.n_past + a.n_path;
     const int n_slots = a.path && a.n_path ? a.path[a.n_path - 1] + 1 : n;
-    score_tiles<NH>(a, h0, (n_slots + 15) / 16);
+    score_tiles<NH>(a, (a.first < a.n_past ? a.first : a.n_past) / 16, (n_slots + 15) / 16);
     float scale[NH];
     for (int h = 0; h < NH; h++) {
-        float* scores = a.scores + static_cast<size_t>(h0 + h) * a.ld_scores;
+        float* scores = a.scores + static_cast<size_t>(h) * a.ld_scores;
         if (a.path) {
             for (int i = 0; i < a.n_path; i++) scores[a.n_past + i] = scores[a.path[i]];  // slot order to path order
         }
-        scale[h] = soft_max(scores, n);
+        if (a.soft_cap != 0.0f) scale_and_cap(scores + a.first, n - a.first, 1.0f, a.soft_cap);
+        scale[h] = soft_max(scores + a.first, n - a.first);
     }
     int block = 0;
-    for (; block + 4 <= a.ld_v / 16; block += 4) weigh_values<NH, 4>(a, h0, block, n, scale);
-    for (; block < a.ld_v / 16; block++) weigh_values<NH, 1>(a, h0, block, n, scale);
+    for (; block + 4 <= a.ld_v / 16; block += 4) weigh_values<NH, 4>(a, block, n, scale);
+    for (; block < a.ld_v / 16; block++) weigh_values<NH, 1>(a, block, n, scale);
 }
 
 void attention(const Attention& a) {
     switch (a.n_heads) {
-        case 1: return attend<1>(a, 0);
-        case 2: return attend<2>(a, 0);
-        case 3: return attend<3>(a, 0);
-        default: return attend<4>(a, 0);
+        case 1: return attend<1>(a);
+        case 2: return attend<2>(a);
+        case 3: return attend<3>(a);
+        default: return attend<4>(a);
     }
 }
 
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME, matmul,    quantize32, quantize256, rms_norm,
-                         swiglu,      attention, store_key,  store_value};
+const Kernels KERNELS = {EI_ISA_NAME, matmul,        quantize32, quantize256, rms_norm,   swiglu,
+                         geglu,       scale_and_cap, attention,  store_key,   store_value};

@@ -12,18 +12,19 @@
 
 // One group of query heads that share keys and values, for one token.
 // Slots 0..n_past-1 hold the committed positions in order; path names the slots that follow, in order, ascending;
-// null for n_past, n_past + 1, ...
+// null for n_past, n_past + 1, ... Positions before first are not seen.
 struct Attention {
-    const float* q;      // (n_heads, head_dim), already scaled by 1 / sqrt(head_dim)
+    const float* q;      // (n_heads, head_dim), already scaled
     int n_heads;         // 1..4
     int head_dim, ld_v;  // ld_v: head_dim rounded up to 16
     const uint16_t* k;   // f16 (n_slots / 16, head_dim, 16)
     const uint16_t* v;   // f16 (n_slots, ld_v)
-    int n_past;
+    int first, n_past;
     const int32_t* path;
     int n_path;
+    float soft_cap;    // of the scores, 0 for none
     float* scores;     // scratch, (n_heads, ld_scores)
-    size_t ld_scores;  // a multiple of 16, at least the number of slots
+    size_t ld_scores;  // a multiple of 16, 16 more than the number of slots at least
     float* out;        // (n_heads, head_dim)
 };
 
@@ -38,6 +39,10 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* w, int n, float epsilon, float* out);
     // gate = silu(gate) * up (Shazeer, arXiv:2002.05202). Arrays padded to 16.
     void (*swiglu)(float* gate, const float* up, int n);
+    // gate = gelu(gate) * up with the tanh approximation (Hendrycks and Gimpel, arXiv:1606.08415). Arrays padded to 16.
+    void (*geglu)(float* gate, const float* up, int n);
+    // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
+    void (*scale_and_cap)(float* x, int n, float scale, float cap);
     void (*attention)(const Attention& a);
     // k[i * 16] = f16(x[i]) for a lane of a key tile; v[i] = f16(x[i]).
     void (*store_key)(uint16_t* k, const float* x, int n);

@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "decoder.h"
 #include "packing.h"
@@ -207,6 +208,10 @@ NB_MODULE(_core, m) {
 
     nb::enum_<Role>(m, "Role")
         .value("attn_norm", Role::AttnNorm)
+        .value("attn_post_norm", Role::AttnPostNorm)
+        .value("ffn_post_norm", Role::FfnPostNorm)
+        .value("attn_q_norm", Role::QNorm)
+        .value("attn_k_norm", Role::KNorm)
         .value("attn_q", Role::Q)
         .value("attn_k", Role::K)
         .value("attn_v", Role::V)
@@ -222,18 +227,50 @@ NB_MODULE(_core, m) {
         .value("output_norm", Role::OutputNorm)
         .value("output", Role::Output);
 
-    nb::class_<DecoderConfig>(m, "DecoderConfig")
+    nb::enum_<Activation>(m, "Activation").value("silu", Activation::Silu).value("gelu_tanh", Activation::GeluTanh);
+    nb::enum_<QKNorm>(m, "QKNorm")
+        .value("none", QKNorm::None)
+        .value("per_head", QKNorm::PerHead)
+        .value("whole", QKNorm::Whole);
+
+    nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and recipe; see decoder.h and edgeinfer.models.ModelSpec.")
         .def(
             "__init__",
             [](DecoderConfig* config, int n_vocab, int n_layers, int n_embd, int n_ff, int n_heads, int n_kv_heads,
-               int head_dim, int n_ctx, int n_batch, float norm_epsilon, bool rope_halves,
-               std::vector<double> rope_frequencies, double rope_magnitude) {
-                new (config) DecoderConfig{n_vocab,     n_layers,         n_embd,        n_ff,    n_heads,
-                                           n_kv_heads,  head_dim,         n_ctx,         n_batch, norm_epsilon,
-                                           rope_halves, rope_frequencies, rope_magnitude};
+               int head_dim, int n_ctx, int n_batch, float norm_epsilon, std::vector<float> query_scales) {
+                if (query_scales.size() != static_cast<size_t>(n_ctx))
+                    throw nb::value_error("one query scale a position");
+                new (config)
+                    DecoderConfig{n_vocab, n_layers, n_embd,       n_ff,  n_heads, n_kv_heads, head_dim,
+                                  n_ctx,   n_batch,  norm_epsilon, false, {},      {},         std::move(query_scales)};
             },
             nb::kw_only(), "n_vocab"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
-            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "rope_halves"_a, "rope_frequencies"_a, "rope_magnitude"_a)
+            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
+        .def(
+            "add_rope",
+            [](DecoderConfig& config, std::vector<double> frequencies, double magnitude) {
+                if (2 * frequencies.size() > static_cast<size_t>(config.head_dim))
+                    throw nb::value_error("too many pairs");
+                config.ropes.push_back({std::move(frequencies), magnitude});
+            },
+            "frequencies"_a, "magnitude"_a)
+        .def(
+            "add_layer",
+            [](DecoderConfig& config, int rope, int window) {
+                if (rope < -1 || rope >= static_cast<int>(config.ropes.size()) || window < 0) {
+                    throw nb::value_error("no such rope or window");
+                }
+                config.attention.push_back({rope, window});
+            },
+            "rope"_a, "window"_a)
+        .def_rw("rope_halves", &DecoderConfig::rope_halves)
+        .def_rw("activation", &DecoderConfig::activation)
+        .def_rw("qk_norm", &DecoderConfig::qk_norm)
+        .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
+        .def_rw("residual_scale", &DecoderConfig::residual_scale)
+        .def_rw("logit_scale", &DecoderConfig::logit_scale)
+        .def_rw("attention_soft_cap", &DecoderConfig::attention_soft_cap)
+        .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
         .def("kv_bytes", [](const DecoderConfig& config) { return Decoder::kv_bytes(config); })
         .def(
             "activation_bytes",
@@ -245,6 +282,9 @@ NB_MODULE(_core, m) {
             "__init__",
             [](Decoder* decoder, const DecoderConfig& config, const std::string& isa, int n_threads,
                size_t weight_bytes, std::optional<Bytes> packed) {
+                if (config.attention.size() != static_cast<size_t>(config.n_layers)) {
+                    throw nb::value_error("add_layer must be called once a layer");
+                }
                 if (n_threads < 1 || n_threads > 1024) throw nb::value_error("n_threads must be in 1..1024");
                 if (packed && (packed->size() != weight_bytes || reinterpret_cast<uintptr_t>(packed->data()) % 64)) {
                     throw nb::value_error("packed must have weight_bytes bytes, 64-byte aligned");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,16 +21,14 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
+from edgeinfer.backends.reference import query_scales
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-)
-_VECTOR_ROLES = frozenset(
-    {"attn_norm", "attn_q_bias", "attn_k_bias", "attn_v_bias", "attn_output_bias", "ffn_norm", "output_norm"}
 )
 
 
@@ -195,71 +194,76 @@ class NativeSession:
 
     def _load(self, model: ModelFile, progress: Progress | None) -> None:
         decoder = self._open()
-        total = sum(model.tensors[name].n_bytes for _, _, name in _weights(self.spec))
+        weights = [(role, layer, _part(model, ref)) for role, layer, ref in _weights(self.spec)]
+        total = sum(part.data.nbytes for _, _, part in weights)
         done = 0
-        for role, layer, name in _weights(self.spec):
-            info = model.tensors[name]
-            if role in _VECTOR_ROLES:
-                decoder.set_vector(_core.Role[role], layer, _vector(model, name))
+        for role, layer, part in weights:
+            if len(part.shape) == 1:
+                decoder.set_vector(_core.Role[role], layer, _vector(model, part))
             else:
-                n_out, n_in = info.shape
-                decoder.set_matrix(_core.Role[role], layer, int(info.type), n_out, n_in, model.data(name))
-            model.release(name)
-            done += info.n_bytes
+                decoder.set_matrix(_core.Role[role], layer, int(part.type), *part.shape, part.data)
+            model.release(part.name)
+            done += part.data.nbytes
             if progress is not None:
                 progress(done / total)
         embedding = model.tensors[self.spec.token_embd]
         decoder.set_embedding(int(embedding.type), model.data(self.spec.token_embd))
 
 
-def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, str]]:
-    """(role, layer, tensor name) of everything that is packed; the embedding stays in the file."""
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them."""
+
+    name: str
+    type: GGMLType
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+
+def _part(model: ModelFile, ref: TensorRef) -> _Part:
+    """What a reference to a tensor means. Raises UnsupportedModel for a matrix without a kernel."""
+    name = ref.name if isinstance(ref, TensorRows) else ref
+    info, data = model.tensors[name], model.data(name)
+    if len(info.shape) == 2 and info.type not in MATRIX_TYPES:
+        raise UnsupportedModel(
+            f"{model.path}: tensor {name} has type {info.type.name}, which the native engine lacks; it has "
+            f"{', '.join(sorted(known.name for known in MATRIX_TYPES))}"
+        )
+    if not isinstance(ref, TensorRows):
+        return _Part(name, info.type, info.shape, data)
+    row_bytes = info.n_bytes // info.shape[0]
+    shape = (ref.last - ref.first, *info.shape[1:])
+    return _Part(name, info.type, shape, data[ref.first * row_bytes : ref.last * row_bytes])
+
+
+def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
+    """(role, layer, tensor) of everything that is packed; the embedding stays in the file."""
     for index, layer in enumerate(spec.layers):
-        for role, name in vars(layer).items():
-            if name is not None:
-                yield role, index, name
+        for role, ref in vars(layer).items():
+            if ref is not None:
+                yield role, index, ref
     yield "output_norm", 0, spec.output_norm
     yield "output", 0, spec.output
 
 
 def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
     """Bytes of all packed weights. Raises UnsupportedModel."""
-    _check_matrix(model, spec.token_embd)
-    return sum(_core.packed_bytes(*_packed_shape(model, name)) for _, _, name in _weights(spec))
+    _part(model, spec.token_embd)
+    parts = (_part(model, ref) for _, _, ref in _weights(spec))
+    return sum(_core.packed_bytes(int(part.type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
 
 
-def _packed_shape(model: ModelFile, name: str) -> tuple[int, int, int]:
-    """(type, n_out, n_in) as _core.packed_bytes wants them; n_in is 0 for a vector. Raises UnsupportedModel."""
-    info = model.tensors[name]
-    if len(info.shape) == 1:
-        return int(info.type), info.shape[0], 0
-    _check_matrix(model, name)
-    return int(info.type), info.shape[0], info.shape[1]
-
-
-def _check_matrix(model: ModelFile, name: str) -> None:
-    """Raises UnsupportedModel if there is no kernel for the type of this matrix."""
-    kind = model.tensors[name].type
-    if kind not in MATRIX_TYPES:
-        raise UnsupportedModel(
-            f"{model.path}: tensor {name} has type {kind.name}, which the native engine lacks; it has "
-            f"{', '.join(sorted(known.name for known in MATRIX_TYPES))}"
-        )
-
-
-def _vector(model: ModelFile, name: str) -> NDArray[np.float32]:
+def _vector(model: ModelFile, part: _Part) -> NDArray[np.float32]:
     """A norm or a bias as float32. Raises UnsupportedModel."""
-    info = model.tensors[name]
-    data = model.data(name)
-    if info.type == GGMLType.F32:
-        return np.frombuffer(data.tobytes(), dtype="<f4").astype(np.float32, copy=False)
-    if info.type == GGMLType.F16:
-        return np.frombuffer(data.tobytes(), dtype="<f2").astype(np.float32)
-    raise UnsupportedModel(f"{model.path}: tensor {name} must be F32 or F16: found {info.type.name}")
+    if part.type == GGMLType.F32:
+        return np.frombuffer(part.data.tobytes(), dtype="<f4").astype(np.float32, copy=False)
+    if part.type == GGMLType.F16:
+        return np.frombuffer(part.data.tobytes(), dtype="<f2").astype(np.float32)
+    raise UnsupportedModel(f"{model.path}: tensor {part.name} must be F32 or F16: found {part.type.name}")
 
 
 def _config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
-    return _core.DecoderConfig(
+    config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
         n_layers=spec.n_layers,
         n_embd=spec.n_embd,
@@ -270,7 +274,21 @@ def _config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
         n_ctx=n_ctx,
         n_batch=n_batch,
         norm_epsilon=spec.norm_epsilon,
-        rope_halves=spec.rope.kind == "halves",
-        rope_frequencies=list(spec.rope.inverse_frequencies),
-        rope_magnitude=spec.rope.magnitude,
+        query_scales=query_scales(spec, n_ctx).tolist(),
     )
+    ropes: list[RopeSpec] = []
+    for attention in spec.attention:
+        rope = attention.rope and attention.rope.of_context(n_ctx)
+        if rope is not None and rope not in ropes:
+            ropes.append(rope)
+            config.add_rope(list(rope.inverse_frequencies), rope.magnitude)
+        config.add_layer(-1 if rope is None else ropes.index(rope), attention.window or 0)
+    config.rope_halves = any(rope.kind == "halves" for rope in ropes)
+    config.activation = _core.Activation[spec.activation]
+    config.qk_norm = _core.QKNorm[spec.qk_norm or "none"]
+    config.embedding_scale = spec.embedding_scale
+    config.residual_scale = spec.residual_scale
+    config.logit_scale = spec.logit_scale
+    config.attention_soft_cap = spec.attention_soft_cap or 0.0
+    config.logit_soft_cap = spec.logit_soft_cap or 0.0
+    return config

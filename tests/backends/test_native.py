@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exactness import comparisons, prefill, same_bits
-from tiny_models import write_tiny_model
+from tiny_models import ARCHITECTURES, write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
 from edgeinfer.backends.native.packed import packed_path
@@ -27,6 +27,9 @@ from edgeinfer.models import read_spec
 from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+# Every format in two architectures, every architecture in a format of each kind.
+MODELS = [(architecture, format) for architecture in ("llama", "qwen2") for format in FORMATS]
+MODELS += [(name, format) for name in ARCHITECTURES[2:] for format in ("F32", "Q8_0", "Q4_K")]
 Open = Callable[..., NativeSession]
 
 
@@ -52,8 +55,7 @@ def some_tokens(open_session: Open, n: int, rng: np.random.Generator) -> np.ndar
     return rng.integers(0, open_session().spec.n_vocab, n).astype(np.int32)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("architecture, format", MODELS)
 def test_the_bits_depend_on_nothing_but_the_text(
     format: str, architecture: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -80,8 +82,7 @@ def test_odd_shapes_are_exact_too(shape: dict[str, object], tmp_path: Path, rng:
     assert differing == []
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("architecture, format", MODELS)
 def test_logits_equal_the_reference(format: str, architecture: str, tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", architecture, format)
     file = ModelFile.open(path)
@@ -89,18 +90,18 @@ def test_logits_equal_the_reference(format: str, architecture: str, tmp_path: Pa
     oracle = ReferenceBackend(activations="int8")
     reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1))
     session = opener(path)()
-    errors = []
-    for _ in range(25):
-        tokens = rng.integers(0, spec.n_vocab, 4).astype(np.int32)
+    errors: dict[int, list[float]] = {4: [], 40: []}
+    for n in [4] * 24 + [40]:  # the last one is longer than the windows
+        tokens = rng.integers(0, spec.n_vocab, n).astype(np.int32)
         a = session.forward(tokens, logits="all", hidden=(0, -1))
         b = reference.forward(tokens, logits="all", hidden=(0, -1))
         assert a.hidden is not None and b.hidden is not None
         for ours, theirs in zip([a.logits, *a.hidden], [b.logits, *b.hidden], strict=True):
-            errors.append(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
+            errors[n].extend(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
     # Both round activations to int8 and the cache to f16. Sums that differ in their last bit tip such a rounding over
     # now and then: by one step of 1/127, or of 1/2048 in a float model. All other rows differ by float32's rounding.
-    assert np.mean(np.array(errors) < 5e-6) > 0.75
-    assert np.max(errors) < (1e-3 if format in ("F32", "F16", "BF16") else 3e-2)
+    assert np.mean(np.array(errors[4]) < 5e-6) > 0.6
+    assert np.max(errors[4] + errors[40]) < (1e-3 if format in ("F32", "F16", "BF16") else 3e-2)
 
 
 def test_hidden_states_are_the_residual_stream(tiny: Open, rng: np.random.Generator) -> None:

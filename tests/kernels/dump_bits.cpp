@@ -115,6 +115,12 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     kernels.rms_norm(x.data(), w.data(), 1000, 1e-5f, out.data());
     report(kernels, "rms_norm", out);
     for (float& value : x) value *= 40;
+    std::vector<float> y = x;
+    kernels.geglu(y.data(), w.data(), 1024);
+    report(kernels, "geglu", y);
+    y = x;
+    kernels.scale_and_cap(y.data(), 1019, 0.3f, 7.0f);
+    report(kernels, "scale_and_cap", y);
     kernels.swiglu(x.data(), w.data(), 1024);
     report(kernels, "swiglu", x);
     // Halves of every size, subnormal ones and infinities among them.
@@ -131,8 +137,18 @@ void the_rest_of_a_layer(const Kernels& kernels) {
 void decoder(const Kernels& kernels) {
     for (const Format format : kFormats) {
         Numbers numbers;
-        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, 1.0};
-        for (int i = 0; i < 24; i++) config.rope_frequencies.push_back(1.0 / (1 + 3 * i));
+        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
+        Rope rope{{}, 1.0};
+        for (int i = 0; i < 24; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
+        config.ropes = {rope};
+        config.attention = {{0, 0}, {0, 5}};
+        config.query_scales.assign(128, 0.14f);
+        if (format == Format::Q5_K) {  // everything that only some architectures have
+            config.activation = Activation::GeluTanh;
+            config.qk_norm = QKNorm::PerHead;
+            config.embedding_scale = 16, config.residual_scale = 0.7f, config.logit_scale = 0.5f;
+            config.attention_soft_cap = 3, config.logit_soft_cap = 5;
+        }
         Decoder d(config, kernels, 2, size_t{16} << 20);
         std::vector<std::vector<uint8_t>> kept;
         const auto matrix = [&](Role role, int layer, int n_out, int n_in) {
@@ -147,6 +163,10 @@ void decoder(const Kernels& kernels) {
         };
         for (int layer = 0; layer < config.n_layers; layer++) {
             vector(Role::AttnNorm, layer, 256), vector(Role::FfnNorm, layer, 256), vector(Role::QBias, layer, 288);
+            if (config.qk_norm == QKNorm::PerHead) {
+                vector(Role::QNorm, layer, 48), vector(Role::KNorm, layer, 48);
+                vector(Role::AttnPostNorm, layer, 256), vector(Role::FfnPostNorm, layer, 256);
+            }
             matrix(Role::Q, layer, 288, 256), matrix(Role::K, layer, 96, 256), matrix(Role::V, layer, 96, 256);
             matrix(Role::AttnOutput, layer, 256, 288), matrix(Role::Gate, layer, 512, 256);
             matrix(Role::Up, layer, 512, 256), matrix(Role::Down, layer, 256, 512);

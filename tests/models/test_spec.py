@@ -72,7 +72,8 @@ def test_optional_biases_are_used_where_the_file_has_them(tmp_path: Path, tiny_l
 
 def rope_of(model: ModelFile, **scaling: Any) -> tuple[list[float], float]:
     keys = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
-    rope = read_spec(changed(model, keys)).rope
+    rope = read_spec(changed(model, keys)).attention[0].rope
+    assert rope is not None
     return list(rope.inverse_frequencies), rope.magnitude
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import gguf
 import numpy as np
@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
-Value: TypeAlias = str | int | float | bool
+Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+Architecture = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "mistral3", "olmo2", "phi3", "smollm3"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 TENSOR_TYPES = FLOAT_TYPES + BLOCK_32_TYPES + BLOCK_256_TYPES
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -36,13 +38,22 @@ CHATML = (
 _LOGITS_DEVIATION = 3.0  # so that the best token mostly leads clearly, and sampling still has a choice
 
 
+# Keys that the architecture needs, or that make its recipe show in a small model: low caps, short windows.
+_KEYS: dict[str, dict[str, Value]] = {
+    "gemma2": {"attention.sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+    "gemma3": {"attention.sliding_window": 20, "rope.freq_base_swa": 300.0},
+    "granite": {"embedding_scale": 1.5, "residual_scale": 0.7, "attention.scale": 0.3, "logit_scale": 0.8},
+}
+_N_LAYERS = {"gemma3": 6, "smollm3": 4}  # as many as it takes for every kind of layer
+
+
 def write_tiny_model(
     path: Path,
-    architecture: Literal["llama", "qwen2"] = "llama",
+    architecture: Architecture = "llama",
     tensor_type: str = "Q4_K",
     *,
     n_embd: int | None = None,
-    n_layers: int = 2,
+    n_layers: int | None = None,
     n_heads: int = 4,
     n_kv_heads: int = 2,
     head_dim: int | None = None,
@@ -54,42 +65,46 @@ def write_tiny_model(
     rope_scaling: Mapping[str, Value] | None = None,
     rope_freqs: bool = False,
     types: Mapping[str, str] | None = None,
+    qkv_biases: bool | None = None,
     output_biases: bool = False,
     vocabulary: Literal["bpe", "spm"] = "bpe",
-    metadata: Mapping[str, Value] | None = None,
+    metadata: Mapping[str, Value | None] | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a model and give back its path.
 
-    n_embd: 256 for the types with blocks of 256, else 96.  head_dim: n_embd / n_heads.  n_ff: 3 n_embd.
-    n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill is padding.
+    n_embd: 256 for the types with blocks of 256, else 96.  n_layers: 2, or what it takes to have every kind of layer.
+    head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill
+    is padding.  tied: always so in gemma2.
     tensor_type: of the matrices; norms and biases are F32.  types: other types by role ("attn_v", "output") or by
     whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
-    rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has.  output_biases: llama's optional
-    attn_output.bias.  metadata: further keys, written as they are.
+    rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.
+    qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
+    metadata: further keys, written as they are, or other values for keys; None takes one away.
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES else 96)
+    n_layers = n_layers or _N_LAYERS.get(architecture, 2)
     sizes = _Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
+    tied = tied or architecture == "gemma2"
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(f"tiny {architecture} {tensor_type}")
-    writer.add_context_length(n_ctx_train)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(rope_base)
+    # llama.cpp looks for Phi-3's special tokens in every model whose name has "phi3" in it.
+    writer.add_name(f"tiny {architecture.replace('phi3', 'phi')} {tensor_type}")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_sizes(writer, sizes)
-    for key, value in (rope_scaling or {}).items():
-        _add(writer, f"{architecture}.rope.scaling.{key}", value)
-    for key, value in (metadata or {}).items():
-        _add(writer, key, value)
+    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **_size_keys(sizes)}
+    keys |= _KEYS.get(architecture, {})
+    keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
+    _add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     (_add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
-    for name, shape in _matrices(sizes, tied).items():
+    for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
         _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
-    for name, n in _vectors(sizes, qkv_biases=architecture == "qwen2", output_biases=output_biases).items():
+    if qkv_biases is None:
+        qkv_biases = architecture == "qwen2"
+    for name, n in _vectors(architecture, sizes, qkv_biases, output_biases).items():
         centre = 1.0 if name.endswith("norm.weight") else 0.0
         writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _random(seed, name, (n,)))
-    if rope_freqs:
-        writer.add_tensor("rope_freqs.weight", np.geomspace(1.0, 8.0, sizes.head_dim // 2).astype(np.float32))
+    for name, largest in _rope_factors(architecture).items() if rope_freqs else ():
+        writer.add_tensor(name, np.geomspace(1.0, largest, sizes.head_dim // 2).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,18 +131,21 @@ class _Sizes:
         return self.n_kv_heads * self.head_dim
 
 
-def _add_sizes(writer: gguf.GGUFWriter, sizes: _Sizes) -> None:
-    writer.add_block_count(sizes.n_layers)
-    writer.add_embedding_length(sizes.n_embd)
-    writer.add_feed_forward_length(sizes.n_ff)
-    writer.add_head_count(sizes.n_heads)
-    writer.add_head_count_kv(sizes.n_kv_heads)
-    writer.add_key_length(sizes.head_dim)
-    writer.add_value_length(sizes.head_dim)
-    writer.add_rope_dimension_count(sizes.head_dim)
+def _size_keys(sizes: _Sizes) -> dict[str, Value]:
+    return {
+        "block_count": sizes.n_layers,
+        "embedding_length": sizes.n_embd,
+        "feed_forward_length": sizes.n_ff,
+        "attention.head_count": sizes.n_heads,
+        "attention.head_count_kv": sizes.n_kv_heads,
+        "attention.key_length": sizes.head_dim,
+        "attention.value_length": sizes.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": sizes.head_dim,
+    }
 
 
-def _matrices(sizes: _Sizes, tied: bool) -> dict[str, tuple[int, int]]:
+def _matrices(architecture: str, sizes: _Sizes, tied: bool) -> dict[str, tuple[int, int]]:
     """(n_out, n_in) of every matrix, by name without `.weight`."""
     shapes = {"token_embd": (sizes.n_vocab, sizes.n_embd)}
     if not tied:
@@ -142,21 +160,49 @@ def _matrices(sizes: _Sizes, tied: bool) -> dict[str, tuple[int, int]]:
             "ffn_up": (sizes.n_ff, sizes.n_embd),
             "ffn_down": (sizes.n_embd, sizes.n_ff),
         }
+        if architecture == "phi3":
+            for role in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+                del of_layer[role]
+            of_layer |= {"attn_qkv": (sizes.n_q + 2 * sizes.n_kv, sizes.n_embd)}
+            of_layer |= {"ffn_up": (2 * sizes.n_ff, sizes.n_embd)}
         shapes |= {f"blk.{layer}.{role}": shape for role, shape in of_layer.items()}
     return shapes
 
 
-def _vectors(sizes: _Sizes, qkv_biases: bool, output_biases: bool) -> dict[str, int]:
+def _vectors(architecture: str, sizes: _Sizes, qkv_biases: bool, output_biases: bool) -> dict[str, int]:
     """Length of every norm and bias, by whole name."""
     lengths = {"output_norm.weight": sizes.n_embd}
+    of_layer = _norms(architecture, sizes)
+    if qkv_biases and architecture == "phi3":
+        of_layer |= {"attn_qkv.bias": sizes.n_q + 2 * sizes.n_kv}
+    elif qkv_biases:
+        of_layer |= {"attn_q.bias": sizes.n_q, "attn_k.bias": sizes.n_kv, "attn_v.bias": sizes.n_kv}
+    if output_biases:
+        of_layer |= {"attn_output.bias": sizes.n_embd}
     for layer in range(sizes.n_layers):
-        of_layer = {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
-        if qkv_biases:
-            of_layer |= {"attn_q.bias": sizes.n_q, "attn_k.bias": sizes.n_kv, "attn_v.bias": sizes.n_kv}
-        if output_biases:
-            of_layer |= {"attn_output.bias": sizes.n_embd}
         lengths |= {f"blk.{layer}.{name}": n for name, n in of_layer.items()}
     return lengths
+
+
+def _norms(architecture: str, sizes: _Sizes) -> dict[str, int]:
+    """Length of every norm of a layer, by name without the layer."""
+    lengths = {}
+    if architecture != "olmo2":
+        lengths |= {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
+    if architecture in ("gemma2", "gemma3", "olmo2"):
+        lengths |= {"post_attention_norm.weight": sizes.n_embd, "post_ffw_norm.weight": sizes.n_embd}
+    if architecture in ("qwen3", "gemma3"):
+        lengths |= {"attn_q_norm.weight": sizes.head_dim, "attn_k_norm.weight": sizes.head_dim}
+    if architecture == "olmo2":
+        lengths |= {"attn_q_norm.weight": sizes.n_q, "attn_k_norm.weight": sizes.n_kv}
+    return lengths
+
+
+def _rope_factors(architecture: str) -> dict[str, float]:
+    """Tensors of factors on the frequencies, and the largest factor in each."""
+    if architecture == "phi3":
+        return {"rope_factors_long.weight": 8.0, "rope_factors_short.weight": 1.5}
+    return {"rope_freqs.weight": 8.0}
 
 
 def _random(seed: int, name: str, shape: tuple[int, ...]) -> Floats:
@@ -174,14 +220,18 @@ def _type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
     return types.get(f"{name}.weight", types.get(name.rpartition(".")[2], tensor_type))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+def _add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> None:
     kinds = {
         bool: gguf.GGUFValueType.BOOL,
         str: gguf.GGUFValueType.STRING,
         int: gguf.GGUFValueType.UINT32,
         float: gguf.GGUFValueType.FLOAT32,
     }
-    writer.add_key_value(key, value, kinds[type(value)])
+    for key, value in values.items():
+        if isinstance(value, list | tuple):
+            writer.add_key_value(key, list(value), gguf.GGUFValueType.ARRAY, kinds[type(value[0])])
+        elif value is not None:
+            writer.add_key_value(key, value, kinds[type(value)])
 
 
 def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:

@@ -1,0 +1,348 @@
+"""From the keys and tensors of a model file to its `ModelSpec`, and the checks that all architectures share.
+
+What llama.cpp would do with a file and a ModelSpec cannot say is refused, with the key or the tensor named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn
+
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import rope
+from edgeinfer.models.spec import (
+    AttentionSpec,
+    LayerTensors,
+    LongRope,
+    ModelSpec,
+    QKNorm,
+    RopeKind,
+    RopeSpec,
+    TensorRef,
+    TensorRows,
+)
+
+QKV_BIASES = frozenset({"attn_q_bias", "attn_k_bias", "attn_v_bias"})
+ROPE_FREQS = frozenset({"rope_freqs.weight"})
+LONG_AND_SHORT = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
+
+_COMMON = {
+    "attn_norm": "attn_norm.weight",
+    "attn_q": "attn_q.weight",
+    "attn_k": "attn_k.weight",
+    "attn_v": "attn_v.weight",
+    "attn_output": "attn_output.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "ffn_gate": "ffn_gate.weight",
+    "ffn_up": "ffn_up.weight",
+    "ffn_down": "ffn_down.weight",
+}
+_SPECIAL = {
+    "attn_post_norm": "post_attention_norm.weight",
+    "ffn_post_norm": "post_ffw_norm.weight",
+    "attn_q_norm": "attn_q_norm.weight",
+    "attn_k_norm": "attn_k_norm.weight",
+    "attn_q_bias": "attn_q.bias",
+    "attn_k_bias": "attn_k.bias",
+    "attn_v_bias": "attn_v.bias",
+    "attn_output_bias": "attn_output.bias",
+}
+_UNSUPPORTED = {
+    "expert_count": "mixture-of-experts models are not supported yet",
+    "nextn_predict_layers": "layers that predict tokens further ahead are not supported yet",
+}
+# Keys that ask for another recipe, unless they hold one of these values; the first is the default.
+_FIXED: dict[str, Sequence[object]] = {
+    "attention.causal": (True,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+_SCALINGS = ("none", "linear", "yarn")
+
+
+def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
+    return spec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one GGUF `general.architecture` departs from the common recipe.
+
+    rope_kind: see RopeSpec.  required / optional: tensors of a layer beyond those that most architectures have, by
+    field name of LayerTensors; without: those it lacks.  fused: queries, keys and values may be one tensor, gate and up
+    are one.  output: whether there is an output matrix beside the embeddings.  rope_factors: tensors of factors on the
+    frequencies that there may be.  fixed: keys with the values that are understood, the default first; reads: common
+    ones of these that it reads.  unsupported_keys: metadata that asks for something the recipe lacks, with the reason.
+    refine: the spec with what the other keys say.
+    """
+
+    name: str
+    rope_kind: RopeKind
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = QKV_BIASES
+    without: frozenset[str] = frozenset()
+    fused: bool = False
+    output: Literal["optional", "required", "tied"] = "optional"
+    qk_norm: QKNorm | None = None
+    rope_factors: frozenset[str] = frozenset()
+    fixed: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged
+
+    def read(self, file: ModelFile) -> ModelSpec:
+        """Spec of a file of this architecture. Raises UnsupportedModel, InvalidGGUF."""
+        return Reader(self, file).spec()
+
+
+class Reader:
+    """Reads keys and tensors of one file; keys are named without the architecture in front."""
+
+    def __init__(self, architecture: Architecture, file: ModelFile) -> None:
+        self.architecture = architecture
+        self.file = file
+
+    def spec(self) -> ModelSpec:
+        """What the file says, all of it checked."""
+        self._check_keys()
+        spec = self.architecture.refine(self, self._common_spec())
+        self._check_tensors(spec)
+        return spec
+
+    # ---- what the files of the architectures ask for ---------------------------------------------------------------
+
+    def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
+        """An integer key, which must be in least..most."""
+        value = self.file.metadata.get(self._key(key), default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            self.refuse(key, f"must be an integer in {least}..{most}: found {value!r:.80}")
+        return value
+
+    def number(self, key: str, above: float, most: float, default: float | None = None) -> float:
+        """A numeric key, which must be greater than above and at most most."""
+        value = self.file.metadata.get(self._key(key), default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= most:
+            self.refuse(key, f"must be a number above {above:g}, at most {most:g}: found {value!r:.80}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A key that is true or false."""
+        value = self.file.metadata.get(self._key(key), default)
+        if not isinstance(value, bool):
+            self.refuse(key, f"must be true or false: found {value!r:.80}")
+        return value
+
+    def scale(self, key: str, default: float) -> float:
+        """A positive factor. Where it is absent, or 0 as llama.cpp writes what it does not know, the default."""
+        if self.file.metadata.get(self._key(key)) in (None, 0):
+            return default
+        return self.number(key, 0.0, 1e6)
+
+    def refuse(self, key: str, reason: str) -> NoReturn:
+        """Raises UnsupportedModel with the whole key."""
+        raise UnsupportedModel(f"{self.file.path}: {self._key(key)} {reason}")
+
+    def original_context(self) -> int:
+        """The context that the model was first trained with."""
+        n_ctx = self.integer("context_length", 1, 1 << 28)
+        return self.integer("rope.scaling.original_context_length", 1, 1 << 28, default=n_ctx)
+
+    def rope_base(self) -> float:
+        """Base of the frequencies, in layers that see everything."""
+        return self.number("rope.freq_base", 1.0, 1e15, default=10000.0)
+
+    def rope(self, head_dim: int, base: float, scaled: bool = True) -> RopeSpec:
+        """The rotation with this base; without what `rope.scaling` says if scaled is False."""
+        n_dims = self.integer("rope.dimension_count", 2, head_dim, default=head_dim)
+        if n_dims % 2:
+            self.refuse("rope.dimension_count", f"must be even: found {n_dims}")
+        frequencies, magnitude = rope.inverse_frequencies(base, n_dims), 1.0
+        if scaled:
+            frequencies, magnitude = self._scaled(frequencies, base)
+            magnitude *= self.number("rope.scaling.attn_factor", 0.0, 1e6, default=1.0)
+        return self._with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
+
+    def attention(self, full: RopeSpec, local: RopeSpec, window: int, period: int) -> tuple[AttentionSpec, ...]:
+        """Which layers see a window only, and all that they have: the file's pattern, or this period.
+
+        The pattern is true or false for each layer, or a period; of each period the last layer sees everything.
+        """
+        n_layers, key = self._n_layers(), "attention.sliding_window_pattern"
+        pattern = self.file.metadata.get(self._key(key), period)
+        if isinstance(pattern, list):
+            if len(pattern) != n_layers or not all(isinstance(value, int) and value in (0, 1) for value in pattern):
+                self.refuse(key, f"must be {n_layers} times true or false: found {pattern!r:.80}")
+            windowed = [bool(value) for value in pattern]
+        else:
+            period = self.integer(key, 0, 1 << 20, default=period)
+            windowed = [period == 0 or layer % period < period - 1 for layer in range(n_layers)]
+        return tuple(AttentionSpec(local, window) if has else AttentionSpec(full) for has in windowed)
+
+    # ---- keys ------------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self.architecture.name}.{name}"
+
+    def _check_keys(self) -> None:
+        for key, reason in {**_UNSUPPORTED, **self.architecture.unsupported_keys}.items():
+            if self.file.metadata.get(self._key(key)):
+                raise UnsupportedModel(f"{self.file.path}: {self._key(key)} is set: {reason}")
+        for key, values in {**_FIXED, **self.architecture.fixed}.items():
+            value = self.file.metadata.get(self._key(key), values[0])
+            if value not in values and key not in self.architecture.reads:
+                only = " or ".join(map(str, values))
+                self.refuse(key, f"must be {only}, others are not supported: found {value!r:.80}")
+
+    def _common_spec(self) -> ModelSpec:
+        """What all architectures have, before the architecture's own file has its say."""
+        n_embd = self.integer("embedding_length", 1, 1 << 20)
+        n_ff = self.integer("feed_forward_length", 1, 1 << 20)
+        n_heads = self.integer("attention.head_count", 1, 1 << 14)
+        n_kv_heads = self.integer("attention.head_count_kv", 1, n_heads, default=n_heads)
+        if n_heads % n_kv_heads:
+            self.refuse("attention.head_count_kv", f"must divide the {n_heads} heads: found {n_kv_heads}")
+        head_dim = self._head_dim(n_embd // n_heads)
+        n_layers, n_q, n_kv = self._n_layers(), n_heads * head_dim, n_kv_heads * head_dim
+        return ModelSpec(
+            architecture=self.architecture.name,
+            n_vocab=self._n_vocab(),
+            n_ctx_train=self.integer("context_length", 1, 1 << 28),
+            n_layers=n_layers,
+            n_embd=n_embd,
+            n_ff=n_ff,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            norm_epsilon=self.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+            token_embd="token_embd.weight",
+            output_norm="output_norm.weight",
+            output=self._output(),
+            layers=tuple(self._layer(index, n_q, n_kv, n_ff) for index in range(n_layers)),
+            attention=(AttentionSpec(self.rope(head_dim, self.rope_base())),) * n_layers,
+            attention_scale=1 / math.sqrt(head_dim),
+            qk_norm=self.architecture.qk_norm,
+        )
+
+    def _n_layers(self) -> int:
+        return self.integer("block_count", 1, 4096)
+
+    def _n_vocab(self) -> int:
+        if "token_embd.weight" not in self.file.tensors:
+            raise UnsupportedModel(f"{self.file.path}: tensor token_embd.weight is missing: not a whole language model")
+        return self.file.tensors["token_embd.weight"].shape[0]
+
+    def _head_dim(self, default: int) -> int:
+        head_dim = self.integer("attention.key_length", 2, 1 << 14, default=default)
+        for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+            if self.integer(key, 2, 1 << 14, default=head_dim) != head_dim:
+                self.refuse(key, f"must equal the key length {head_dim}")
+        n_dims = self.integer("rope.dimension_count", 2, head_dim, default=head_dim)
+        if self.integer("rope.dimension_count_swa", 2, head_dim, default=n_dims) != n_dims:
+            self.refuse("rope.dimension_count_swa", f"must equal rope.dimension_count {n_dims}")
+        return head_dim
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    def _output(self) -> str:
+        kind = self.architecture.output
+        tied = kind == "tied" or (kind == "optional" and "output.weight" not in self.file.tensors)
+        return "token_embd.weight" if tied else "output.weight"
+
+    def _layer(self, index: int, n_q: int, n_kv: int, n_ff: int) -> LayerTensors:
+        architecture, block = self.architecture, f"blk.{index}."
+        refs: dict[str, TensorRef | None] = {
+            role: None if role in architecture.without else block + suffix for role, suffix in _COMMON.items()
+        }
+        for role, suffix in _SPECIAL.items():
+            there = role in architecture.optional and block + suffix in self.file.tensors
+            if role in architecture.required or there:
+                refs[role] = block + suffix
+        if architecture.fused:
+            refs |= self._fused(block, n_q, n_kv, n_ff)
+        return LayerTensors(**refs)  # type: ignore[arg-type]
+
+    def _fused(self, block: str, n_q: int, n_kv: int, n_ff: int) -> dict[str, TensorRef]:
+        """Parts of attn_qkv, where the file has that in place of attn_q and the others, and of ffn_up, gate first."""
+        refs: dict[str, TensorRef] = {
+            "ffn_gate": TensorRows(block + "ffn_up.weight", 0, n_ff),
+            "ffn_up": TensorRows(block + "ffn_up.weight", n_ff, 2 * n_ff),
+        }
+        for kind, ending in [("weight", ""), ("bias", "_bias")]:
+            name = f"{block}attn_qkv.{kind}"
+            if name in self.file.tensors:
+                refs["attn_q" + ending] = TensorRows(name, 0, n_q)
+                refs["attn_k" + ending] = TensorRows(name, n_q, n_q + n_kv)
+                refs["attn_v" + ending] = TensorRows(name, n_q + n_kv, n_q + 2 * n_kv)
+        return refs
+
+    def _check_tensors(self, spec: ModelSpec) -> None:
+        expected = spec.tensor_shapes()
+        for name, shape in expected.items():
+            info = self.file.tensors.get(name)
+            if info is None:
+                raise UnsupportedModel(
+                    f"{self.file.path}: tensor {name} {shape} is missing, {spec.architecture} needs it"
+                )
+            if info.shape != shape:
+                raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
+        unknown = sorted(self.file.tensors.keys() - expected.keys() - self.architecture.rope_factors)
+        if unknown:
+            # A tensor that is not read would silently change the text.
+            raise UnsupportedModel(
+                f"{self.file.path}: {len(unknown)} tensors are not part of a {spec.architecture} model that edgeinfer "
+                f"knows, first {unknown[0]}"
+            )
+
+    # ---- rope ------------------------------------------------------------------------------------------------------
+
+    def _scaled(self, frequencies: list[float], base: float) -> tuple[list[float], float]:
+        """Inverse frequencies and magnitude after `rope.scaling`. Defaults and the old key as in llama.cpp."""
+        factor = self.number("rope.scaling.factor", 0.0, 1e6, self.number("rope.scale_linear", 0.0, 1e6, 1.0))
+        kind = self.file.metadata.get(self._key("rope.scaling.type"), "linear")
+        kinds = (*_SCALINGS, "longrope") if self.architecture.rope_factors == LONG_AND_SHORT else _SCALINGS
+        if kind not in kinds:
+            self.refuse("rope.scaling.type", f"must be one of {', '.join(kinds)}: found {kind!r:.80}")
+        magnitude = 1.0
+        if kind == "yarn":
+            frequencies = rope.yarn_frequencies(frequencies, base, factor, self.original_context())
+            log_multiplier = self.number("rope.scaling.yarn_log_multiplier", -0.5, 100.0, 0.0)
+            magnitude = rope.yarn_magnitude(factor, log_multiplier)
+        elif kind != "none":
+            frequencies = [frequency / factor for frequency in frequencies]
+        self._check_yarn_factor(magnitude)
+        return frequencies, magnitude
+
+    def _check_yarn_factor(self, magnitude: float) -> None:
+        """llama.cpp does not look at it, and computes it; Olmo 3 has it in the file, equal to that."""
+        key = "rope.scaling.yarn_attn_factor"
+        value = self.number(key, 0.0, 1e6, default=1.0)
+        if value != 1.0 and not math.isclose(value, magnitude, rel_tol=1e-4):
+            self.refuse(key, f"must be 1 or YaRN's own {magnitude:.6g}, others are not supported: found {value!r:.80}")
+
+    def _with_factors(self, plain: RopeSpec) -> RopeSpec:
+        """The frequencies divided by the factors in the file's tensors."""
+        possible = self.architecture.rope_factors & self.file.tensors.keys()
+        if not possible:
+            return plain
+        divided = {name: self._divided(plain, name) for name in sorted(possible)}
+        if self.architecture.rope_factors == ROPE_FREQS:
+            return replace(plain, inverse_frequencies=divided["rope_freqs.weight"])
+        long = divided.get("rope_factors_long.weight", plain.inverse_frequencies)
+        short = divided.get("rope_factors_short.weight", plain.inverse_frequencies)
+        return replace(plain, inverse_frequencies=short, long=LongRope(self.original_context(), long))
+
+    def _divided(self, plain: RopeSpec, name: str) -> tuple[float, ...]:
+        info, n_pairs = self.file.tensors[name], plain.n_dims // 2
+        if info.type.name != "F32" or info.shape != (n_pairs,):
+            raise UnsupportedModel(
+                f"{self.file.path}: tensor {name} must be F32 ({n_pairs},): found {info.type.name} {info.shape}"
+            )
+        factors: list[float] = self.file.data(name).view("<f4").tolist()
+        if not all(math.isfinite(value) and value > 0 for value in factors):
+            raise UnsupportedModel(f"{self.file.path}: tensor {name} must be positive and finite")
+        return tuple(f / by for f, by in zip(plain.inverse_frequencies, factors, strict=True))
