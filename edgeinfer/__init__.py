@@ -1,1 +1,97 @@
-"""edgeinfer runs language models on the machine at hand."""
+"""edgeinfer runs language models on the machine at hand.
+
+    import edgeinfer
+
+    with edgeinfer.load() as engine:
+        print(engine.generate("The capital of France is", max_tokens=8).text)
+        for piece in engine.chat().send("Name three rivers."):
+            print(piece.text, end="", flush=True)
+
+Names are imported when they are used: `import edgeinfer` loads no library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgeinfer.chat import Answer, Conversation
+    from edgeinfer.completion import Completion, Piece, Timings, Usage
+    from edgeinfer.engine import Engine, load
+    from edgeinfer.errors import (
+        BackendLost,
+        BackendUnavailable,
+        BudgetExceeded,
+        ContextOverflow,
+        EdgeInferError,
+        Interrupted,
+        InvalidArgument,
+        InvalidGGUF,
+        ModelFileError,
+        ModelNotFound,
+        NumericalError,
+        ShapeError,
+        TemplateError,
+        TokenizerError,
+        UnsupportedModel,
+    )
+    from edgeinfer.sampling import SamplingParams
+    from edgeinfer.stream import Stream
+
+    __version__: str
+
+__all__ = [
+    "Answer",
+    "BackendLost",
+    "BackendUnavailable",
+    "BudgetExceeded",
+    "Completion",
+    "ContextOverflow",
+    "Conversation",
+    "EdgeInferError",
+    "Engine",
+    "Interrupted",
+    "InvalidArgument",
+    "InvalidGGUF",
+    "ModelFileError",
+    "ModelNotFound",
+    "NumericalError",
+    "Piece",
+    "SamplingParams",
+    "ShapeError",
+    "Stream",
+    "TemplateError",
+    "Timings",
+    "TokenizerError",
+    "UnsupportedModel",
+    "Usage",
+    "__version__",
+    "load",
+]
+
+_MODULES = {
+    "chat": ("Answer", "Conversation"),
+    "completion": ("Completion", "Piece", "Timings", "Usage"),
+    "engine": ("Engine", "load"),
+    "sampling": ("SamplingParams",),
+    "stream": ("Stream",),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module that has it (PEP 562)."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("edgeinfer")
+    if name not in __all__:
+        raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

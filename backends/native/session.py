@@ -201,7 +201,8 @@ class NativeSession:
             if len(part.shape) == 1:
                 decoder.set_vector(_core.Role[role], layer, _vector(model, part))
             else:
-                decoder.set_matrix(_core.Role[role], layer, int(part.type), *part.shape, part.data)
+                n_out, n_in = part.shape
+                decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in, part.data)
             model.release(part.name)
             done += part.data.nbytes
             if progress is not None:

@@ -1,0 +1,78 @@
+"""The command line. One file a command, imported when it is called, so that `--help` is quick.
+
+Exit codes: 0 ok, 1 failure, 2 usage, 3 bad or unsupported model file, 4 does not fit the memory budget, 5 a backend was
+lost, 130 interrupted. Every flag can be set as EDGEINFER_<FLAG> too, e.g. EDGEINFER_CTX_SIZE.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
+
+ENVIRONMENT = {"auto_envvar_prefix": "EDGEINFER"}
+COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name>.<name>
+    "chat": "Talk with a model.",
+    "generate": "Complete a text.",
+    "inspect": "Show what a GGUF model file holds.",
+}
+
+
+class _Group(click.Group):
+    """Imports a command when it is called, and turns errors into a line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"edgeinfer.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise  # click's own ways to end
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # the reader of our output has gone; click ends without a word
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            message, exit_code = _explain(error)
+            click.echo(f"error: {message}", err=True)
+            ctx.exit(exit_code)
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """What to say about an error, and the exit code for it."""
+    if isinstance(error, EdgeInferError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", Interrupted.exit_code
+    if isinstance(error, MemoryError):
+        return "the system gave no more memory; use a smaller model or context (-c)", BudgetExceeded.exit_code
+    if isinstance(error, OSError):
+        return str(error), EdgeInferError.exit_code
+    return f"{type(error).__name__}: {error} (a bug: edgeinfer --debug shows where)", EdgeInferError.exit_code
+
+
+@click.group(cls=_Group, context_settings=ENVIRONMENT | {"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s", allow_from_autoenv=False)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Run language models on the machine at hand."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end an answer

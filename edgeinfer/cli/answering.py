@@ -1,0 +1,105 @@
+"""Writing an answer as it is made, for a person or as JSON, with Ctrl-C as the way to stop it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from edgeinfer.cli.terminal import ProgressBar, Writer, note
+from edgeinfer.errors import Interrupted
+
+if TYPE_CHECKING:
+    from edgeinfer.completion import Completion, Piece
+    from edgeinfer.engine import Engine
+
+
+class Answering(Protocol):
+    """What an edgeinfer.stream.Stream and an edgeinfer.chat.Answer have in common."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces, as they are made."""
+
+    def close(self) -> None:
+        """Stop, and keep what there is."""
+
+    @property
+    def completion(self) -> Completion:
+        """The whole, at its end."""
+
+
+def write_answer(engine: Engine, pieces: Answering, writer: Writer, reading: ProgressBar) -> Completion:
+    """Write the pieces as they come; gives the whole, "interrupted" after Ctrl-C.
+
+    reading: the bar that the engine tells how much of the prompt is read; taken away before the first piece.
+    """
+    with reading, stopped_by_ctrl_c(engine):
+        try:
+            for piece in pieces:
+                reading.close()
+                writer.write(piece.text)
+        except KeyboardInterrupt:
+            pieces.close()
+        finally:
+            writer.end_line()
+    return pieces.completion
+
+
+@contextmanager
+def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
+    """Within, Ctrl-C ends the request that runs, at a point where nothing is half done.
+
+    Without a request, or pressed once more because the first one did not help, it is KeyboardInterrupt as always.
+    """
+    presses = 0
+
+    def press(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1 or not engine.interrupt():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> None:
+    """What follows the only answer of a program run: JSON or a line of figures, and the exit code."""
+    if as_json:
+        click.echo(json.dumps(as_record(engine, completion)))
+    else:
+        note(figures(engine, completion))
+    if completion.finish_reason == "interrupted":
+        click.get_current_context().exit(Interrupted.exit_code)
+
+
+def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
+    """The JSON object that --json prints."""
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": dataclasses.asdict(completion.usage),
+        "timings": dataclasses.asdict(completion.timings),
+        "model": str(engine.path),
+        "seed": completion.params.seed,
+    }
+
+
+def figures(engine: Engine, completion: Completion) -> str:
+    """One line: how fast the prompt was read and the answer made, and how much of the context is used."""
+    usage, timings = completion.usage, completion.timings
+    return (
+        f"[prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached, "
+        f"{timings.prompt_tokens_per_second:.1f} tok/s | "
+        f"answer {usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tok/s | "
+        f"context {usage.prompt_tokens + usage.completion_tokens}/{engine.n_ctx}]"
+    )

@@ -1,0 +1,253 @@
+"""`edgeinfer chat`: a conversation on the terminal, or one answer for a program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgeinfer.cli import ENVIRONMENT
+from edgeinfer.cli.answering import figures, finish_one_shot, write_answer
+from edgeinfer.cli.options import (
+    json_option,
+    max_tokens,
+    model_options,
+    open_engine,
+    read_input,
+    sampling_options,
+    sampling_params,
+)
+from edgeinfer.cli.terminal import ProgressBar, Writer, note
+from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from edgeinfer.chat import Answer, Conversation
+    from edgeinfer.completion import Completion
+    from edgeinfer.sampling import SamplingParams
+
+
+@click.command(context_settings=ENVIRONMENT)
+@model_options
+@click.option("-p", "--prompt", allow_from_autoenv=False, help="Answer this message and leave.")
+@click.option("-sys", "--system", help="System message.")
+@click.option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
+@sampling_options
+@json_option
+def chat(prompt: str | None, system: str | None, no_history: bool, as_json: bool, **flags: Any) -> None:
+    """Talk with a model.
+
+    With -p, or with standard input that is no terminal, one message is answered and the program leaves. With both, the
+    message is the standard input, an empty line, and the text of -p: edgeinfer chat -p "Summarise this." < report.txt
+
+    The answer goes to standard output, everything else to standard error.
+    """
+    message = _one_message(prompt)
+    if as_json and message is None:
+        raise click.UsageError("--json is for programs: give a message with -p or on standard input")
+    params = sampling_params(flags)
+    with open_engine(flags) as engine:
+        conversation = engine.chat(system)
+        if message is None:
+            Repl(conversation, params, max_tokens(flags), None if no_history else _history_file()).run()
+            return
+        bar = ProgressBar("reading the prompt")
+        answer = conversation.send(message, max_tokens=max_tokens(flags), params=params, progress=bar)
+        completion = write_answer(engine, answer, Writer.to_stdout(silent=as_json), bar)
+        finish_one_shot(engine, completion, as_json)
+
+
+def _one_message(prompt: str | None) -> str | None:
+    """The message to answer before leaving, None for a conversation. Raises InvalidArgument if it is empty."""
+    piped = read_input(beside_prompt=prompt is not None)
+    if prompt is None and piped is None:
+        return None
+    parts = [part for part in ((piped or "").strip("\n"), prompt) if part]
+    if not parts:
+        raise InvalidArgument("the message is empty: give one with -p or on standard input")
+    return "\n\n".join(parts)
+
+
+def _history_file() -> Path | None:
+    """Where typed lines are kept, readable for their owner only; None with a note where that cannot be."""
+    import platformdirs
+
+    path = platformdirs.user_state_path("edgeinfer") / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        note(f"typed lines are not kept: {error}")
+        return None
+    return path
+
+
+class Repl:
+    """Reads lines, runs commands, shows answers, until Ctrl-D or /exit."""
+
+    def __init__(
+        self, conversation: Conversation, params: SamplingParams, max_tokens: int | None, history: Path | None
+    ) -> None:
+        self.conversation = conversation
+        self.engine = conversation.engine
+        self.params = params
+        self.max_tokens = max_tokens
+        self._writer = Writer(sys.stdout)
+        self._last: Completion | None = None
+        self._n_regenerated = 0
+        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/help": (self._help, "show this"),
+            "/regen": (self._regen, "answer the last message anew"),
+            "/undo": (self._undo, "drop the last message and its answer"),
+            "/clear": (self._clear, "drop all messages but the system message"),
+            "/system": (self._system, '[TEXT]  show or set the system message; "" removes it'),
+            "/save": (self._save, "FILE  write the conversation as JSON Lines"),
+            "/load": (self._load, "FILE  go on with a saved conversation"),
+            "/stats": (self._stats, "show the model, the context, the memory and the last answer's figures"),
+            "/exit": (self._exit, "leave, as Ctrl-D does"),
+        }
+        self._lines = _line_reader(history, list(self._commands))
+
+    def run(self) -> None:
+        """Talk until the person leaves."""
+        engine = self.engine
+        note(
+            f"{engine.name} | {engine.backend}, {engine.device.n_threads} threads, context {engine.n_ctx}\n"
+            "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves"
+        )
+        while True:
+            try:
+                self._turn(self._read())
+            except KeyboardInterrupt:
+                note("Ctrl-D or /exit leaves")
+            except EOFError:
+                return
+            except BackendLost:
+                raise
+            except (EdgeInferError, OSError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                note(f"error: {error}")
+
+    def _read(self) -> str:
+        '''A line, or the lines between """ and """.'''
+        text: str = self._lines.prompt("> ")
+        if not text.startswith('"""'):
+            return text
+        text = text.removeprefix('"""')
+        while not text.rstrip().endswith('"""'):
+            text += "\n" + self._lines.prompt(". ")
+        return text.rstrip().removesuffix('"""').strip("\n")
+
+    def _turn(self, text: str) -> None:
+        """Run a command, or answer a message."""
+        name, _, argument = text.partition(" ")
+        if name in self._commands and "\n" not in name:
+            self._commands[name][0](argument.strip())
+        elif text.startswith("/") and "\n" not in text:
+            note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
+        elif text.strip():
+            self._n_regenerated = 0
+            bar = ProgressBar("reading the prompt")
+            send = self.conversation.send
+            self._show(send(text, max_tokens=self.max_tokens, params=self.params, progress=bar), bar)
+
+    def _show(self, answer: Answer, bar: ProgressBar) -> None:
+        completion = write_answer(self.engine, answer, self._writer, bar)
+        self._last = completion
+        if completion.finish_reason == "interrupted":
+            note("stopped; what there is of the answer is kept" if answer.is_kept else "stopped; nothing is kept")
+        elif completion.finish_reason == "length":
+            full = completion.usage.prompt_tokens + completion.usage.completion_tokens >= self.engine.n_ctx
+            note("cut: the context is full; /clear, /undo, or start with a larger -c" if full else "cut: -n is reached")
+        note(figures(self.engine, completion))
+
+    # ---- Commands ----------------------------------------------------------------------------------------------------
+
+    def _help(self, argument: str) -> None:
+        for name, (_, text) in self._commands.items():
+            note(f"  {name:8} {text}")
+        note('  """      begins and ends a message of several lines; Alt-Enter makes a new line too')
+
+    def _regen(self, argument: str) -> None:
+        if self.params.temperature == 0.0:
+            note("at --temp 0 the answer is always the same")
+        # The same seed would say the same again.
+        self._n_regenerated += 1
+        seed = None if self.params.seed is None else (self.params.seed + self._n_regenerated) % 2**64
+        bar = ProgressBar("reading the prompt")
+        params = replace(self.params, seed=seed)
+        regenerate = self.conversation.regenerate
+        self._show(regenerate(max_tokens=self.max_tokens, params=params, progress=bar), bar)
+
+    def _undo(self, argument: str) -> None:
+        note(f"dropped: {self.conversation.undo():.80}")
+
+    def _clear(self, argument: str) -> None:
+        self.conversation.clear()
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            self.conversation.system = None if argument == '""' else argument
+        else:
+            note(self.conversation.system or "there is no system message")
+
+    def _save(self, argument: str) -> None:
+        self.conversation.save(_named(argument))
+
+    def _load(self, argument: str) -> None:
+        self.conversation.load(_named(argument))
+        note(f"{len(self.conversation.messages)} messages, {self.conversation.n_past} tokens")
+
+    def _stats(self, argument: str) -> None:
+        from edgeinfer.memory.plan import human_bytes
+
+        use = self.engine.session.memory()
+        note(f"model    {self.engine.name} ({self.engine.path})")
+        note(f"engine   {self.engine.backend}, {self.engine.device.n_threads} threads")
+        note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
+        note(
+            f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "
+            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}"
+        )
+        if self._last is not None:
+            note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
+
+    def _exit(self, argument: str) -> None:
+        raise EOFError
+
+
+def _named(argument: str) -> str:
+    if not argument:
+        raise InvalidArgument("name a file")
+    return argument
+
+
+def _line_reader(history: Path | None, commands: list[str]) -> PromptSession[str]:
+    """Line editing on the terminal; prompts go to stderr, as stdout is the answers'. Tab completes commands."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import ColorDepth, create_output
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        history=InMemoryHistory() if history is None else FileHistory(str(history)),
+        output=create_output(stdout=sys.stderr),
+        color_depth=ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None,
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        key_bindings=keys,
+    )

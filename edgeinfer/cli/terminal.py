@@ -1,0 +1,105 @@
+"""Writing for people: text that cannot command the terminal, notes, a bar for what takes long."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_BAR_AFTER_SECONDS = 1.0
+
+# C0 but for tab and newline, DEL, C1, and what turns the direction of the text: escape sequences cannot form.
+_VISIBLE = (
+    {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+    | {127: "\u2421"}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+)
+
+
+def visible(text: str) -> str:
+    """The text with control characters replaced by ones that show them."""
+    return text.translate(_VISIBLE)
+
+
+class Writer:
+    """Writes a model's text to a stream as it comes. A terminal gets it made visible, a file or a pipe as it is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._in_line = False
+
+    @classmethod
+    def to_stdout(cls, *, silent: bool) -> Writer:
+        """One for the answer; silent where it is to be a part of something else."""
+        return cls(io.StringIO() if silent else sys.stdout)
+
+    def write(self, text: str) -> None:
+        """Write and show at once."""
+        if text:
+            self._stream.write(visible(text) if self._is_terminal else text)
+            self._stream.flush()
+            self._in_line = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        """End the line if there is something in it."""
+        if self._in_line:
+            self.write("\n")
+
+
+def note(text: str) -> None:
+    """Say something on stderr, dimmed where that is possible."""
+    click.echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else text, err=True)
+
+
+def _has_colours(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class ProgressBar:
+    """A bar on stderr, shown when the work takes over a second and there is a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __call__(self, share: float) -> None:
+        """Show the share that is done, 0..1."""
+        if self._bar is None:
+            if time.monotonic() - self._start < _BAR_AFTER_SECONDS or not sys.stderr.isatty():
+                return
+            self._bar = self._show()
+        self._bar.update(self._bar.task_ids[0], completed=share)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        bar = Progress(console=Console(stderr=True), transient=True)
+        bar.add_task(self._what, total=1.0)
+        bar.start()
+        return bar
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

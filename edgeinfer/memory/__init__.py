@@ -1,0 +1,1 @@
+"""Memory budgets: what a model will take, and whether it fits."""

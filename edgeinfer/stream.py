@@ -1,0 +1,140 @@
+"""A request while it runs: an iterator of pieces that can be left at any time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from types import TracebackType
+
+from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.sampling import SamplingParams
+from edgeinfer.tokenizer import Tokenizer
+
+
+class Stream(Iterator[Piece]):
+    """Pieces of a text as they are made. Work starts with the first one; from then on the engine is taken.
+
+    Left early, by `close`, a `with` block or because nobody holds it any more, it frees the engine; its completion is
+    then what was made so far, "interrupted". So it is when KeyboardInterrupt comes out of it.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, None], record: Record) -> None:
+        self._pieces = pieces
+        self._record = record
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop here and free the engine. Does nothing if the stream has ended."""
+        self._pieces.close()
+        if not self.failed:
+            self._record.end("interrupted")  # for a stream that never started
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error ended the stream."""
+        return self._record.failed
+
+    @property
+    def completion(self) -> Completion:
+        """The whole of it, once the stream has ended. Raises InvalidArgument before, and if it ended in an error."""
+        if self._record.completion is None:
+            raise InvalidArgument("the stream has no completion yet: read it to its end or close it")
+        return self._record.completion
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Record:
+    """What a request has made so far: tokens to text, text to pieces, and the clock."""
+
+    def __init__(self, tokenizer: Tokenizer, n_prompt: int, stops: StopStrings, params: SamplingParams) -> None:
+        self.params = params
+        self.n_cached = 0
+        self.interrupted = False  # set by Engine.interrupt, looked at after every step
+        self.failed = False
+        self.completion: Completion | None = None
+        self._n_prompt = n_prompt
+        self._decoder = tokenizer.stream(skip_special=True)
+        self._stops = stops
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
+
+    def timed_next(self, tokens: Iterator[int]) -> int:
+        """The next token, its time noted."""
+        start = time.perf_counter()
+        token = next(tokens)
+        self._seconds.append(time.perf_counter() - start)
+        return token
+
+    def push(self, token: int) -> Piece:
+        """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
+        self._tokens.append(token)
+        text = self._stops.push(self._decoder.push(token))
+        self._text.append(text)
+        return Piece(text, (token,), "stop" if self._stops.met else None)
+
+    def end(self, reason: FinishReason) -> str:
+        """Make the completion, unless there is one; gives the text that was held back until now."""
+        if self.completion is not None:
+            return ""
+        rest = "" if self._stops.met else self._stops.push(self._decoder.flush()) + self._stops.flush()
+        self._text.append(rest)
+        usage = Usage(self._n_prompt, self.n_cached, len(self._tokens))
+        text = "".join(self._text)
+        self.completion = Completion(text, tuple(self._tokens), reason, usage, self._timings(), self.params)
+        return rest
+
+    def _timings(self) -> Timings:
+        prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])
+        return Timings(
+            prompt_seconds,
+            decode_seconds,
+            (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
+            (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
+        )
+
+
+class StopStrings:
+    """Cuts a text that comes in parts before the first stop string, and holds back what might become one."""
+
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        for stop in self.stops:
+            if not isinstance(stop, str) or not stop:
+                raise InvalidArgument(f"a stop string must be a text of at least one character: found {stop!r:.80}")
+        self.met = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that can be shown now; what follows a stop string is dropped."""
+        if self.met:
+            return ""
+        text = self._held + text
+        starts = [start for start in map(text.find, self.stops) if start >= 0]
+        self.met = bool(starts)
+        end = min(starts) if starts else len(text) - self._n_doubtful(text)
+        self._held = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        """The text held back, when no more will come."""
+        held, self._held = self._held, ""
+        return "" if self.met else held
+
+    def _n_doubtful(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self.stops):
+                return length
+        return 0

@@ -1,0 +1,586 @@
+"""The command line: what goes to which stream, exit codes, and a person at a terminal."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import click
+import pytest
+from click.testing import CliRunner
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer import cli
+from edgeinfer import engine as engine_module
+from edgeinfer.cli import terminal
+from edgeinfer.cli.answering import stopped_by_ctrl_c
+from edgeinfer.cli.terminal import ProgressBar, Writer, visible
+from edgeinfer.errors import BackendLost, NumericalError
+from edgeinfer.sampling import SamplingParams
+
+MAIN = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
+# A model that never ends by itself, takes 10 ms a token, and says on stderr when it makes the twentieth; and a terminal
+# that controls the process.
+SLOW_MAIN = f"""
+import os, sys, time
+if os.isatty(0):
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+import edgeinfer.engine, edgeinfer.tokenizer
+from edgeinfer.backends.reference import ReferenceSession
+forward = ReferenceSession.forward
+n_calls = 0
+def slow(*args, **options):
+    global n_calls
+    n_calls += 1
+    if n_calls == 20 and "SAY_TWENTY" in os.environ:
+        print("TWENTY", file=sys.stderr, flush=True)
+    time.sleep(0.01)
+    return forward(*args, **options)
+ReferenceSession.forward = slow
+from_file = edgeinfer.tokenizer.Tokenizer.from_file
+def endless(file):
+    tokenizer = from_file(file)
+    tokenizer.stop_ids = frozenset()
+    return tokenizer
+edgeinfer.tokenizer.Tokenizer.from_file = endless
+{MAIN}
+"""
+EXIT_CODES = {"ok": 0, "failure": 1, "usage": 2, "model": 3, "budget": 4, "lost": 5, "interrupted": 130}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=2048))
+
+
+@pytest.fixture
+def run(model, monkeypatch, tmp_path):
+    """Runs a command in this process on the tiny model."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in [name for name in os.environ if name.startswith("EDGEINFER_")]:
+        monkeypatch.delenv(name)
+
+    def run(command, *arguments, text=None, code="ok"):
+        arguments = [command, *(() if "-m" in arguments else ("-m", model)), "--backend", "reference", *arguments]
+        result = CliRunner().invoke(cli.main, arguments, input=text, prog_name="edgeinfer")
+        assert result.exit_code == EXIT_CODES[code], (result.stdout, result.stderr, result.exception)
+        return result
+
+    return run
+
+
+def environment(tmp_path, **more):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGEINFER_")}
+    quiet = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1", "XDG_STATE_HOME": str(tmp_path)}
+    return kept | quiet | more
+
+
+# ---- Help, and what it costs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["chat", "--help"], ["generate", "--help"]])
+def test_help_imports_none_of_the_heavy_libraries(arguments):
+    code = (
+        f"import sys; from edgeinfer.cli import main; main({arguments}, standalone_mode=False);"
+        "heavy = {'numpy', 'tokenizers', 'rich', 'prompt_toolkit', 'jinja2', 'psutil', 'platformdirs', 'llama_cpp'};"
+        "print('IMPORTED', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "IMPORTED []" and len(done.stdout) > 20
+
+
+def test_help_says_of_a_command_what_the_command_says():
+    for name, summary in cli.COMMANDS.items():
+        try:
+            command = cli.main.get_command(click.Context(cli.main), name)
+        except ModuleNotFoundError:
+            continue
+        assert command.get_short_help_str() == summary
+
+
+def test_the_defaults_in_the_help_are_those_of_the_parameters():
+    command = cli.main.get_command(click.Context(cli.main), "generate")
+    default = SamplingParams()
+    for parameter in command.params:
+        if hasattr(default, parameter.name) and parameter.name != "seed":
+            assert f"[default: {getattr(default, parameter.name)}]" in parameter.help
+
+
+def test_the_version_is_the_packages():
+    result = CliRunner().invoke(cli.main, ["--version"], prog_name="edgeinfer")
+    assert result.stdout == f"edgeinfer {edgeinfer.__version__}\n"
+
+
+# ---- Streams and values --------------------------------------------------------------------------------------------
+
+
+def completed(model, prompt, **options):
+    with edgeinfer.load(model, backend="reference") as engine:
+        return engine.generate(prompt, **options)
+
+
+def answered(model, message, system=None, **options):
+    with edgeinfer.load(model, backend="reference") as engine:
+        answer = engine.chat(system).send(message, **options)
+        list(answer)
+        return answer.completion
+
+
+def test_the_completion_is_on_stdout_and_the_figures_on_stderr(run, model):
+    result = run("generate", "-p", "hello", "-n", "20", "-s", "1")
+    text = completed(model, "hello", max_tokens=20, seed=1).text
+    assert result.stdout == text.removesuffix("\n") + "\n"
+    assert re.search(
+        r"\[prompt \d+ tokens, 0 cached, .* tok/s \| answer \d+ tokens, .* tok/s \| context \d+/2048\]", result.stderr
+    )
+
+
+def test_flags_reach_the_parameters(run, model):
+    flags = (
+        "--temp 1.5 --top-k 7 --top-p 0.9 --min-p 0.01 --repeat-penalty 1.1 --frequency-penalty 0.1 "
+        "--presence-penalty 0.2 --repeat-last-n 9 -s 5 -n 30"
+    )
+    params = SamplingParams(1.5, 7, 0.9, 0.01, 1.1, 0.1, 0.2, 9, 5)
+    completion = completed(model, "hello", max_tokens=30, params=params)
+    assert json.loads(run("generate", "-p", "hello", "--json", *flags.split()).stdout)["text"] == completion.text
+    assert completion.text != completed(model, "hello", max_tokens=30, seed=5).text
+
+
+def test_json_is_one_object_with_the_promised_fields(run, model):
+    for command in ("generate", "chat"):
+        result = run(command, "-p", "hello", "-n", "5", "-s", "1", "--json")
+        record = json.loads(result.stdout)
+        assert set(record) == {"text", "finish_reason", "usage", "timings", "model", "seed"}
+        assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
+        assert set(record["timings"]) == {
+            *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),
+        }
+        assert record["model"] == model and record["seed"] == 1 and record["finish_reason"] in ("stop", "length")
+        assert result.stdout.count("\n") == 1 and result.stderr == ""
+
+
+def test_a_seed_of_minus_one_is_a_new_one_each_time(run):
+    seeds = {json.loads(run("generate", "-p", "a", "-n", "1", "--json", "-s", "-1").stdout)["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_environment_variables_stand_for_flags_and_flags_win(run, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_CTX_SIZE", "99")
+    monkeypatch.setenv("EDGEINFER_PREDICT", "2")
+    monkeypatch.setenv("EDGEINFER_PROMPT", "not from here")
+    assert "/99]" in run("generate", "-p", "hello").stderr
+    assert "/77]" in run("chat", "-p", "hello", "-c", "77").stderr
+    assert json.loads(run("generate", "-p", "hello", "--json", "--temp", "0").stdout)["usage"]["completion_tokens"] <= 2
+    run("generate", text="", code="usage")
+
+
+def test_generate_reads_a_file_or_standard_input(run, model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("hello é\n")
+    expected = completed(model, "hello é\n", max_tokens=5, temperature=0.0).text
+    for arguments, text in ((("-f", str(tmp_path / "prompt.txt")), None), ((), "hello é\n")):
+        result = run("generate", *arguments, "-n", "5", "--temp", "0", "--json", text=text)
+        assert json.loads(result.stdout)["text"] == expected
+
+
+def test_generate_ends_before_a_stop_string(run, model):
+    text = completed(model, "hello", max_tokens=40, seed=1).text
+    stop = re.search(r"[a-z ]{2,}", text)[0]
+    record = json.loads(run("generate", "-p", "hello", "-n", "40", "-s", "1", "--stop", stop, "--json").stdout)
+    assert record["text"] == text[: text.index(stop)] and record["finish_reason"] == "stop"
+
+
+def test_chat_answers_a_message_with_the_system_message(run, model):
+    result = run("chat", "-p", "hello", "-sys", "be brief", "-n", "20", "-s", "1", "--json")
+    assert json.loads(result.stdout)["text"] == answered(model, "hello", "be brief", max_tokens=20, seed=1).text
+
+
+def test_chat_answers_standard_input_once(run, model):
+    result = run("chat", "-n", "20", "-s", "1", "--json", text="hello\n")
+    assert json.loads(result.stdout)["text"] == answered(model, "hello", max_tokens=20, seed=1).text
+
+
+def test_standard_input_comes_before_the_text_of_p(run, model):
+    result = run("chat", "-p", "summarise", "-n", "20", "-s", "1", "--json", text="a report\nof two lines\n")
+    expected = answered(model, "a report\nof two lines\n\nsummarise", max_tokens=20, seed=1)
+    assert json.loads(result.stdout)["text"] == expected.text
+
+
+# ---- Exit codes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command, arguments, text, code, message",
+    [
+        ("generate", ["-p", "hello", "--temp", "-1"], None, "usage", "--temp"),
+        ("generate", ["-p", "hello", "-f", __file__], None, "usage", "-p and -f"),
+        ("generate", ["-p", "hello", "--repeat-penalty", "0"], None, "usage", "repeat_penalty"),
+        ("generate", ["-p", "hello", "--no-such-flag"], None, "usage", "no-such-flag"),
+        ("generate", ["-p", ""], None, "usage", "the prompt is empty"),
+        ("generate", [], "\udcff", "usage", "must be UTF-8"),
+        ("chat", [], "", "usage", "the message is empty"),
+        ("chat", ["-m", "/nowhere/model.gguf", "-p", "hello"], None, "model", "/nowhere/model.gguf"),
+        ("chat", ["-m", __file__, "-p", "hello"], None, "model", "test_cli.py"),
+        ("chat", ["-p", "hello", "-c", "1000000000"], None, "budget", "n_ctx"),
+        ("chat", ["-p", "hello " * 30, "-c", "20"], None, "failure", "do not fit into a context of 20"),
+    ],
+)
+def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, text, code, message):
+    if text == "\udcff":
+        text = io.BytesIO(b"\xff\xfe")
+    result = run(command, *arguments, text=text, code=code)
+    assert message in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
+    assert result.stderr.lower().count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (BackendLost("the device is gone"), "lost", "error: the device is gone"),
+        (NumericalError("not a number"), "failure", "error: not a number"),
+        (KeyboardInterrupt(), "interrupted", "error: interrupted"),
+        (MemoryError(), "budget", "no more memory"),
+        (PermissionError(13, "Permission denied", "x.gguf"), "failure", "x.gguf"),
+        (ZeroDivisionError("oops"), "failure", "ZeroDivisionError: oops (a bug"),
+    ],
+)
+def test_what_goes_wrong_while_loading_has_its_exit_code(run, monkeypatch, error, code, message):
+    def load(*args, **options):
+        raise error
+
+    monkeypatch.setattr(engine_module, "load", load)
+    result = run("chat", "-p", "hello", code=code)
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(model):
+    result = CliRunner().invoke(cli.main, ["--debug", "generate", "-m", "/nowhere.gguf", "-p", "a"])
+    assert result.exit_code == 3 and "Traceback" in result.stderr and "error: /nowhere.gguf" in result.stderr
+
+
+def test_a_warning_while_loading_is_a_note(run, model, monkeypatch):
+    monkeypatch.setitem(engine_module._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
+    result = run("generate", "-p", "hello", "-n", "1", "--backend", "auto")
+    assert "far slower" in result.stderr and "warnings.warn" not in result.stderr
+
+
+def test_a_context_longer_than_the_training_is_noted(run):
+    assert "trained with 2048" in run("generate", "-p", "hello", "-n", "1", "-c", "3000").stderr
+
+
+# ---- Text on a terminal --------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+EVIL = "a\x1b[31mred\x1b]0;title\x07\x9b2J\r\x00\x7f\u202egnp.exe\tok\n"
+
+
+def test_control_characters_reach_a_terminal_as_pictures_only():
+    stream = Terminal()
+    Writer(stream).write(EVIL)
+    shown = stream.getvalue()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+    assert shown.startswith("a\u241b[31mred") and shown.endswith("gnp.exe\tok\n")
+
+
+def test_a_pipe_gets_the_text_as_it_is():
+    stream = io.StringIO()
+    Writer(stream).write(EVIL)
+    assert stream.getvalue() == EVIL
+
+
+def test_visible_leaves_text_alone():
+    text = "é 漢字 👍🏽 \t\n tab"
+    assert visible(text) == text
+
+
+def test_a_line_is_ended_once():
+    stream = io.StringIO()
+    writer = Writer(stream)
+    writer.end_line()
+    writer.write("a")
+    writer.end_line()
+    writer.end_line()
+    writer.write("b\n")
+    writer.end_line()
+    assert stream.getvalue() == "a\nb\n"
+
+
+def test_notes_have_colour_on_a_terminal_only_and_never_with_no_color(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for stream, no_color, coloured in ((Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setattr(sys, "stderr", stream)
+        terminal.note("said")
+        assert ("\x1b[" in stream.getvalue()) == coloured and "said" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "stream, seconds, shown", [(Terminal(), 0.0, True), (Terminal(), 1e9, False), (io.StringIO(), 0.0, False)]
+)
+def test_a_bar_is_shown_on_a_terminal_when_it_takes_long(monkeypatch, stream, seconds, shown):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(terminal, "_BAR_AFTER_SECONDS", seconds)
+    monkeypatch.setattr(sys, "stderr", stream)
+    bars, show = [], ProgressBar._show
+    monkeypatch.setattr(ProgressBar, "_show", lambda bar: bars.append(show(bar)) or bars[-1])
+    with ProgressBar("loading") as bar:
+        for share in (0.1, 0.5, 1.0):
+            bar(share)
+    assert ("loading" in stream.getvalue()) == bool(bars) == shown
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_ctrl_c_ends_the_request_and_the_second_is_a_keyboard_interrupt(model):
+    with edgeinfer.load(model, backend="reference") as engine:
+        stream = engine.stream("hello", temperature=0.0)
+        next(stream)
+        with stopped_by_ctrl_c(engine):
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert next(stream).finish_reason == "interrupted"
+
+
+def test_without_a_request_ctrl_c_is_a_keyboard_interrupt_and_the_old_handler_comes_back(model):
+    before = signal.getsignal(signal.SIGINT)
+    with edgeinfer.load(model, backend="reference") as engine:
+        with pytest.raises(KeyboardInterrupt), stopped_by_ctrl_c(engine):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_ctrl_c_in_a_one_shot_gives_what_there_is_and_leaves_with_130(model, tmp_path, command, flags):
+    arguments = [command, "-m", model, "--backend", "reference", "-p", "hello", "-s", "1", *flags]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_MAIN, *arguments],
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        env=environment(tmp_path, SAY_TWENTY="1"),
+    )
+    assert process.stderr.readline() == b"TWENTY\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err and out
+    if flags:
+        assert json.loads(out)["finish_reason"] == "interrupted"
+
+
+# ---- Pipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_but_the_answer_is_on_stdout_of_a_process_and_no_escape_anywhere(model, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *("chat", "-m", model, "--backend", "reference", "--json", "-n", "5")],
+        **{"input": b"hello", "capture_output": True, "timeout": 60},
+        env=environment(tmp_path, NO_COLOR=""),
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["usage"]["completion_tokens"] <= 5
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_program_without_a_word(model, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_MAIN, *("generate", "-m", model, "--backend", "reference", "-p", "hello")],
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        env=environment(tmp_path),
+    )
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 1 and process.stderr.read() == b""
+    process.stderr.close()
+
+
+# ---- A person at a terminal ----------------------------------------------------------------------------------------
+
+
+class Person:
+    """Types into a pseudo-terminal and waits for what shows."""
+
+    def __init__(self, process, master):
+        self.process = process
+        self.master = master
+        self.seen = b""
+
+    def see(self, text, seconds=30.0):
+        """Wait until the text shows; gives what was shown before and with it."""
+        deadline = time.monotonic() + seconds
+        while text.encode() not in self.seen:
+            ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} did not show in {seconds} s, but {self.seen!r}"
+            try:
+                self.seen += os.read(self.master, 65536)
+            except OSError:  # the other side has closed
+                pytest.fail(f"the program ended before {text!r} showed: {self.seen!r}")
+        shown, _, self.seen = self.seen.partition(text.encode())
+        return shown.decode(errors="replace") + text
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def see_prompt(self):
+        """Wait until a line can be typed: editing has begun and the cursor shows."""
+        self.see("\x1b[?2004h")
+        self.see("\x1b[?25h")
+
+    def say(self, text):
+        """Type a line at the prompt."""
+        self.see_prompt()
+        self.type(text + "\r")
+
+    def leave(self):
+        """Wait for the end of the program; gives its exit code."""
+        while True:
+            try:
+                if not os.read(self.master, 65536):
+                    break
+            except OSError:
+                break
+        return self.process.wait(timeout=30)
+
+
+@contextmanager
+def sitting_at(model, tmp_path, *arguments):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_MAIN, "chat", "-m", model, "--backend", "reference", *arguments],
+        **{"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True},
+        env=environment(tmp_path, SAY_TWENTY="1"),
+    )
+    os.close(slave)
+    try:
+        yield Person(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_a_conversation_at_a_terminal(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "5", "-sys", "be brief") as person:
+        assert "tiny llama" in person.see("Ctrl-D leaves")
+        person.say("hello")
+        person.see("| context ")
+        person.say("/stats")
+        person.see("seed ")
+        person.say("/undo")
+        person.see("dropped: hello")
+        person.say("/system")
+        person.see("be brief")
+        person.say("/help")
+        person.see("/regen")
+        person.say("/nonsense")
+        person.see("there is no command /nonsense")
+        person.say(f"/save {tmp_path / 'talk.jsonl'}")
+        person.say("/regen")
+        person.see("error: there is no exchange yet")
+        person.see_prompt()
+        person.type("\x04")
+        assert person.leave() == 0
+    assert (tmp_path / "talk.jsonl").read_text() == '{"role": "system", "content": "be brief"}\n'
+
+
+def test_ctrl_c_stops_an_answer_keeps_it_and_the_chat_goes_on(model, tmp_path):
+    with sitting_at(model, tmp_path, "-s", "1") as person:
+        person.say("hello")
+        person.see("TWENTY")
+        person.type("\x03")
+        person.see("stopped; what there is of the answer is kept")
+        person.see("| context ")
+        person.say(f"/save {tmp_path / 'talk.jsonl'}")
+        person.say("/exit")
+        assert person.leave() == 0
+    messages = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    whole = answered(model, "hello", seed=1, max_tokens=2000)
+    assert messages[1]["content"]
+    # Ended by Ctrl-C within a character, the text has a U+FFFD there.
+    assert whole.text.startswith(messages[1]["content"].rstrip("\ufffd")) or whole.finish_reason == "stop"
+
+
+def test_ctrl_c_at_the_prompt_does_not_lose_the_chat(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "3") as person:
+        person.say("hello")
+        person.see("| context ")
+        person.see_prompt()
+        person.type("half a line\x03")
+        person.see("Ctrl-D or /exit leaves")
+        person.say("/undo")
+        person.see("dropped: hello")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_a_message_of_several_lines_is_between_triple_quotes(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "3") as person:
+        person.say('"""one')
+        person.see_prompt()
+        person.type("two\r")
+        person.see_prompt()
+        person.type('three"""\r')
+        person.see("| context ")
+        person.say(f"/save {tmp_path / 'talk.jsonl'}")
+        person.say("/exit")
+        assert person.leave() == 0
+    assert json.loads((tmp_path / "talk.jsonl").read_text().splitlines()[0])["content"] == "one\ntwo\nthree"
+
+
+def test_a_chat_can_be_loaded_and_regenerated(model, tmp_path):
+    (tmp_path / "talk.jsonl").write_text(
+        '{"role": "user", "content": "hello"}\n{"role": "assistant", "content": "there"}\n'
+    )
+    with sitting_at(model, tmp_path, "-n", "3", "-s", "1") as person:
+        person.say(f"/load {tmp_path / 'talk.jsonl'}")
+        person.see("2 messages, ")
+        person.say("/regen")
+        person.see("| context ")
+        person.say(f"/save {tmp_path / 'new.jsonl'}")
+        person.say("/load")
+        person.see("error: name a file")
+        person.say("/load /nowhere.jsonl")
+        person.see("error: [Errno 2]")
+        person.say("/clear")
+        person.say("/exit")
+        assert person.leave() == 0
+    user, assistant = (json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines())
+    # With the next seed: the same one would say the same again.
+    assert user["content"] == "hello" and assistant["content"] == answered(model, "hello", seed=2, max_tokens=3).text
+
+
+def test_typed_lines_are_kept_for_the_next_time_unless_told_not_to(model, tmp_path):
+    history = tmp_path / "edgeinfer" / "chat_history"
+    with sitting_at(model, tmp_path, "-n", "1", "--no-history") as person:
+        person.say("secret")
+        person.see("| context ")
+    assert not history.exists()
+    with sitting_at(model, tmp_path, "-n", "1") as person:
+        person.say("remember me")
+        person.see("| context ")
+        person.see_prompt()
+        person.type("\x1b[A")  # up
+        person.see("remember me")
+        person.type("\x03")
+        person.see_prompt()
+        person.type("\x04")
+        assert person.leave() == 0
+    assert "remember me" in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_json_at_a_terminal_is_a_usage_error(model, tmp_path):
+    with sitting_at(model, tmp_path, "--json") as person:
+        person.see("--json is for programs")
+        assert person.leave() == 2

@@ -1,0 +1,350 @@
+"""Sampling: filters by hand, the distribution by chi-squared, and bits that may not change on any machine."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+
+from edgeinfer import sampling
+from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
+from edgeinfer.sampling import SamplingParams, candidates, penalize, sample
+
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+
+
+def params(**changes):
+    return dataclasses.replace(PLAIN, **changes)
+
+
+def logits_of(probabilities):
+    return np.log(np.array(probabilities)).astype(np.float32)
+
+
+def kept(probabilities, **changes):
+    return sorted(candidates(logits_of(probabilities), params(**changes)).tolist())
+
+
+def simply_sampled(logits, params, position):
+    """The chain as the module's docstring describes it, with nothing left out to be fast."""
+    ids = np.array(sorted(range(logits.size), key=lambda i: (-logits[i], i)))
+    if params.top_k:
+        ids = ids[: params.top_k]
+    weights = sampling.exp(logits[ids], logits.max())
+    summed = ids if params.top_k else np.sort(ids)  # the order of the sum is the order that the tokens are found in
+    total = np.cumsum(sampling.exp(logits[summed], logits.max()))[-1]
+    if params.top_p < 1.0:
+        enough = np.flatnonzero(np.cumsum(weights) >= params.top_p * total)
+        end = int(enough[0]) + 1 if enough.size else ids.size
+        ids, weights = ids[:end], weights[:end]
+    ids = ids[weights >= params.min_p]
+    noise = sampling._gumbel(sampling._noise_bits(ids, sampling._stream_key(params.seed, position)))
+    scores = (logits[ids].astype(np.float64) - float(logits.max())) / params.temperature + noise
+    return min(ids[scores == scores.max()].tolist())
+
+
+# ---- filters by hand -------------------------------------------------------------------------------------------
+
+
+def test_top_k_keeps_the_largest():
+    assert kept([0.1, 0.4, 0.2, 0.3], top_k=2) == [1, 3]
+
+
+def test_top_k_tells_equal_logits_apart_by_the_lower_id():
+    assert kept([0.25, 0.25, 0.25, 0.25], top_k=2) == [0, 1]
+
+
+def test_top_k_above_the_vocabulary_keeps_all():
+    assert kept([0.1, 0.4, 0.2, 0.3], top_k=40) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "top_p, ids", [(0.0, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_the_share(top_p, ids):
+    assert kept([0.1, 0.4, 0.2, 0.3], top_p=top_p) == ids
+
+
+@pytest.mark.parametrize(
+    "min_p, ids", [(0.2, [0, 1, 2, 3]), (0.26, [1, 2, 3]), (0.51, [1, 3]), (0.76, [1]), (1.0, [1])]
+)
+def test_min_p_is_a_share_of_the_largest_probability(min_p, ids):
+    assert kept([0.1, 0.4, 0.2, 0.3], min_p=min_p) == ids
+
+
+def test_top_p_looks_at_the_probabilities_that_top_k_leaves():
+    # 0.4 of all is 0.4 / 0.7 = 0.57 of what top_k leaves
+    assert kept([0.1, 0.4, 0.2, 0.3], top_k=2, top_p=0.56) == [1]
+    assert kept([0.1, 0.4, 0.2, 0.3], top_p=0.56) == [1, 3]
+
+
+def test_top_p_and_min_p_do_not_look_at_the_temperature():
+    for temperature in (0.1, 5.0):
+        assert kept([0.1, 0.4, 0.2, 0.3], top_p=0.71, temperature=temperature) == [1, 2, 3]
+        assert kept([0.1, 0.4, 0.2, 0.3], min_p=0.51, temperature=temperature) == [1, 3]
+
+
+def test_repeat_penalty_divides_positive_logits_and_multiplies_negative_ones():
+    logits = np.array([2.0, -2.0, 2.0, 0.0], dtype=np.float32)
+    assert penalize(logits, params(repeat_penalty=2.0), [0, 1, 3]).tolist() == [1.0, -4.0, 2.0, 0.0]
+
+
+def test_frequency_penalty_counts_and_presence_penalty_does_not():
+    logits = np.array([2.0, 2.0, 2.0, 2.0], dtype=np.float32)
+    penalized = penalize(logits, params(frequency_penalty=0.25, presence_penalty=0.5), [1, 2, 2])
+    assert penalized.tolist() == [2.0, 1.25, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("last_n, seen", [(1, [3]), (2, [2, 3]), (-1, [0, 2, 3])])
+def test_penalties_reach_penalty_last_n_tokens_back(last_n, seen):
+    chosen = params(presence_penalty=1.0, penalty_last_n=last_n)
+    assert np.flatnonzero(penalize(np.zeros(4, np.float32), chosen, [0, 2, 3])).tolist() == seen
+
+
+def test_penalty_last_n_of_zero_switches_the_penalties_off():
+    logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    assert sample(logits, params(temperature=0.0, presence_penalty=9.0, penalty_last_n=0), 1, [1]) == 1
+
+
+def test_penalties_change_the_greedy_choice_and_not_the_logits_given():
+    logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    assert sample(logits, params(temperature=0.0, presence_penalty=1.5), 1, [1]) == 2
+    assert logits.tolist() == [1.0, 3.0, 2.0]
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_lowest_of_equal_ids_and_needs_no_seed():
+    logits = np.array([0.0, 7.0, 7.0, 7.0], dtype=np.float32)
+    assert sample(logits, SamplingParams(temperature=0.0), 0) == 1
+
+
+def test_equal_scores_give_the_lowest_id(monkeypatch):
+    monkeypatch.setattr(sampling, "_gumbel", lambda bits: np.zeros(bits.size))
+    assert sample(np.array([1.0, 2.0, 2.0], dtype=np.float32), PLAIN, 3) == 1
+
+
+def test_a_temperature_next_to_zero_draws_only_among_the_largest():
+    logits = np.array([1.0, 2.0, 2.0], dtype=np.float32)
+    assert {sample(logits, params(temperature=1e-300), position) for position in range(40)} == {1, 2}
+
+
+def test_minus_infinity_is_never_drawn():
+    logits = np.full(8, -np.inf, dtype=np.float32)
+    logits[5] = 0.0
+    assert {sample(logits, params(temperature=1e6), position) for position in range(50)} == {5}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_an_error(bad, temperature):
+    logits = np.zeros(5000, dtype=np.float32)
+    logits[4321] = bad
+    with pytest.raises(NumericalError, match="position 7"):
+        sample(logits, params(temperature=temperature), 7)
+
+
+def test_logits_without_a_finite_one_are_an_error():
+    with pytest.raises(NumericalError):
+        sample(np.full(5, -np.inf, dtype=np.float32), PLAIN, 0)
+
+
+@pytest.mark.parametrize("logits", [np.zeros((1, 4), np.float32), np.zeros(4), np.zeros(0, np.float32)])
+def test_logits_of_another_shape_or_type_are_an_error(logits):
+    with pytest.raises(ShapeError):
+        sample(logits, PLAIN, 0)
+
+
+def test_a_draw_without_a_seed_is_an_error():
+    with pytest.raises(InvalidArgument, match="seed"):
+        sample(np.zeros(4, np.float32), params(seed=None), 0)
+
+
+def test_with_seed_draws_one_and_keeps_a_given_one():
+    drawn = [params(seed=None).with_seed().seed for _ in range(3)]
+    assert None not in drawn and len(set(drawn)) == 3
+    assert params(seed=5).with_seed().seed == 5
+
+
+def test_the_noise_depends_on_seed_position_and_id_and_on_nothing_else():
+    logits = np.zeros(1000, dtype=np.float32)
+    at_position = [sample(logits, PLAIN, position) for position in range(20)]
+    of_seed = [sample(logits, params(seed=seed), 0) for seed in range(20)]
+    assert len(set(at_position)) > 15 and len(set(of_seed)) > 15
+    again = [sample(logits, PLAIN, position) for position in reversed(range(20))]
+    assert again[::-1] == at_position
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 2.5}, {"temperature": 0.3}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.4}]
+)
+def test_drawn_tokens_follow_the_softmax_of_what_is_left(changes):
+    """Chi-squared over 20 000 positions; each position has its own noise. 5 sigma above the mean for the bound."""
+    probabilities = [0.05, 0.3, 0.25, 0.02, 0.18, 0.2]
+    chosen = params(seed=20240607, **changes)
+    logits = logits_of(probabilities)
+    ids = np.sort(candidates(logits, chosen))
+    expected = np.exp(logits[ids].astype(float) / chosen.temperature)
+    expected *= 20_000 / expected.sum()
+    drawn = [sample(logits, chosen, position) for position in range(20_000)]
+    assert set(drawn) <= set(ids.tolist())
+    observed = np.bincount(drawn, minlength=6)[ids]
+    chi_squared = float(((observed - expected) ** 2 / expected).sum())
+    freedom = ids.size - 1
+    assert chi_squared < freedom + 5 * math.sqrt(2 * max(freedom, 1))
+
+
+def test_neighbouring_positions_and_seeds_are_independent():
+    """Pairs of draws from four equal tokens: 16 equally likely pairs, chi-squared with 15 degrees of freedom."""
+    logits = np.zeros(4, dtype=np.float32)
+    for pairs in (
+        [(sample(logits, PLAIN, i), sample(logits, PLAIN, i + 1)) for i in range(8000)],
+        [(sample(logits, params(seed=i), 0), sample(logits, params(seed=i + 1), 0)) for i in range(8000)],
+    ):
+        observed = np.bincount([4 * a + b for a, b in pairs], minlength=16)
+        assert float(((observed - 500) ** 2 / 500).sum()) < 15 + 5 * math.sqrt(30)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+        {"top_k": 1000, "top_p": 0.9},
+        {"top_p": 0.95},
+        {"top_p": 0.999},
+        {"min_p": 0.05},
+        {"top_p": 0.5, "min_p": 0.01},
+        {"temperature": 3.0},
+        {"temperature": 0.2},
+    ],
+)
+@pytest.mark.parametrize("n_vocab", [5, 1500, 30_001])
+@pytest.mark.parametrize("deviation", [0.01, 3.0])
+def test_the_shortcuts_lose_no_winner(changes, n_vocab, deviation, rng):
+    for position in range(6):
+        logits = (deviation * rng.standard_normal(n_vocab)).round(2).astype(np.float32)  # rounded: many are equal
+        chosen = params(seed=position, **changes)
+        assert sample(logits, chosen, position) == simply_sampled(logits, chosen, position)
+
+
+def draws_written_down():
+    """The logits come from integers: no library that may differ computes them."""
+    logits = ((np.arange(40_000, dtype=np.int64) * 2654435761 % 65_521).astype(np.float32) - 32_760) / 4096
+    default = SamplingParams(seed=42)
+    return {
+        "default": [sample(logits, default, p) for p in range(6)],
+        "plain": [sample(logits, params(seed=2**64 - 1), p) for p in range(6)],
+        "nucleus": [sample(logits, params(top_p=0.9, temperature=1.3), p) for p in range(6)],
+        "penalized": [sample(logits, params(repeat_penalty=1.3, top_k=5), p, [39_999, 7]) for p in range(6)],
+    }
+
+
+def test_the_choice_is_the_same_on_every_machine():
+    assert draws_written_down() == {
+        "default": [39661, 2984, 33693, 4849, 35185, 1492],
+        "plain": [2782, 8726, 14428, 18107, 19797, 24194],
+        "nucleus": [2274, 19440, 377, 8373, 36828, 2738],
+        "penalized": [33693, 373, 32947, 33693, 373, 746],
+    }
+
+
+def test_noise_and_weights_keep_their_bits_without_simd():
+    """numpy picks its loops by CPU; in a process where it may use none of the extensions every bit is the same."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    used = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
+    if not used:
+        pytest.skip("numpy dispatches to no extension on this CPU")
+    code = (
+        "import numpy as np; from edgeinfer import sampling as s; i = np.arange(5000); "
+        "x = (-(i % 1201) / np.float32(37)).astype(np.float32); "
+        "print(s._gumbel(s._noise_bits(i, 3)).tobytes().hex(), s.exp(x, np.float32(0)).tobytes().hex(), "
+        "np.cumsum(s.exp(x, np.float32(0))).tobytes().hex())"
+    )
+    printed = [
+        subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, check=True).stdout
+        for env in ({}, {"NPY_DISABLE_CPU_FEATURES": " ".join(used)})
+    ]
+    assert len(printed[0]) > 5000 * 16 * 3 and printed[0] == printed[1]
+
+
+def test_the_noise_is_splitmix64():
+    """First outputs of SplitMix64 seeded with 1234567 (Steele et al.; the vectors of Rosetta Code)."""
+    bits = sampling._noise_bits(np.arange(5), 1234567)
+    assert bits.tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+def test_gumbel_noise_is_finite_for_the_extreme_bits():
+    least, most = sampling._gumbel(np.array([0, 2**64 - 1], dtype=np.uint64))
+    assert -3.61 < least < -3.60 and 36.7 < most < 36.74
+
+
+# ---- exp and log -----------------------------------------------------------------------------------------------
+
+
+def test_exp_and_log_are_within_one_ulp():
+    x = -(np.arange(1, 2000) ** 1.1 % 90).astype(np.float32)
+    with localcontext(prec=40):
+        exact = [float(Decimal(float(value)).exp()) for value in x]
+        y = np.abs(x.astype(np.float64)) * 1e-3
+        exact_log = [float(Decimal(float(value)).ln()) for value in y]
+    np.testing.assert_array_max_ulp(sampling.exp(x, np.float32(0)), np.array(exact), maxulp=1)
+    np.testing.assert_array_max_ulp(sampling.log(y), np.array(exact_log), maxulp=1)
+
+
+def test_log_is_exact_next_to_one():
+    # log(1 - e) = -(e + e**2 / 2 + ...): for e = 2**-52 just above half a unit in the last place.
+    logs = sampling.log(np.array([1 - 2.0**-53, 1 - 2.0**-52, 1.0])).tolist()
+    assert logs == [-(2.0**-53), -math.nextafter(2.0**-52, 1.0), 0.0]
+
+
+def test_exp_gives_the_same_for_long_and_short_arrays(rng):
+    x = (-30 * rng.random(10_001)).astype(np.float32)
+    one_by_one = np.concatenate([sampling.exp(x[i : i + 1], np.float32(0)) for i in range(0, x.size, 97)])
+    assert np.array_equal(sampling.exp(x, np.float32(0))[::97], one_by_one)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repeat_penalty": 0.0},
+        {"penalty_last_n": -2},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": True},
+        {"temperature": "warm"},
+    ],
+)
+def test_a_parameter_out_of_range_is_named(wrong):
+    (name,) = wrong
+    with pytest.raises(InvalidArgument, match=name):
+        SamplingParams(**wrong)
+
+
+def test_the_defaults_are_those_of_llama_cpp():
+    default = SamplingParams()
+    assert (default.temperature, default.top_k, default.top_p, default.min_p) == (0.8, 40, 0.95, 0.05)
+    assert (default.repeat_penalty, default.frequency_penalty, default.presence_penalty) == (1.0, 0.0, 0.0)
+    assert default.penalty_last_n == 64 and default.seed is None and not default.has_penalties
