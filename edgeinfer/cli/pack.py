@@ -1,0 +1,29 @@
+"""`edgeinfer pack`: packed weights into a file, so that later loads only map it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edgeinfer.cli import ENVIRONMENT
+from edgeinfer.cli.terminal import ProgressBar, note
+
+
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("model", type=click.Path(path_type=Path))
+def pack(model: Path) -> None:
+    """Write the packed weights of a model beside it, as MODEL.packed.
+
+    From then on MODEL loads in milliseconds, and processes that use it share its pages. The file MODEL stays as it is
+    and is still needed. Packed again where MODEL has changed.
+    """
+    from edgeinfer.backends.native import NativeBackend
+    from edgeinfer.backends.native.packed import packed_path
+    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models import read_spec
+
+    with ModelFile.open(model) as file, ProgressBar("packing") as bar:
+        target = packed_path(file.path)
+        n_bytes = NativeBackend().pack(file, read_spec(file), target, bar)
+    note(f"{target}: {n_bytes / 1e6:.0f} MB")
