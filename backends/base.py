@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.errors import ContextOverflow, ShapeError
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, query_factors
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
@@ -155,3 +155,15 @@ def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]
             raise ShapeError(f"row {row} follows row {parents[row]}, but the path comes from row {before}")
         before = row
     return np.ascontiguousarray(rows, dtype=np.int32)
+
+
+def query_scales(spec: ModelSpec, n_ctx: int) -> NDArray[np.float32]:
+    """(n_ctx,) float32, the factor of the queries at each position: attention_scale, times what grows with it.
+
+    Both are multiplied in double precision and rounded once. Queries are multiplied behind the rotation.
+    """
+    scales = np.full(n_ctx, spec.attention_scale)
+    if spec.query_temperature is not None:
+        factors = np.array(query_factors(spec.query_temperature, n_ctx))
+        scales = scales * factors[np.arange(n_ctx) // spec.query_temperature.n_positions]
+    return scales.astype(np.float32)

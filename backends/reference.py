@@ -21,11 +21,12 @@ from edgeinfer.backends.base import (
     check_rows,
     check_taps,
     check_tokens,
+    query_scales,
 )
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, query_factors
+from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]
@@ -263,18 +264,6 @@ def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
     turned[..., first] = x[..., first] * cosine - x[..., second] * sine
     turned[..., second] = x[..., first] * sine + x[..., second] * cosine
     return turned
-
-
-def query_scales(spec: ModelSpec, n_ctx: int) -> Floats:
-    """(n_ctx,) float32, the factor of the queries at each position: attention_scale, times what grows with it.
-
-    Both are multiplied in double precision and rounded once. Queries are multiplied behind the rotation.
-    """
-    scales = np.full(n_ctx, spec.attention_scale)
-    if spec.query_temperature is not None:
-        factors = np.array(query_factors(spec.query_temperature, n_ctx))
-        scales = scales * factors[np.arange(n_ctx) // spec.query_temperature.n_positions]
-    return scales.astype(np.float32)
 
 
 def attend(q: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], score_cap: float | None = None) -> Floats:

@@ -151,11 +151,6 @@ class ModelSpec:
     query_temperature: QueryTemperature | None = None
 
     @property
-    def rope(self) -> RopeSpec:
-        """Rotation of the first layer that has one, as long as the native engine knows one for all layers only."""
-        return next(layer.rope for layer in self.attention if layer.rope is not None)
-
-    @property
     def tied_embeddings(self) -> bool:
         """Whether the output head is the embedding matrix."""
         return self.output == self.token_embd

@@ -562,8 +562,33 @@ void attention(const Attention& a) {
     }
 }
 
+// ---- what this machine can do at most --------------------------------------------------------------------------
+
+int32_t read(const uint8_t* p, size_t n) {
+    U8 seen[4];
+    for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
+    for (size_t at = 0; at < n; at += 256) {
+        for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
+    }
+    const int8_t ones[4] = {1, 1, 1, 1};
+    return max_of(dot4_wide(set_i32(0), or_u8(or_u8(seen[0], seen[1]), or_u8(seen[2], seen[3])), ones));
+}
+
+int32_t multiply_adds(const uint8_t* p, int n_rounds) {
+    I32 sum[12];
+    for (I32& s : sum) s = set_i32(0);
+    const int8_t* a = reinterpret_cast<const int8_t*>(p);
+    for (int round = 0; round < n_rounds; round++) {
+        const U8 codes = load_u8(p + 64 * (round % 8));
+#pragma GCC unroll 12
+        for (int i = 0; i < 12; i++) sum[i] = dot4(sum[i], codes, a + 512 + 4 * i);
+    }
+    for (const I32& s : sum) sum[0] = max_i32(sum[0], s);
+    return max_of(sum[0]);
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME, matmul,        quantize32, quantize256, rms_norm,   swiglu,
-                         geglu,       scale_and_cap, attention,  store_key,   store_value};
+const Kernels KERNELS = {EI_ISA_NAME,   matmul,    quantize32, quantize256, rms_norm, swiglu,       geglu,
+                         scale_and_cap, attention, store_key,  store_value, read,     multiply_adds};

@@ -28,6 +28,8 @@ struct Attention {
     float* out;        // (n_heads, head_dim)
 };
 
+constexpr int kMultiplyAdds = 12 * 64;
+
 struct Kernels {
     const char* name;
     // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns.
@@ -47,6 +49,10 @@ struct Kernels {
     // k[i * 16] = f16(x[i]) for a lane of a key tile; v[i] = f16(x[i]).
     void (*store_key)(uint16_t* k, const float* x, int n);
     void (*store_value)(uint16_t* v, const float* x, int n);
+    // For measuring this machine: reads n bytes, a multiple of 256; does kMultiplyAdds int8 multiply-adds a round out of
+    // 1024 bytes. Both give back something that depends on all they did.
+    int32_t (*read)(const uint8_t* p, size_t n);
+    int32_t (*multiply_adds)(const uint8_t* p, int n_rounds);
 };
 
 // The table of an instruction set, and whether this CPU has it; best first.

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "decoder.h"
+#include "limits.h"
 #include "packing.h"
 
 namespace nb = nanobind;
@@ -205,6 +207,17 @@ NB_MODULE(_core, m) {
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def("packed_bytes", &packed_bytes, "ggml_type"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
+
+    m.def(
+        "measure_limits",
+        [](const std::string& isa, int n_threads) {
+            const Kernels& kernels = kernels_of(isa);
+            nb::gil_scoped_release release;
+            Pool pool(n_threads);
+            const Limits limits = measure_limits(kernels, pool);
+            return std::make_pair(limits.read_bytes_per_second, limits.int8_multiply_adds_per_second);
+        },
+        "isa"_a, "n_threads"_a, "Bytes read out of memory, and int8 multiply-adds, a second, by n_threads together.");
 
     nb::enum_<Role>(m, "Role")
         .value("attn_norm", Role::AttnNorm)

@@ -18,10 +18,10 @@ from edgeinfer.backends.base import (
     check_rows,
     check_taps,
     check_tokens,
+    query_scales,
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
-from edgeinfer.backends.reference import query_scales
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
@@ -46,6 +46,19 @@ def best_isa() -> str:
             f"EDGEINFER_ISA={wanted}, but this CPU and this build have: {', '.join(available)}; unset it or name one"
         )
     return wanted or available[0]
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What this machine can do at most, all threads together."""
+
+    read_bytes_per_second: float
+    int8_multiply_adds_per_second: float
+
+    @classmethod
+    def measure(cls, isa: str, n_threads: int) -> MachineLimits:
+        """Measure it, in some tenths of a second and 512 MiB of memory."""
+        return cls(*_core.measure_limits(isa, n_threads))
 
 
 class NativeBackend:

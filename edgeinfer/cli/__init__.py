@@ -21,6 +21,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "chat": "Talk with a model.",
     "generate": "Complete a text.",
     "inspect": "Show what a GGUF model file holds.",
+    "bench": "Measure how fast a model runs here.",
     "pack": "Make a model load in milliseconds.",
 }
 

@@ -13,9 +13,10 @@ from edgeinfer.cli.terminal import ProgressBar, note
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("model", type=click.Path(path_type=Path))
 def pack(model: Path) -> None:
-    """Write the packed weights of a model beside it, as MODEL.packed.
+    """Make a model load in milliseconds.
 
-    From then on MODEL loads in milliseconds, and processes that use it share its pages. The file MODEL stays as it is
+    Writes its packed weights beside it, as MODEL.packed. From then on MODEL is mapped instead of packed when it is
+    loaded, and processes that use it share its pages. The file MODEL stays as it is
     and is still needed. Packed again where MODEL has changed.
     """
     from edgeinfer.backends.native import NativeBackend

@@ -755,7 +755,7 @@ def test_the_largest_gemma_scales_queries_by_another_width_as_in_llama_cpp(
 ) -> None:
     recipe = Recipe(architecture, {"n_layers": n_layers, "n_embd": 64, "head_dim": 40})  # 16 in place of 40
     ours, theirs = both_logits(llama_cpp, recipe.write(tmp_path), rng)
-    # Many layers add up what f16 rounds; measured: 6.5e-4. With the width of the heads it is 0.3.
+    # Many layers add up what f16 rounds; measured: 7e-4. With the width of the heads it is 0.16 and 0.3.
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2e-3 * theirs.std()
 
 
@@ -798,7 +798,7 @@ def without_norms(spec: ModelSpec, *roles: str) -> ModelSpec:
 def test_every_part_of_a_recipe_shows_in_the_logits(
     tmp_path: Path, rng: np.random.Generator, recipe: str, change: Callable[[ModelSpec], ModelSpec]
 ) -> None:
-    """So that the comparison with llama.cpp, whose tolerance is 5e-4, could not miss it."""
+    """So that the comparison with llama.cpp, whose tolerance is 5e-4, cannot miss it; measured: 0.037 at least."""
     backend, tokens = ReferenceBackend(), rng.integers(0, 259, 60)
     with ModelFile.open(RECIPES[recipe].write(tmp_path)) as model:
         spec = read_spec(model)
@@ -813,8 +813,9 @@ def test_every_part_of_a_recipe_shows_in_the_logits(
 def test_quantised_recipes_agree_with_llama_cpp(
     llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, architecture: Architecture, tensor_type: str
 ) -> None:
+    """llama.cpp rounds the activations too: 0.7e-2 to 2.2e-2 of the spread, measured."""
     ours, theirs = both_logits(llama_cpp, write_tiny_model(tmp_path / "m.gguf", architecture, tensor_type), rng)
-    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.05 * theirs.std()
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
 
 
 @pytest.mark.parametrize("tensor_type", [name for name in TENSOR_TYPES if name != "F32"])

@@ -2,17 +2,27 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from tiny_models import write_tiny_model
+from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec, read_spec, supported_architectures
+from edgeinfer.models import (
+    LongRope,
+    ModelSpec,
+    QueryTemperature,
+    RopeSpec,
+    TensorRows,
+    query_factors,
+    read_spec,
+    supported_architectures,
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +93,8 @@ PLAIN = [10000 ** (-2 * i / 16) for i in range(8)]
 def test_frequencies_fall_with_the_power_of_the_base(tiny_llama: ModelFile) -> None:
     frequencies, magnitude = rope_of(tiny_llama)
     assert frequencies == pytest.approx(PLAIN, rel=1e-14) and magnitude == 1.0
-    assert read_spec(tiny_llama).rope.kind == "interleaved"
+    rope = read_spec(tiny_llama).attention[1].rope
+    assert rope is not None and rope.kind == "interleaved"
 
 
 def test_linear_scaling_divides_every_frequency(tiny_llama: ModelFile) -> None:
@@ -115,10 +126,10 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama: ModelFile) -> None:
-    assert {"llama", "qwen2"} <= set(supported_architectures())
-    for name in ["mamba", "spec", "", None, 7]:
+    assert supported_architectures() == sorted(ARCHITECTURES)
+    for name in ["mamba", "spec", "reader", "rope", "", None, 7]:
         message = refusal(changed(tiny_llama, {"general.architecture": name}))
-        assert repr(name) in message and "supported: llama, qwen2" in message
+        assert repr(name) in message and f"supported: {', '.join(sorted(ARCHITECTURES))}" in message
 
 
 @pytest.mark.parametrize("name", ["output_norm.weight", "blk.1.ffn_down.weight", "token_embd.weight"])
@@ -186,11 +197,17 @@ def test_rope_freqs_that_are_no_factors_are_refused(tiny_llama: ModelFile, value
         ("rope.freq_base", math.inf),
         ("rope.scaling.type", "longrope"),
         ("rope.scaling.type", 3),
+        ("rope.scaling.type", ["linear"]),
         ("rope.scaling.factor", 0.0),
         ("rope.scaling.factor", "4"),
         ("rope.scaling.attn_factor", -1.0),
         ("rope.scaling.yarn_beta_fast", 16.0),
         ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("rope.scaling.yarn_attn_factor", 1.2),
+        ("attention.key_length_swa", 32),
+        ("attention.value_length_swa", 8),
+        ("rope.dimension_count_swa", 8),
+        ("nextn_predict_layers", 1),
         ("expert_count", 8),
     ],
 )
@@ -220,8 +237,347 @@ def test_a_huge_value_is_cut_short_in_the_message(tiny_llama: ModelFile, key: st
     assert len(refusal(changed(tiny_llama, {key: "x" * 10000}))) < 1000
 
 
+# ---- the other architectures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModelFile]]:
+    """A model of every architecture, with heads of 16 in 64 numbers."""
+    folder = tmp_path_factory.mktemp("every")
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                ModelFile.open(write_tiny_model(folder / f"{name}.gguf", name, "F32", n_embd=64, n_kv_heads=1))
+            )
+            for name in ARCHITECTURES
+        }
+
+
+def spec_of(tiny: dict[str, ModelFile], architecture: Architecture, **values: Any) -> ModelSpec:
+    """With other keys; a double underscore is a point."""
+    return read_spec(changed(tiny[architecture], whole_keys(architecture, values)))
+
+
+def whole_keys(architecture: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{architecture}.{key.replace('__', '.')}": value for key, value in values.items()}
+
+
+def windows_of(spec: ModelSpec) -> list[int | None]:
+    return [layer.window for layer in spec.attention]
+
+
+def bases_of(spec: ModelSpec) -> list[float | None]:
+    """Base of the frequencies of each layer, of which the second is base ** (-1/8)."""
+    ropes = [layer.rope for layer in spec.attention]
+    return [None if rope is None else round(rope.inverse_frequencies[1] ** -8, 6) for rope in ropes]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_of_every_architecture_has_a_shape_in_the_spec(
+    tiny: dict[str, ModelFile], architecture: Architecture
+) -> None:
+    shapes = {name: info.shape for name, info in tiny[architecture].tensors.items()}
+    assert read_spec(tiny[architecture]).tensor_shapes() == shapes
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_refuses_a_tensor_that_nobody_would_read(
+    tiny: dict[str, ModelFile], architecture: Architecture
+) -> None:
+    for name in ["blk.0.ffn_sub_norm.weight", "blk.1.attn_v.scale", "output.bias"]:
+        message = refusal(changed(tiny[architecture], tensors={name: SimpleNamespace(shape=(64,))}))
+        assert name in message and f"1 tensors are not part of a {architecture} model" in message
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_of_every_architecture_is_needed(tiny: dict[str, ModelFile], architecture: Architecture) -> None:
+    for name in tiny[architecture].tensors:
+        if name != "output.weight" or architecture == "olmo2":
+            message = refusal(changed(tiny[architecture], tensors={name: None}))
+            assert name.replace("attn_qkv", "attn_q") in message  # which may take the place of the fused one
+
+
+def test_llama_and_qwen2_have_the_plain_recipe(tiny: dict[str, ModelFile]) -> None:
+    for architecture in ("llama", "qwen2", "mistral3"):
+        spec = read_spec(tiny[architecture])
+        assert spec.attention == (spec.attention[0],) * 2 and spec.attention[0].window is None
+        assert (spec.activation, spec.qk_norm, spec.attention_scale) == ("silu", None, 0.25)
+        assert (spec.embedding_scale, spec.residual_scale, spec.logit_scale) == (1.0, 1.0, 1.0)
+        assert (spec.attention_soft_cap, spec.logit_soft_cap, spec.query_temperature) == (None, None, None)
+
+
+def test_norms_of_queries_and_keys_are_over_a_head_or_over_all(tiny: dict[str, ModelFile]) -> None:
+    for architecture, kind, shapes in [("qwen3", "per_head", (16, 16)), ("olmo2", "whole", (64, 16))]:
+        spec = read_spec(tiny[architecture])
+        assert spec.qk_norm == kind and spec.layers[0].attn_q_norm == "blk.0.attn_q_norm.weight"
+        for name, n in zip(["blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight"], shapes, strict=True):
+            assert spec.tensor_shapes()[name] == (n,)
+
+
+def test_olmo2_has_norms_behind_and_none_before(tiny: dict[str, ModelFile]) -> None:
+    layer = read_spec(tiny["olmo2"]).layers[1]
+    assert (layer.attn_norm, layer.ffn_norm) == (None, None)
+    assert layer.attn_post_norm == "blk.1.post_attention_norm.weight"
+    assert layer.ffn_post_norm == "blk.1.post_ffw_norm.weight"
+
+
+def test_smollm3_does_not_turn_every_fourth_layer(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "smollm3", "F32", n_layers=9)) as model:
+        spec = read_spec(model)
+    assert [layer for layer, part in enumerate(spec.attention) if part.rope is None] == [3, 7]
+
+
+def test_gemma_scales_embeddings_and_has_gelu(tiny: dict[str, ModelFile]) -> None:
+    for architecture in ("gemma2", "gemma3"):
+        spec = read_spec(tiny[architecture])
+        assert (spec.embedding_scale, spec.activation, spec.attention_scale) == (8.0, "gelu_tanh", 0.25)
+
+
+def test_gemma2_has_windows_in_every_second_layer_and_caps(tiny: dict[str, ModelFile]) -> None:
+    spec = spec_of(tiny, "gemma2")
+    assert (windows_of(spec), spec.attention_soft_cap, spec.logit_soft_cap) == ([20, None], 2.0, 10.0)
+    bare = {"attention__sliding_window": None, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    spec = spec_of(tiny, "gemma2", **bare)
+    assert (windows_of(spec), spec.attention_soft_cap, spec.logit_soft_cap) == ([4096, None], 50.0, 30.0)
+    assert spec.tied_embeddings and bases_of(spec) == [10000, 10000]
+    assert bases_of(spec_of(tiny, "gemma2", rope__freq_base_swa=500.0)) == [500, 10000]
+
+
+def test_gemma3_turns_layers_with_windows_by_a_base_of_their_own(tiny: dict[str, ModelFile]) -> None:
+    spec = spec_of(tiny, "gemma3", rope__freq_base=1e6)
+    assert windows_of(spec) == [20] * 5 + [None]
+    assert bases_of(spec) == [300] * 5 + [1e6]
+    assert bases_of(spec_of(tiny, "gemma3", rope__freq_base=1e6, rope__freq_base_swa=None)) == [1e4] * 5 + [1e6]
+    for absent in (None, 0):
+        spec = spec_of(tiny, "gemma3", attention__sliding_window=absent)
+        assert (windows_of(spec), bases_of(spec)) == ([None] * 6, [10000] * 6)
+    assert spec.logit_soft_cap is None
+    assert spec_of(tiny, "gemma3", final_logit_softcapping=30.0).logit_soft_cap == 30.0
+
+
+def test_linear_scaling_stretches_the_layers_of_gemma3_that_see_everything(tiny: dict[str, ModelFile]) -> None:
+    spec = spec_of(tiny, "gemma3", rope__scaling__factor=8.0)
+    plain = spec_of(tiny, "gemma3")
+    assert spec.attention[0] == plain.attention[0]
+    ropes = [each.attention[5].rope for each in (spec, plain)]
+    assert ropes[0] and ropes[1]
+    assert ropes[0].inverse_frequencies == tuple(f / 8 for f in ropes[1].inverse_frequencies)
+
+
+@pytest.mark.parametrize(
+    "pattern, windows",
+    [
+        (1, [None] * 6),
+        (0, [20] * 6),
+        (3, [20, 20, None] * 2),
+        (7, [20] * 6),
+        ([True, False, False, True, True, False], [20, None, None, 20, 20, None]),
+        ([0, 0, 0, 0, 0, 1], [None] * 5 + [20]),
+    ],
+)
+def test_the_pattern_of_windows_is_a_period_or_a_list(
+    tiny: dict[str, ModelFile], pattern: object, windows: list[int | None]
+) -> None:
+    spec = spec_of(tiny, "gemma3", attention__sliding_window_pattern=pattern)
+    assert windows_of(spec) == windows
+    assert bases_of(spec) == [300 if window else 10000 for window in windows]
+
+
+def test_the_windows_of_olmo_3_are_not_scaled_with_the_rest(tmp_path: Path) -> None:
+    yarn: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_attn_factor": 1.13863}
+    metadata = {"olmo2.attention.sliding_window": 20}
+    path = write_tiny_model(
+        tmp_path / "m.gguf", "olmo2", "F32", n_layers=5, rope_scaling=yarn, metadata=metadata, n_embd=64
+    )
+    with ModelFile.open(path) as model:
+        spec = read_spec(model)
+    assert windows_of(spec) == [20, 20, 20, None, 20]
+    assert bases_of(spec)[0] == 10000 and bases_of(spec)[3] != 10000
+    magnitudes = [layer.rope.magnitude for layer in spec.attention if layer.rope]
+    assert magnitudes == pytest.approx([1, 1, 1, 1.138629, 1], rel=1e-6)
+
+
+def test_granite_has_four_scales_of_which_logits_are_divided(tiny: dict[str, ModelFile]) -> None:
+    spec = spec_of(tiny, "granite", logit_scale=8.0)
+    assert spec.logit_scale == 0.125
+    assert [spec.embedding_scale, spec.residual_scale, spec.attention_scale] == pytest.approx([1.5, 0.7, 0.3])
+    for absent in (None, 0.0):
+        values = {"embedding_scale": absent, "residual_scale": absent, "attention__scale": absent}
+        spec = spec_of(tiny, "granite", **values)
+        assert (spec.embedding_scale, spec.residual_scale, spec.attention_scale) == (1.0, 1.0, 0.25)
+
+
+def test_granite_that_is_not_finetuned_for_it_has_no_rotation(tiny: dict[str, ModelFile]) -> None:
+    for value in (None, True):
+        assert spec_of(tiny, "granite", rope__scaling__finetuned=value) == read_spec(tiny["granite"])
+    ropes = [layer.rope for layer in spec_of(tiny, "granite", rope__scaling__finetuned=False).attention]
+    assert ropes == [None, None]
+
+
+def test_phi3_names_rows_of_its_fused_tensors(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "phi3", "F32", n_embd=64, n_kv_heads=1, n_ff=160, qkv_biases=True)
+    with ModelFile.open(path) as model:
+        spec = read_spec(model)
+    layer, shapes = spec.layers[1], spec.tensor_shapes()
+    assert layer.attn_q == TensorRows("blk.1.attn_qkv.weight", 0, 64)
+    assert layer.attn_k == TensorRows("blk.1.attn_qkv.weight", 64, 80)
+    assert layer.attn_v == TensorRows("blk.1.attn_qkv.weight", 80, 96)
+    assert layer.attn_v_bias == TensorRows("blk.1.attn_qkv.bias", 80, 96)
+    assert layer.ffn_gate == TensorRows("blk.1.ffn_up.weight", 0, 160)
+    assert layer.ffn_up == TensorRows("blk.1.ffn_up.weight", 160, 320)
+    assert (shapes["blk.1.attn_qkv.weight"], shapes["blk.1.attn_qkv.bias"]) == ((96, 64), (96,))
+    assert shapes["blk.1.ffn_up.weight"] == (320, 64)
+
+
+def test_phi3_may_have_queries_keys_and_values_apart(tiny: dict[str, ModelFile]) -> None:
+    tensors: dict[str, Any] = {f"blk.{layer}.attn_qkv.weight": None for layer in range(2)}
+    for layer in range(2):
+        for role, n in [("q", 64), ("k", 16), ("v", 16)]:
+            tensors[f"blk.{layer}.attn_{role}.weight"] = SimpleNamespace(shape=(n, 64))
+    assert read_spec(changed(tiny["phi3"], tensors=tensors)).layers[1].attn_k == "blk.1.attn_k.weight"
+
+
+def test_phi3_has_long_factors_behind_its_first_context(tmp_path: Path) -> None:
+    path = write_tiny_model(
+        tmp_path / "m.gguf", "phi3", "F32", n_embd=64, rope_freqs=True, rope_scaling={"original_context_length": 100}
+    )
+    with ModelFile.open(path) as model:
+        rope = read_spec(model).attention[1].rope
+        factors = {kind: model.data(f"rope_factors_{kind}.weight").view("<f4").tolist() for kind in ("long", "short")}
+    assert rope is not None and rope.long is not None and rope.long.n_ctx == 100
+    short, long = rope.of_context(100), rope.of_context(101)
+    assert short.long is None and long.long is None
+    assert short.inverse_frequencies == pytest.approx([f / by for f, by in zip(PLAIN, factors["short"], strict=True)])
+    assert long.inverse_frequencies == pytest.approx([f / by for f, by in zip(PLAIN, factors["long"], strict=True)])
+
+
+def test_the_window_of_phi3_is_not_applied(tiny: dict[str, ModelFile]) -> None:
+    assert spec_of(tiny, "phi3", attention__sliding_window=2047) == read_spec(tiny["phi3"])
+
+
+def test_a_rotation_without_long_factors_is_the_same_in_every_context() -> None:
+    rope = RopeSpec("halves", 2, (0.5,), 1.5)
+    assert rope.of_context(1 << 20) == rope
+    long = RopeSpec("halves", 2, (0.5,), 1.5, LongRope(8, (0.25,)))
+    assert long.of_context(9) == RopeSpec("halves", 2, (0.25,), 1.5)
+
+
+def test_mistral3_has_a_temperature_where_the_file_has_one(tiny: dict[str, ModelFile]) -> None:
+    values = {"attention__temperature_scale": 0.1, "rope__scaling__original_context_length": 64}
+    assert spec_of(tiny, "mistral3", **values).query_temperature == QueryTemperature(0.1, 64)
+    values = {"attention__temperature_scale": 0.1}
+    assert spec_of(tiny, "mistral3", **values).query_temperature == QueryTemperature(0.1, 512)
+    assert spec_of(tiny, "mistral3", attention__temperature_scale=0.0).query_temperature is None
+
+
+def test_query_factors_come_for_each_run_of_positions() -> None:
+    temperature = QueryTemperature(0.1, 16)
+    expected = [1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3)]
+    assert query_factors(temperature, 48) == pytest.approx(expected, rel=1e-15)
+    assert query_factors(temperature, 33) == query_factors(temperature, 48)
+    assert query_factors(temperature, 16) == [1.0]
+
+
+def test_the_log_multiplier_of_yarn_divides_the_magnitude(tiny: dict[str, ModelFile]) -> None:
+    def magnitude(**values: Any) -> float:
+        scaling = {"rope__scaling__type": "yarn", **{f"rope__scaling__{key}": each for key, each in values.items()}}
+        rope = spec_of(tiny, "mistral3", **scaling).attention[0].rope
+        assert rope is not None
+        return rope.magnitude
+
+    grown = 1 + 0.1 * math.log(16)
+    assert magnitude(factor=16.0) == pytest.approx(grown)
+    assert magnitude(factor=16.0, yarn_log_multiplier=1.0) == 1.0
+    assert magnitude(factor=16.0, yarn_log_multiplier=0.5) == pytest.approx(grown / (1 + 0.05 * math.log(16)))
+    assert magnitude(factor=0.5, yarn_log_multiplier=0.5) == 1.0
+
+
+@pytest.mark.parametrize(
+    "architecture, key, value",
+    [
+        ("gemma2", "attention.sliding_window", 0),
+        ("gemma2", "attention.sliding_window", True),
+        ("gemma2", "attention.sliding_window_pattern", [True]),
+        ("gemma2", "attention.sliding_window_pattern", [True, 2]),
+        ("gemma2", "attention.sliding_window_pattern", [1.0, 0.0]),
+        ("gemma2", "attention.sliding_window_pattern", -1),
+        ("gemma2", "attention.sliding_window_pattern", "LG"),
+        ("gemma2", "attn_logit_softcapping", 0.0),
+        ("gemma2", "final_logit_softcapping", -30.0),
+        ("gemma2", "rope.scaling.type", "none"),
+        ("gemma2", "rope.scaling.type", "yarn"),
+        ("gemma2", "rope.scaling.attn_factor", 1.5),
+        ("gemma2", "attention.key_length_swa", 32),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "final_logit_softcapping", -1.0),
+        ("gemma3", "rope.scaling.type", "yarn"),
+        ("gemma3", "rope.freq_base_swa", 0.0),
+        ("gemma3", "rope.dimension_count_swa", 8),
+        ("olmo2", "rope.freq_base_swa", 500.0),
+        ("granite", "logit_scale", None),
+        ("granite", "logit_scale", 0.0),
+        ("granite", "attention.scale", -0.1),
+        ("granite", "embedding_scale", "12"),
+        ("granite", "rope.scaling.finetuned", 1),
+        ("granite", "rope.scaling.type", "longrope"),
+        ("granite", "deepstack_mapping", [-1, 1]),
+        ("mistral3", "attention.temperature_scale", -0.1),
+        ("mistral3", "rope.scaling.yarn_beta_fast", 16.0),
+        ("phi3", "rope.scaling.type", "su"),
+        ("qwen3", "expert_count", 128),
+        ("qwen3", "rope.scaling.yarn_log_multiplier", 1.0),
+        ("smollm3", "attention.causal", False),
+    ],
+)
+def test_what_an_architecture_cannot_follow_is_refused_by_its_key(
+    tiny: dict[str, ModelFile], architecture: Architecture, key: str, value: object
+) -> None:
+    message = refusal(changed(tiny[architecture], {f"{architecture}.{key}": value}))
+    assert f"{architecture}.{key} " in message
+
+
+@pytest.mark.parametrize(
+    "architecture, name, shape",
+    [
+        ("gemma2", "output.weight", (291, 64)),
+        ("qwen3", "rope_freqs.weight", (8,)),
+        ("phi3", "rope_freqs.weight", (8,)),
+        ("phi3", "blk.0.ffn_gate.weight", (192, 64)),
+        ("phi3", "blk.0.attn_q.weight", (64, 64)),
+        ("olmo2", "blk.0.attn_norm.weight", (64,)),
+        ("qwen3", "blk.0.attn_output.bias", (64,)),
+        ("granite", "blk.0.ffn_up.bias", (192,)),
+        ("gemma3", "dense_2.weight", (64, 64)),
+    ],
+)
+def test_a_tensor_outside_the_recipe_is_refused(
+    tiny: dict[str, ModelFile], architecture: Architecture, name: str, shape: tuple[int, ...]
+) -> None:
+    message = refusal(changed(tiny[architecture], tensors={name: SimpleNamespace(shape=shape)}))
+    assert name in message and "not part of" in message
+
+
+@pytest.mark.parametrize(
+    "architecture, name, shape",
+    [
+        ("phi3", "blk.1.attn_qkv.weight", (95, 64)),
+        ("phi3", "blk.0.ffn_up.weight", (192, 64)),
+        ("qwen3", "blk.0.attn_q_norm.weight", (64,)),
+        ("olmo2", "blk.0.attn_q_norm.weight", (16,)),
+        ("gemma2", "blk.0.post_ffw_norm.weight", (65,)),
+    ],
+)
+def test_a_misshapen_tensor_of_a_recipe_is_refused(
+    tiny: dict[str, ModelFile], architecture: Architecture, name: str, shape: tuple[int, ...]
+) -> None:
+    message = refusal(changed(tiny[architecture], tensors={name: SimpleNamespace(shape=shape)}))
+    assert f"{name} must have shape" in message and f"found {shape}" in message
+
+
 def test_the_spec_of_the_default_model(default_model: Path) -> None:
     with ModelFile.open(default_model) as model:
         spec: ModelSpec = read_spec(model)
     assert (spec.n_layers, spec.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
-    assert spec.tied_embeddings and spec.rope.inverse_frequencies[1] == pytest.approx(1e5 ** (-1 / 32))
+    rope = spec.attention[0].rope
+    assert rope is not None
+    assert spec.tied_embeddings and rope.inverse_frequencies[1] == pytest.approx(1e5 ** (-1 / 32))

@@ -186,7 +186,7 @@ def _vectors(architecture: str, sizes: _Sizes, qkv_biases: bool, output_biases: 
 
 def _norms(architecture: str, sizes: _Sizes) -> dict[str, int]:
     """Length of every norm of a layer, by name without the layer."""
-    lengths = {}
+    lengths: dict[str, int] = {}
     if architecture != "olmo2":
         lengths |= {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
     if architecture in ("gemma2", "gemma3", "olmo2"):

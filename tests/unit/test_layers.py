@@ -13,7 +13,7 @@ ROWS = [  # a part may import from its own row and from those above it here
     {"models"},
     {"backends"},
     {"sampling", "memory", "offload", "drafters", "speculation"},
-    {"completion", "stream", "engine", "chat", "profile", "exporters"},
+    {"completion", "stream", "engine", "chat", "bench", "profile", "exporters"},
     {"cli"},
 ]
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}

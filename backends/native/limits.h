@@ -1,0 +1,13 @@
+// What this machine can do at most, measured.
+#pragma once
+
+#include "kernels.h"
+#include "pool.h"
+
+struct Limits {
+    double read_bytes_per_second;  // out of memory, all threads together
+    double int8_multiply_adds_per_second;
+};
+
+// Best of several tries of some tenths of a second altogether. Takes 512 MiB of memory meanwhile.
+Limits measure_limits(const Kernels& kernels, Pool& pool);

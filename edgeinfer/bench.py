@@ -1,0 +1,147 @@
+"""How fast a model runs here, beside what the machine could do at most, measured in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from edgeinfer import devices
+from edgeinfer.backends.base import Session
+from edgeinfer.backends.native import MachineLimits
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+
+CONTEXT = 64  # tokens before the ones that are timed
+CURVE = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Passing n tokens at once, by engine. milliseconds: the median; spread: half the distance of the quartiles."""
+
+    n: int
+    milliseconds: Mapping[str, float]
+    spread: Mapping[str, float]
+
+    def tokens_per_second(self, name: str) -> float:
+        """Tokens passed a second."""
+        return 1e3 * self.n / self.milliseconds[name]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that `edgeinfer bench` measured. The first engine is ours.
+
+    weight_bytes: read for one token.  multiply_adds: of the matrices, for one token.  cost of n: time of n tokens over
+    time of one.
+    """
+
+    model: str
+    cpu: str
+    isa: str
+    n_threads: int
+    weight_bytes: int
+    multiply_adds: int
+    limits: MachineLimits
+    curve: Sequence[Point]
+    prefill: Point
+    engines: Sequence[str] = field(default_factory=list)
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Weights read a second when decoding, over what the machine can read."""
+        seconds = self.curve[0].milliseconds[self.engines[0]] / 1e3
+        return self.weight_bytes / seconds / self.limits.read_bytes_per_second
+
+    @property
+    def int8_share(self) -> float:
+        """Multiply-adds a second in prefill, over the int8 peak of the machine."""
+        seconds = self.prefill.milliseconds[self.engines[0]] / 1e3
+        return self.multiply_adds * self.prefill.n / seconds / self.limits.int8_multiply_adds_per_second
+
+    def cost(self, point: Point, name: str) -> float:
+        """c(n) of an engine."""
+        return point.milliseconds[name] / self.curve[0].milliseconds[name]
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it, for JSON."""
+        shares = {"bandwidth_share": self.bandwidth_share, "int8_share": self.int8_share}
+        costs = {name: {point.n: self.cost(point, name) for point in self.curve} for name in self.engines}
+        return asdict(self) | shares | {"cost": costs}
+
+
+def work_of_a_token(file: ModelFile, spec: ModelSpec) -> tuple[int, int]:
+    """(bytes of weights read, multiply-adds of the matrices) for one token; an embedding row is not counted."""
+    names = {name for name in spec.tensor_shapes() if spec.tied_embeddings or name != spec.token_embd}
+    infos = [file.tensors[name] for name in names]
+    multiply_adds = sum(info.shape[0] * info.shape[1] for info in infos if len(info.shape) == 2)
+    return sum(info.n_bytes for info in infos), multiply_adds
+
+
+def measure(
+    sessions: Mapping[str, Session], sizes: Sequence[int], prefill: int, rounds: int
+) -> tuple[list[Point], Point]:
+    """The cost curve and the prefill of each session, in turns, the order swapped every round.
+
+    Logits are asked for all tokens of the curve, and for the last one of the prefill. Raises InvalidArgument if the
+    contexts are too short.
+    """
+    for session in sessions.values():
+        if session.n_ctx < CONTEXT + max(prefill, *sizes):
+            raise InvalidArgument(f"a context of {CONTEXT + max(prefill, *sizes)} is needed: found {session.n_ctx}")
+    n_vocab = min(session.spec.n_vocab for session in sessions.values())
+    tokens = np.random.default_rng(1).integers(0, n_vocab, CONTEXT + max(prefill, *sizes)).astype(np.int32)
+    for session in sessions.values():
+        session.truncate(0)
+        session.forward(tokens[:CONTEXT])
+        session.commit(range(CONTEXT))
+    curve = [_point(sessions, tokens, n, rounds, "all") for n in sizes]
+    return curve, _point(sessions, tokens, prefill, max(3, rounds // 3), "last")
+
+
+def _point(sessions: Mapping[str, Session], tokens: np.ndarray, n: int, rounds: int, logits: str) -> Point:
+    times: dict[str, list[float]] = {name: [] for name in sessions}
+    names = list(sessions)
+    for turn in range(rounds + 1):
+        for name in names:
+            started = time.perf_counter()
+            sessions[name].forward(tokens[CONTEXT : CONTEXT + n], logits="all" if logits == "all" else "last")
+            elapsed = time.perf_counter() - started
+            sessions[name].commit(())
+            if turn:  # the first turn warms up
+                times[name].append(1e3 * elapsed)
+        names.reverse()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return Point(n, medians, {name: _half_quartiles(values) for name, values in times.items()})
+
+
+def _half_quartiles(values: Sequence[float]) -> float:
+    first, _, third = statistics.quantiles(values, n=4)
+    return (third - first) / 2
+
+
+def report(
+    file: ModelFile, spec: ModelSpec, sessions: Mapping[str, Session], isa: str, n_threads: int, rounds: int
+) -> Report:
+    """Measure the machine and the sessions, the first of which is ours."""
+    limits = MachineLimits.measure(isa, n_threads)
+    prefill = min(512, min(session.n_ctx for session in sessions.values()) - CONTEXT)
+    curve, long = measure(sessions, CURVE, prefill, rounds)
+    weight_bytes, multiply_adds = work_of_a_token(file, spec)
+    return Report(
+        model=file.path.name,
+        cpu=devices.cpu_name(),
+        isa=isa,
+        n_threads=n_threads,
+        weight_bytes=weight_bytes,
+        multiply_adds=multiply_adds,
+        limits=limits,
+        curve=curve,
+        prefill=long,
+        engines=list(sessions),
+    )
