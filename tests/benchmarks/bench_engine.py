@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from machine import machine, read_bandwidth_gb_s
+from machine import machine
 
-from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native import MachineLimits, NativeBackend, best_isa
+from edgeinfer.bench import work_of_a_token
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import Device
@@ -105,14 +106,6 @@ def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, 
     return {name: 1e3 * statistics.median(of) for name, of in times.items()}
 
 
-def weight_bytes(path: Path) -> int:
-    """Bytes that one token reads: everything but the embedding, or all of it where it is the head too."""
-    with ModelFile.open(path) as file:
-        spec = read_spec(file)
-        names = {name for name in spec.tensor_shapes() if spec.tied_embeddings or name != spec.token_embd}
-        return sum(file.tensors[name].n_bytes for name in names)
-
-
 def bench(path: Path, n_threads: int, rounds: int, peer: bool) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     makers: dict[str, Callable[..., Contender]] = {"edgeinfer": Ours}
@@ -120,7 +113,7 @@ def bench(path: Path, n_threads: int, rounds: int, peer: bool) -> dict[str, Any]
         makers["llama.cpp"] = LlamaCpp
     tokens = np.random.default_rng(1).integers(0, 40000, CONTEXT + 512).astype(np.int32)
     contenders = {name: make(path, n_threads, tokens) for name, make in makers.items()}
-    bandwidth = read_bandwidth_gb_s(n_threads)
+    limits = MachineLimits.measure(best_isa(), n_threads)
     rows = []
     for n in SIZES:
         ms = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
@@ -132,19 +125,27 @@ def bench(path: Path, n_threads: int, rounds: int, peer: bool) -> dict[str, Any]
     one = rows[0]["ms"]["edgeinfer"]
     for row in rows:
         row["cost"] = round(row["ms"]["edgeinfer"] / one, 3)
-    used = weight_bytes(path) / 1e6 / one
+    with ModelFile.open(path) as file:
+        weight_bytes, multiply_adds = work_of_a_token(file, read_spec(file))
+    prefill = rows[-1]["ms"]["edgeinfer"]
     return {
         "model": path.name,
         "n_threads": n_threads,
         "rows": rows,
-        "weights_gb_s": round(used, 1),
-        "bandwidth_gb_s": round(bandwidth, 1),
+        "weights_gb_s": round(weight_bytes / 1e6 / one, 1),
+        "bandwidth_gb_s": round(limits.read_bytes_per_second / 1e9, 1),
+        "prefill_gmac_s": round(multiply_adds * SIZES[-1] / 1e6 / prefill),
+        "int8_peak_gmac_s": round(limits.int8_multiply_adds_per_second / 1e9),
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['model']}, {result['n_threads']} thread(s): {result['weights_gb_s']} GB/s of weights at n = 1, "
-          f"{result['bandwidth_gb_s']} GB/s measured", file=sys.stderr)  # fmt: skip
+    print(
+        f"\n{result['model']}, {result['n_threads']} thread(s): "
+        f"{result['weights_gb_s']} of {result['bandwidth_gb_s']} GB/s at n = 1, "
+        f"{result['prefill_gmac_s']} of {result['int8_peak_gmac_s']} GMAC/s in prefill",
+        file=sys.stderr,
+    )
     for row in result["rows"]:
         times = "  ".join(f"{name} {ms:9.2f} ms" for name, ms in row["ms"].items())
         print(f"  n = {row['n']:3}  c(n) {row['cost']:6.2f}  {times}  {row.get('speedup', '')}", file=sys.stderr)

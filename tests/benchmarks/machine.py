@@ -1,18 +1,13 @@
-"""What a benchmark says of the machine it ran on, and the limits measured in the same run."""
+"""What a benchmark says of the machine it ran on."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgeinfer.backends.native import best_isa
+from edgeinfer.devices import cpu_name
 
 
 def machine() -> dict[str, Any]:
@@ -24,26 +19,3 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "isa": best_isa(), "versions": versions}
-
-
-def cpu_name() -> str:
-    """The CPU's name for itself."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def read_bandwidth_gb_s(n_threads: int, n_bytes: int = 1 << 30) -> float:
-    """Best of five reads of a buffer larger than the caches, each thread its share."""
-    buffer = np.ones(n_bytes // 8, dtype=np.int64)
-    shares = np.array_split(buffer, n_threads)
-    best = 0.0
-    with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(5):
-            started = time.perf_counter()
-            list(pool.map(np.max, shares))
-            best = max(best, n_bytes / (time.perf_counter() - started) / 1e9)
-    return best
