@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "decoder.h"
-#include "limits.h"
+#include "machine_limits.h"
 #include "packing.h"
 
 namespace nb = nanobind;
