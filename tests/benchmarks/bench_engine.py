@@ -101,6 +101,7 @@ def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, 
         contenders[name].seconds(n)  # warm-up
     for _ in range(rounds):
         for name in names:
+            time.sleep(0.02)  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
             times[name].append(contenders[name].seconds(n))
         names.reverse()
     return {name: 1e3 * statistics.median(of) for name, of in times.items()}
