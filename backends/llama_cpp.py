@@ -2,7 +2,7 @@
 
 Promise 1 does not hold here. llama.cpp's logits depend on how a text is cut into batches and on which slots of the KV
 cache it fell: on quantised models they move by some percent of their spread, and once in a while that tips a choice.
-Nothing is added to that: one and the same sequence of calls on a new session gives the same bits.
+Nothing is added to that: the same calls, on a new session or after truncate(0), give the same bits.
 
 Every call of a session into llama.cpp is made by one thread of its own, one after the other, while the caller waits
 for it in Python. So Ctrl-C is served at once, and cannot strike between two changes that belong together. llama.cpp
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,10 +54,12 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.types import Device, Logits, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 VERSION = "0.3.36"  # of llama-cpp-python, as in pyproject.toml
+LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it
 MAX_OUTPUTS = 64  # rows of logits of one pass, and branches of a tree: llama.cpp holds a buffer for that many
+MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits
 
 _T = TypeVar("_T")
-_Rows = NDArray[np.intp]
+_Rows: TypeAlias = NDArray[np.int32] | NDArray[np.intp]
 
 _logger = logging.getLogger(__name__)
 _logger.addHandler(logging.NullHandler())
@@ -89,8 +91,10 @@ class LlamaCppBackend:
     ) -> MemoryPlan:
         """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted.
 
-        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Raises UnsupportedModel.
+        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Raises UnsupportedModel, and
+        InvalidArgument for an n_ctx on which llama.cpp would end the process.
         """
+        _check_n_ctx(model, n_ctx)
         n_batch = min(n_batch, n_ctx)
         with _Worker() as worker:
 
@@ -98,8 +102,9 @@ class LlamaCppBackend:
                 described = self._describe(model)
                 context = _Context(described, n_ctx, n_batch, n_threads, worker.flag)
                 context.close()
-                twice = 0 if "output.weight" in model.tensors else model.tensors["token_embd.weight"].n_bytes
-                return MemoryUse(described.n_bytes + twice, context.kv_bytes, context.activation_bytes)
+                tied = None if "output.weight" in model.tensors else model.tensors.get("token_embd.weight")
+                n_bytes = described.n_bytes + (tied.n_bytes if tied else 0)
+                return MemoryUse(n_bytes, context.kv_bytes, context.activation_bytes)
 
             return MemoryPlan(n_ctx, n_batch, worker.call(use))
 
@@ -115,6 +120,7 @@ class LlamaCppBackend:
 
         Raises UnsupportedModel, with what llama.cpp says, and BudgetExceeded if memory is too short.
         """
+        _check_n_ctx(model, plan.n_ctx)
         self._described = None
         worker = _Worker()
         share = 0.0
@@ -128,9 +134,12 @@ class LlamaCppBackend:
             loaded = _Model(self._library, model.paths[0], is_to_go_on)
             return _Context(loaded, plan.n_ctx, min(plan.n_batch, plan.n_ctx), device.n_threads, worker.flag)
 
+        def report() -> None:
+            if progress is not None:
+                progress(min(share, 0.99))
+
         try:
-            context = worker.call(open_context, meanwhile=progress and (lambda: progress(min(share, 0.99))))
-            session = LlamaCppSession(context, spec, plan, worker)
+            session = LlamaCppSession(worker.call(open_context, meanwhile=report), spec, plan, worker)
         except BaseException:
             worker.close()
             raise
@@ -145,6 +154,16 @@ class LlamaCppBackend:
         described = _Model(self._library, model.paths[0])
         self._described = weakref.ref(model), described
         return described
+
+
+def _check_n_ctx(model: ModelFile, n_ctx: int) -> None:
+    """Raises InvalidArgument for a context that llama.cpp cannot be asked for."""
+    learned = model.tensors.get("position_embd.weight")
+    most, why = MAX_N_CTX, "its table of the cache's cells must stay small"
+    if learned is not None and learned.shape[0] < most:
+        most, why = learned.shape[0], "the model has learned that many positions"
+    if n_ctx > most:
+        raise InvalidArgument(f"n_ctx must be at most {most} in llama.cpp, {why}: found {n_ctx}")
 
 
 class LlamaCppSession:
@@ -256,8 +275,6 @@ class LlamaCppSession:
         out = np.empty((len(wanted), context.model.n_vocab), dtype=np.float32)
         n_past = context.cache.length(sequence)
         for first, last in _chunks(len(ids), wanted, context.n_batch, context.n_outputs):
-            if self._worker.is_stopped:
-                raise _interrupted()
             inside = slice(*np.searchsorted(wanted, (first, last)))
             positions = np.arange(n_past + first, n_past + last)
             batch = _Batch(context.library, ids[first:last], positions, [(sequence,)] * (last - first))
@@ -285,14 +302,12 @@ class LlamaCppSession:
     def _run_branches(self, context: _Context, ids: TokenIds, paths: list[list[int]], wanted: _Rows) -> Logits:
         """Logits of the wanted rows of a tree, one branch after the other."""
         out = np.empty((len(wanted), context.model.n_vocab), dtype=np.float32)
-        seen: set[int] = set()
         for path in paths:
             self._catch_up(context)
             self._is_clean = False
-            places = [place for place, row in enumerate(wanted) if row in path and row not in seen]
+            places = np.isin(wanted, path)
             inside = np.searchsorted(path, wanted[places])
             out[places] = self._run_chain(context, ids[path], inside, context.cache.branch(1))
-            seen.update(path)
         return out
 
     def _keep(self, context: _Context, path: ArrayLike) -> None:
@@ -366,11 +381,7 @@ def _chunks(n: int, wanted: _Rows, n_batch: int, n_outputs: int) -> Iterator[tup
         first = last
 
 
-def _interrupted() -> Interrupted:
-    return Interrupted("the forward pass was interrupted; the session is as it was before")
-
-
-# ---- what llama.cpp holds ----------------------------------------------------------------------------------------------
+# ---- what llama.cpp holds --------------------------------------------------------------------------------------------
 
 
 class _Model:
@@ -379,9 +390,7 @@ class _Model:
     n_bytes: of the weights.  on_progress: called with the share that is loaded; stops loading with False.
     """
 
-    def __init__(
-        self, library: Any, path: Path, on_progress: Callable[[float, object], bool] | None = None
-    ) -> None:
+    def __init__(self, library: Any, path: Path, on_progress: Callable[[float, object], bool] | None = None) -> None:
         self.library = library
         params = library.llama_model_default_params()
         no_devices = (ctypes.c_void_p * 1)()  # a list that ends at once: no GPU
@@ -390,7 +399,7 @@ class _Model:
         params.load_mode = library.LLAMA_LOAD_MODE_NONE  # not mapped: repacked weights would be there twice
         params.no_alloc = on_progress is None
         if on_progress is not None:
-            params.progress_callback = callback = library.llama_progress_callback(on_progress)  # noqa: F841, kept alive
+            params.progress_callback = library.llama_progress_callback(on_progress)
         with _log.record() as lines:
             pointer = library.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
@@ -398,8 +407,9 @@ class _Model:
         self.pointer = pointer
         self.close = weakref.finalize(self, library.llama_model_free, pointer)
         self.n_vocab: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(pointer))
-        sizes = [_mebibytes(line, r"model buffer size") for line in lines]
-        self.n_bytes: int = library.llama_model_size(pointer) if on_progress is None else sum(sizes)
+        logged = sum(_mebibytes(line, r"model buffer size") for line in lines)
+        in_file: int = library.llama_model_size(pointer)
+        self.n_bytes = logged if logged > in_file + 2**15 else in_file  # more than rounding: repacked copies
         self.has_cells = not library.llama_model_is_recurrent(pointer) and not library.llama_model_is_hybrid(pointer)
         self.path = path
         self._check_kind()
@@ -476,8 +486,7 @@ class _Context:
         memory = library.llama_get_memory(self.pointer)
         if not memory:
             raise UnsupportedModel(f"{model.path}: llama.cpp keeps no text for this model: it is no language model")
-        n_swa = library.llama_model_n_swa(model.pointer)
-        self.cache = _Cache(library, memory, model.has_cells, n_swa)
+        self.cache = _Cache(library, memory, model.has_cells)
         self.kv_bytes = sum(_mebibytes(line, r"^\w+: (?:.*, )?size") for line in lines)
         output_bytes = 4 * model.n_vocab * params.n_outputs_max
         self.activation_bytes = output_bytes + sum(_mebibytes(line, r"compute buffer size") for line in lines)
@@ -488,7 +497,7 @@ class _Context:
         with _log.record() as lines:
             status = self.library.llama_decode(self.pointer, batch.structure)
         if status == 2:
-            raise _interrupted()
+            raise Interrupted("the forward pass was interrupted; the session is as it was before")
         if status:
             raise BackendLost(f"llama.cpp failed on a pass of {len(batch.outputs)} tokens: {_quote(lines)} ({status})")
         if len(out):
@@ -513,16 +522,15 @@ class _Batch:
         self._sequences = np.array([sequence for of_row in sequences for sequence in of_row], dtype=np.int32)
         starts = np.cumsum(self._counts) - self._counts
         self._pointers = self._sequences.ctypes.data + 4 * starts.astype(np.uintp)
+        int32 = ctypes.POINTER(ctypes.c_int32)
         self.structure = library.llama_batch(
             n,
-            *(
-                None if array is None else ctypes.cast(array.ctypes.data, kind)
-                for array, (_, kind) in zip(
-                    (self._ids, None, self._positions, self._counts, self._pointers, self.outputs),
-                    library.llama_batch._fields_[1:],
-                    strict=True,
-                )
-            ),
+            self._ids.ctypes.data_as(int32),
+            None,  # embeddings in place of tokens
+            self._positions.ctypes.data_as(int32),
+            self._counts.ctypes.data_as(int32),
+            self._pointers.ctypes.data_as(ctypes.POINTER(int32)),
+            self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
 
@@ -531,14 +539,12 @@ class _Cache:
 
     With cells, one a token, a sequence can be cut short and branches share what they have in common. Without, there is
     a state that is the sum of all tokens: passes then run on a copy, sequence 1, that is adopted whole or dropped.
-    n_swa: positions of a sliding window, 0 for none.
     """
 
-    def __init__(self, library: Any, memory: int, has_cells: bool, n_swa: int) -> None:
+    def __init__(self, library: Any, memory: int, has_cells: bool) -> None:
         self.has_cells = has_cells
         self._library = library
         self._memory = memory
-        self._n_swa = n_swa
         self._is_branched = False
 
     def length(self, sequence: int) -> int:
@@ -568,9 +574,9 @@ class _Cache:
         library, memory = self._library, self._memory
         self._drop_branches()
         removed = library.llama_memory_seq_rm(memory, 0, n, -1)
-        first = library.llama_memory_seq_pos_min(memory, 0)  # above 0 where old cells of a window were used again
-        has_window = not self.has_cells or first <= max(0, n - self._n_swa)
-        if removed and has_window and self.length(0) == n:
+        # Cells that are behind a sliding window may have been used again.
+        is_whole = not self.has_cells or library.llama_memory_seq_pos_min(memory, 0) <= 0
+        if removed and is_whole:
             return n
         library.llama_memory_clear(memory, True)
         return 0
@@ -581,7 +587,7 @@ class _Cache:
             self._is_branched = False
 
 
-# ---- threads -----------------------------------------------------------------------------------------------------------
+# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 class _Worker:
@@ -639,44 +645,37 @@ def _strlen() -> Any:
     return (ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).strlen
 
 
-# ---- the library and its log -------------------------------------------------------------------------------------------
+# ---- the library and its log -----------------------------------------------------------------------------------------
 
-_ERROR, _CONTINUED = 4, 5  # enum ggml_log_level
+_DEBUG, _ERROR = 1, 4  # enum ggml_log_level
 
 
-class _Log:
-    """Takes what llama.cpp logs, from any thread."""
+class _Log(threading.local):
+    """Takes what llama.cpp logs; each thread sees its own lines."""
 
     def __init__(self) -> None:
-        self.callback: Any = None
-        self._recordings: dict[int, list[tuple[int, str]]] = {}  # by thread
-        self._line = ""
-        self._level = 0
+        self._lines: list[tuple[int, str]] | None = None
 
     @contextmanager
     def record(self) -> Iterator[list[tuple[int, str]]]:
         """Lines (level, text) that this thread has logged meanwhile, but for DEBUG."""
-        lines = self._recordings[threading.get_ident()] = []
+        lines: list[tuple[int, str]] = []
+        self._lines = lines
         try:
             yield lines
         finally:
-            del self._recordings[threading.get_ident()]
+            self._lines = None
 
     def receive(self, level: int, text: bytes, _: object) -> None:
-        """A ggml_log_callback: text is a line with its end, or a part of one."""
-        if level != _CONTINUED:
-            self._line, self._level = "", level
-        self._line += text.decode(errors="replace")
-        if not self._line.endswith("\n"):
-            return
-        line, self._line = self._line.rstrip(), ""
+        """A ggml_log_callback."""
+        line = text.decode(errors="replace").rstrip()
         _logger.debug("%s", line)
-        lines = self._recordings.get(threading.get_ident())
-        if lines is not None and self._level > 1:
-            lines.append((self._level, line))
+        if self._lines is not None and level > _DEBUG:
+            self._lines.append((level, line))
 
 
 _log = _Log()
+_callbacks: list[Any] = []  # llama.cpp calls them for as long as the process lives
 
 
 def _quote(lines: list[tuple[int, str]]) -> str:
@@ -685,7 +684,7 @@ def _quote(lines: list[tuple[int, str]]) -> str:
     return errors[-1] if errors else "it gives no reason"
 
 
-def _refuse(path: Path, lines: list[tuple[int, str]]) -> None:
+def _refuse(path: Path, lines: list[tuple[int, str]]) -> NoReturn:
     reason = _quote(lines)
     if "alloc" in reason:
         raise BudgetExceeded(f"{path}: llama.cpp found too little memory: {reason}")
@@ -696,6 +695,41 @@ def _mebibytes(line: tuple[int, str], what: str) -> int:
     """Bytes of "what = 1.25 MiB" in a line of the log, 0 if it does not say that."""
     match = re.search(what + r" = +([0-9.]+) MiB", line[1])
     return round(float(match[1]) * 2**20) if match else 0
+
+
+_FIELDS = {
+    "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
+    "llama_model_params": "devices n_gpu_layers load_mode progress_callback no_alloc",
+    "llama_context_params": (
+        "n_ctx n_batch n_ubatch n_seq_max n_outputs_max n_threads n_threads_batch abort_callback abort_callback_data "
+        "offload_kqv op_offload swa_full kv_unified"
+    ),
+}
+
+
+def _check_layouts(library: Any) -> None:
+    """Raises BackendUnavailable if structures could lie otherwise in memory than this file and llama_cpp assume.
+
+    llama_cpp describes the structures of the library that it comes with; it is another library, or lacks a field.
+    """
+    found = getattr(library, "__version__", "of no version")
+    lacking = [
+        f"{structure}.{name}"
+        for structure, names in _FIELDS.items()
+        for name in names.split()
+        if not hasattr(getattr(library, structure, None), name)
+    ]
+    if lacking:
+        raise BackendUnavailable(
+            f"the llama.cpp backend wants llama-cpp-python {VERSION}; found {found}, which lacks {', '.join(lacking)}: "
+            "pip install 'edgeinfer[llama]'"
+        )
+    elsewhere = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if elsewhere is not None and library.llama_version() != LIBRARY_VERSION:
+        raise BackendUnavailable(
+            f"LLAMA_CPP_LIB_PATH={elsewhere} has llama.cpp {library.llama_version().decode()}; llama-cpp-python "
+            f"{VERSION} wants {LIBRARY_VERSION.decode()}: unset it"
+        )
 
 
 @functools.cache
@@ -710,8 +744,8 @@ def open_library() -> Any:
         ) from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BackendUnavailable(f"llama-cpp-python cannot be loaded: {error}; install it anew") from error
-    _check_version(library)
-    _log.callback = library.llama_log_callback(_log.receive)
-    library.llama_log_set(_log.callback, None)
+    _check_layouts(library)
+    _callbacks.append(library.llama_log_callback(_log.receive))
+    library.llama_log_set(_callbacks[-1], None)
     library.llama_backend_init()
     return library
