@@ -79,8 +79,10 @@ class _Budget:
         self._bytes -= n_bytes
         if self._bytes < 0:
             raise TemplateError(f"the chat template makes more than {MAX_MEMORY_BYTES >> 20} MiB of texts and lists")
-        if self._steps < 0 or time.monotonic() > self._deadline:
-            raise TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s or {MAX_STEPS} steps")
+        if self._steps < 0:
+            raise TemplateError(f"the chat template takes more than {MAX_STEPS} steps")
+        if time.monotonic() > self._deadline:
+            raise TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s")
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -277,7 +279,7 @@ def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _raise_exception(message: object = "") -> NoReturn:
-    raise TemplateError(f"the chat template refuses the messages: {_weighed(message)}"[:1000])
+    raise TemplateError(f"the chat template refuses the messages: {message}"[:1000])
 
 
 def _strftime_now(format: str) -> str:

@@ -163,84 +163,135 @@ def test_error_while_rendering_says_what_failed() -> None:
 
 # --- bombs and escapes ------------------------------------------------------------------------------------------------
 
-_TREE = "{% set n = namespace(l=['a'], m=['a'], t=(1,)) %}{% for i in range(60) %}{% set n.l = [n.l, n.l] %}"
-_TREE += "{% set n.m = [n.m, n.m] %}{% set n.t = (n.t, n.t) %}{% endfor %}"
-BOMBS = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "nested loops without a body": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}"
-    "{% endfor %}",
-    "text doubled by +": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "text doubled by ~": "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "list doubled by +": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
-    "text times a number": "{{ 'a' * 10**10 }}",
-    "number times a list": "{{ 10**10 * [0] }}",
-    "great power": "{{ 10 ** (10 ** 9) }}",
-    "number squared": "{% set n = namespace(i=3) %}{% for i in range(99) %}{% set n.i = n.i * n.i %}{% endfor %}",
-    "percent width": "{{ '%99999999999d' % 1 }}",
-    "percent width by name": "{{ '%(a)999999999d' % {'a': 1} }}",
-    "percent precision": "{{ '%.999999999f' % 1 }}",
-    "percent star": "{{ '%*d' % (999999999, 1) }}",
-    "percent often": "{{ ('%s' * 10000) % (['a' * 100000] * 10000) }}",
-    "format filter": "{{ '%999999999d' | format(1) }}",
-    "format width": "{{ '{:>999999999}'.format('a') }}",
-    "format width from elsewhere": "{{ '{:>{}}'.format('a', 999999999) }}",
-    "format_map": "{{ '{a:>999999999}'.format_map({'a': 1}) }}",
-    "ljust": "{{ 'a'.ljust(999999999) }}",
-    "bytes of a number": "{{ (1).to_bytes(999999999, 'big') }}",
-    "replace filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
-    "replace method": "{{ ('a' * 1000000).replace('', 'b' * 1000000) }}",
-    "join filter": "{{ (['a' * 1000000] * 1000000) | join }}",
-    "join method": "{{ ('a' * 1000000).join(['a'] * 100000) }}",
-    "join of a generator": "{{ (['a' * 1000000] * 1000000) | map('default') | join }}",
-    "indent": "{{ ('a\n' * 1000) | indent(99999999) }}",
-    "json indent": "{{ [[1]] | tojson(indent=999999999) }}",
-    "json separators": "{{ ([1] * 100000) | tojson(separators=('x' * 100000, ':')) }}",
-    "sum of lists": "{{ ([[0] * 100000] * 100000) | sum(start=[]) }}",
-    "round": "{{ 1.5 | round(999999999, 'floor') }}",
-    "long strip": "{{ ('b' * 4000000).strip('a' * 4000000 ~ 'b') }}",
-    "long trim": "{{ ('b' * 4000000) | trim('a' * 4000000 ~ 'b') }}",
-    "sort of long texts": "{{ (['a' * 1000000 ~ 'b', 'a' * 1000000 ~ 'c'] * 100000) | sort }}",
-    "deep list printed": _TREE + "{{ n.l }}",
-    "deep list joined": _TREE + "{{ 'a' ~ n.l }}",
-    "deep list as JSON": _TREE + "{{ n.l | tojson }}",
-    "deep list compared": _TREE + "{{ n.l == n.m }}",
-    "deep list tested": _TREE + "{{ n.l is eq(n.m) }}",
-    "deep list searched": _TREE + "{{ n.l in [n.m] }}{{ [n.l].index(n.m) }}",
-    "deep list formatted": _TREE + "{{ '%s' % (n.l,) }}",
-    "deep tuple as a key": _TREE + "{{ {n.t: 1} }}",
-    "deep tuple as an index": _TREE + "{{ {}[n.t] }}",
-    "deep tuple looked up": _TREE + "{{ {}.get(n.t) }}",
-    "deep tuple in a difference": _TREE + "{{ {1: n.t}.items() - {}.items() }}",
-    "namespace in itself": "{% set n = namespace() %}{% set n.n = n %}{{ n }}",
-    "macro in itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "macro twice in itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
-    "loop in itself": "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-    "text in a macro": "{% macro f() %}{% for i in range(99999) %}" + "x" * 200000 + "{% endfor %}{% endmacro %}"
-    "{{ f() }}",
-    "text in a block": "{% set s %}{% for i in range(99999) %}" + "x" * 200000 + "{% endfor %}{% endset %}",
-    "long output": "{% for i in range(99999) %}" + "x" * 2000 + "{% endfor %}",
-    "slices kept": "{% set s = 'ab' * 1000000 %}{% set n = namespace(l=[]) %}{% for i in range(9999) %}"
-    "{% set n.l = [n.l, s[i:]] %}{% endfor %}",
-    "words kept": "{% set s = 'ab ' * 100000 %}{% set n = namespace(l=[]) %}{% for i in range(9999) %}"
-    "{% set n.l = [n.l, s.split()] %}{% endfor %}",
-    "lists kept": "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% for j in range(9999) %}"
-    "{% set n.l = [n.l, [" + "i," * 5000 + "]] %}{% endfor %}{% endfor %}",
-    "characters of a text": "{{ ('ü' * 4000000) | list | length }}",
-    "range": "{% for i in range(10**9) %}{% endfor %}",
-    "date": "{{ strftime_now('%c' * 1000000) }}",
-    "message": "{{ raise_exception('x' * 100000000) }}",
-}  # fmt: skip
+# Lists and a tuple that hold one another 50 deep: 2^50 elements to one that walks through them; k is deep only.
+_TREE = "{% set n = namespace(l=['a'], m=['a'], t=(1,), k=[1], o=0) %}{% for i in range(50) %}"
+_TREE += "{% set n.l = [n.l, n.l] %}{% set n.m = [n.m, n.m] %}{% set n.t = (n.t, n.t) %}{% set n.k = [n.k] %}"
+_TREE += "{% endfor %}{% set n.o = [n.l] %}"
+_TIMES_99 = "{% set n = namespace(s='a', l=[1], i=3) %}{% for i in range(99) %}"
+_LONGER, _MORE, _WIDTH, _BITS, _DEEP = "longer than", "more than 128 MiB", "width", "bits", "deep"
+_SLOW = r"steps|more than 1\.5 s"
+BOMBS: dict[str, tuple[str, str]] = {  # what refuses it, and the source
+    "nested loops": (_SLOW, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+    "nested loops without a body": (
+        _SLOW,
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    ),
+    "text doubled by +": (_LONGER, _TIMES_99 + "{% set n.s = n.s + n.s %}{% endfor %}"),
+    "text doubled by ~": (_LONGER, _TIMES_99 + "{% set n.s = n.s ~ n.s %}{% endfor %}"),
+    "list doubled by +": (_MORE, _TIMES_99 + "{% set n.l = n.l + n.l %}{% endfor %}"),
+    "number squared": (_BITS, _TIMES_99 + "{% set n.i = n.i * n.i %}{% endfor %}"),
+    "great power": (_BITS, "{{ 10 ** (10 ** 9) }}"),
+    "text times a number": (_LONGER, "{{ 'a' * 10**10 }}"),
+    "number times a list": (_LONGER, "{{ 10**10 * [0] }}"),
+    "percent width": (_WIDTH, "{{ '%99999999999d' % 1 }}"),
+    "percent width by name": (_WIDTH, "{{ '%(a)999999999d' % {'a': 1} }}"),
+    "percent precision": (_WIDTH, "{{ '%.999999999f' % 1 }}"),
+    "percent star": (_WIDTH, "{{ '%*d' % (999999999, 1) }}"),
+    "percent often": (_LONGER, "{{ ('%s' * 10000) % (['a' * 100000] * 10000) }}"),
+    "format filter": (_WIDTH, "{{ '%999999999d' | format(1) }}"),
+    "format width": (_WIDTH, "{{ '{:>999999999}'.format('a') }}"),
+    "format width from elsewhere": (_WIDTH, "{{ '{:>{}}'.format('a', 999999999) }}"),
+    "format_map": (_WIDTH, "{{ '{a:>999999999}'.format_map({'a': 1}) }}"),
+    "ljust": ("must not", "{{ 'a'.ljust(999999999) }}"),
+    "bytes of a number": ("must not", "{{ (1).to_bytes(999999999, 'big') }}"),
+    "replace filter": (_LONGER, "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}"),
+    "replace method": (_LONGER, "{{ ('a' * 1000000).replace('', 'b' * 1000000) }}"),
+    "join filter": (_LONGER, "{{ (['a' * 1000000] * 1000000) | join }}"),
+    "join filter with a long separator": (_LONGER, "{{ (['a'] * 10000) | join('a' * 100000) }}"),
+    "join method": (_LONGER, "{{ ('a' * 1000000).join(['a'] * 100000) }}"),
+    "join method of a generator": (_LONGER, "{{ ','.join((['a' * 1000000] * 1000) | select) }}"),
+    "indent": (_LONGER, "{{ ('a\n' * 1000) | indent(99999999) }}"),
+    "title": (_LONGER, "{{ ('a ' * 1000000) | title }}"),
+    "json indent": ("16 characters", "{{ [[1]] | tojson(indent=999999999) }}"),
+    "json separators": ("16 characters", "{{ ([1] * 100000) | tojson(separators=('x' * 100000, ':')) }}"),
+    "json far to the right": (_MORE, _TREE + "{{ ([n.k] * 3000) | tojson(indent=16) }}"),
+    "sum of lists": (_MORE, "{{ ([[0] * 1000] * 4000) | sum(start=[]) }}"),
+    "round": ("digits", "{{ 1.5 | round(999999999, 'floor') }}"),
+    "long strip": ("strips", "{{ ('b' * 4000000).strip('a' * 4000000 ~ 'b') }}"),
+    "long trim": ("strips", "{{ ('b' * 4000000) | trim('a' * 4000000 ~ 'b') }}"),
+    "sort of long texts": (_LONGER, "{{ (['a' * 1000000 ~ 'b', 'a' * 1000000 ~ 'c'] * 100000) | sort }}"),
+    "long lists compared often": (_LONGER, "{% set a = [0] * 99999 %}{{ ([a + [1]] * 99999).count(a + [2]) }}"),
+    "deep list printed": (_LONGER, _TREE + "{{ n.l }}"),
+    "deep list joined": (_LONGER, _TREE + "{{ 'a' ~ n.l }}"),
+    "deep list as JSON": (_LONGER, _TREE + "{{ n.l | tojson }}"),
+    "deep list compared": (_LONGER, _TREE + "{{ n.l == n.m }}"),
+    "deep list tested": (_LONGER, _TREE + "{{ n.l is eq(n.m) }}"),
+    "deep list searched": (_LONGER, _TREE + "{{ n.l in [n.m] }}"),
+    "deep list in percent": (_LONGER, _TREE + "{{ '%s' % (n.l,) }}"),
+    "deep list in format": (_LONGER, _TREE + "{{ '{}'.format([n.l]) }}"),
+    "deep list in format, by repr": (_LONGER, _TREE + "{{ '{0[0]!r}'.format(n.o) }}"),
+    "deep tuple as a key": (_LONGER, _TREE + "{{ {n.t: 1} }}"),
+    "deep tuple as an index": (_LONGER, _TREE + "{{ {}[n.t] }}"),
+    "deep tuple looked up": (_LONGER, _TREE + "{{ {}.get(n.t) }}"),
+    "deep tuple in a difference": (_LONGER, _TREE + "{{ {1: n.t}.items() - {}.items() }}"),
+    "namespace in itself": (_DEEP, "{% set n = namespace() %}{% set n.n = n %}{{ n }}"),
+    "macro in itself": (_DEEP, "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+    "loop in itself": (_DEEP, "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}"),
+    "macro twice in itself": (
+        _SLOW,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ),
+    "text in a macro": (
+        _MORE,
+        "{% macro f() %}{% for i in range(99999) %}" + "x" * 200000 + "{% endfor %}{% endmacro %}{{ f() }}",
+    ),
+    "text in a block": (_MORE, "{% set s %}{% for i in range(99999) %}" + "x" * 200000 + "{% endfor %}{% endset %}"),
+    "long output": (_LONGER, "{% for i in range(99999) %}" + "x" * 2000 + "{% endfor %}"),
+    "slices kept": (
+        _MORE,
+        "{% set s = 'ab' * 1000000 %}{% set n = namespace(l=[]) %}{% for i in range(9999) %}"
+        "{% set n.l = [n.l, s[i:]] %}{% endfor %}",
+    ),
+    "words kept": (
+        _MORE,
+        "{% set s = 'ab ' * 100000 %}{% set n = namespace(l=[]) %}{% for i in range(9999) %}"
+        "{% set n.l = [n.l, s.split()] %}{% endfor %}",
+    ),
+    "lists kept": (
+        _MORE,
+        "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% for j in range(9999) %}"
+        "{% set n.l = [n.l, [" + "i," * 5000 + "]] %}{% endfor %}{% endfor %}",
+    ),
+    "namespaces kept": (
+        _MORE + "|" + _SLOW,
+        "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% for j in range(9999) %}"
+        "{% set n.l = [n.l, namespace(a=i)] %}{% endfor %}{% endfor %}",
+    ),
+    "characters of a text": (_LONGER, "{{ ('ü' * 4000000) | list | length }}"),
+    "range": ("Range too big", "{% for i in range(10**9) %}{% endfor %}"),
+    "date": ("200 characters", "{{ strftime_now('%c' * 1000000) }}"),
+    "message": (_LONGER, "{{ raise_exception('x' * 100000000) }}"),
+}
 
 
-@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
-def test_bomb_is_refused_in_time_and_without_its_memory(source: str) -> None:
+@pytest.mark.parametrize("reason, source", BOMBS.values(), ids=BOMBS.keys())
+def test_bomb_is_refused_in_time_and_without_its_memory(reason: str, source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError, match=reason):
         render(source)
     assert time.monotonic() - start <= 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+def test_steps_are_counted_whatever_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.template.MAX_SECONDS", 1e9)
+    monkeypatch.setattr("edgeinfer.template.MAX_STEPS", 1000)
+    assert len(render("{% for i in range(400) %}a{% endfor %}")) == 400
+    with pytest.raises(TemplateError, match="1000 steps"):
+        render("{% for i in range(1001) %}{% endfor %}")
+
+
+def test_clock_is_looked_at_whatever_steps_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.template.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("edgeinfer.template.MAX_STEPS", 10**9)
+    with pytest.raises(TemplateError, match="0.05 s"):
+        render(BOMBS["nested loops"][1])
+
+
+def test_filter_over_filter_without_end_keeps_no_chain_of_generators() -> None:
+    chain = "{% for i in range(9999) %}{% set n.l = n.l | map('abs') | select %}{% endfor %}"
+    assert render("{% set n = namespace(l=[1]) %}" + chain + "{{ n.l | list }}") == "[1]"
 
 
 ESCAPES = {
@@ -290,7 +341,7 @@ def test_long_conversation_is_far_from_the_limits() -> None:
 
 def test_threads_render_at_the_same_time_and_each_has_its_own_limits() -> None:
     template = ChatTemplate("{% for i in range(9000) %}{{ messages[0].content }}{% endfor %}")
-    bomb = ChatTemplate(BOMBS["nested loops"])
+    bomb = ChatTemplate(BOMBS["nested loops"][1])
     found: dict[int, str] = {}
 
     def run(number: int) -> None:
