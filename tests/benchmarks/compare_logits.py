@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from machine import machine
 from numpy.typing import NDArray
-from text import LICENSE_TEXT
+from text import SAMPLE_TEXT
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.gguf import ModelFile
@@ -74,10 +74,10 @@ def compare(a: Logits, peer: Logits, tokens: list[int]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--text", type=Path, help="default: the project's LICENSE")
+    parser.add_argument("--text", type=Path, help="default: some source code, sample.txt")
     parser.add_argument("--tokens", type=int, default=512)
     arguments = parser.parse_args()
-    text = arguments.text.read_text() if arguments.text else LICENSE_TEXT
+    text = arguments.text.read_text() if arguments.text else SAMPLE_TEXT
     results = {}
     for path in arguments.models:
         tokens, logits = ours(path, text, arguments.tokens)
