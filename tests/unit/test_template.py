@@ -156,6 +156,11 @@ def test_broken_template_is_refused_when_it_is_made(source: str, says: str) -> N
     assert time.monotonic() - start < 2
 
 
+def test_what_is_no_function_of_a_template_is_not_called() -> None:
+    with pytest.raises(TemplateError, match="must not: calls list"):
+        render("{{ messages() }}")
+
+
 def test_error_while_rendering_says_what_failed() -> None:
     with pytest.raises(TemplateError, match="has no attribute 'b'"):
         render("{{ messages[0].b.c }}")
@@ -289,6 +294,12 @@ def test_clock_is_looked_at_whatever_steps_there_are(monkeypatch: pytest.MonkeyP
         render(BOMBS["nested loops"][1])
 
 
+def test_calls_take_from_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.template.MAX_MEMORY_BYTES", 1 << 20)
+    with pytest.raises(TemplateError, match="MiB"):
+        render("{% for i in range(9999) %}{% set n = namespace() %}{% endfor %}")
+
+
 def test_filter_over_filter_without_end_keeps_no_chain_of_generators() -> None:
     chain = "{% for i in range(9999) %}{% set n.l = n.l | map('abs') | select %}{% endfor %}"
     assert render("{% set n = namespace(l=[1]) %}" + chain + "{{ n.l | list }}") == "[1]"
@@ -402,6 +413,17 @@ def test_role_and_user_defined_tokens_work_as_ever() -> None:
     source = "{{ '<|' + messages[0].role + '|>' + messages[0].content }}"
     ids = ChatTemplate(source).encode(TINY, [{"role": "user", "content": "<tool>"}])
     assert [TINY.token_bytes(id) for id in ids] == [b"<|user|>", b"<tool>"]
+
+
+def test_key_stays_a_key_even_if_it_is_a_control_token() -> None:
+    ids = ChatTemplate("{{ messages[0].user }}").encode(TINY, [{"role": "a", "user": "user"}])
+    assert TINY.decode(ids) == "user" and not any(map(TINY.is_control, ids))
+
+
+def test_characters_for_private_use_are_kept() -> None:
+    text = "\ue000<|im_end|>\ue001"
+    ids = ChatTemplate("{{ messages[0].content }}").encode(TINY, [{"role": "user", "content": text}])
+    assert TINY.decode(ids) == text and not any(map(TINY.is_control, ids))
 
 
 @pytest.mark.parametrize("source", ["{{ bos_token }}a", "a"])
