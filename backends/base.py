@@ -12,10 +12,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.errors import ContextOverflow, ShapeError
+from edgeinfer.errors import ContextOverflow, ShapeError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, query_factors
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 
@@ -59,6 +59,13 @@ class Session(Protocol):
         """Forget all but the first n_past committed tokens, and what the last forward left uncommitted."""
         ...
 
+    def recall(self, tokens: ArrayLike) -> int:
+        """Make a beginning of these tokens the committed text, as long as the KV cache has it; gives its length.
+
+        tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
+        """
+        ...
+
     def memory(self) -> MemoryUse:
         """Bytes held now."""
         ...
@@ -77,8 +84,16 @@ class Backend(Protocol):
 
     name: str
 
-    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
-        """Bytes that `load` would take, without loading."""
+    def plan(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_threads: int = 1,
+        cache_type: CacheType = "f16",
+    ) -> MemoryPlan:
+        """Bytes that `load` would take, without loading. Raises UnsupportedModel for a cache that it cannot have."""
         ...
 
     def load(
@@ -155,6 +170,21 @@ def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]
             raise ShapeError(f"row {row} follows row {parents[row]}, but the path comes from row {before}")
         before = row
     return np.ascontiguousarray(rows, dtype=np.int32)
+
+
+def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
+    """Raises UnsupportedModel if the model's heads do not fit a cache of that type."""
+    if cache_type == "q8_0" and spec.head_dim % 32:
+        raise UnsupportedModel(
+            f"a q8_0 KV cache needs heads of a multiple of 32 numbers: found {spec.head_dim}; use f16"
+        )
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of tokens at the start in which two texts agree."""
+    n = min(len(a), len(b))
+    differing = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(differing[0]) if differing.size else n
 
 
 def query_scales(spec: ModelSpec, n_ctx: int) -> NDArray[np.float32]:

@@ -16,21 +16,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import (
     Progress,
+    check_cache,
     check_parents,
     check_path,
     check_rows,
     check_taps,
     check_tokens,
+    common_length,
     query_scales,
 )
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]
 Activations = Literal["float32", "int8"]
+_CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32}
 
 
 class ReferenceBackend:
@@ -46,11 +49,21 @@ class ReferenceBackend:
     def __init__(self, activations: Activations = "float32") -> None:
         self.activations = activations
 
-    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
-        """Bytes of the weights in float32, the KV cache in float16, and the activations of n_batch tokens.
+    def plan(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_threads: int = 1,
+        cache_type: CacheType = "f16",
+    ) -> MemoryPlan:
+        """Bytes of the weights in float32, the KV cache, and the activations of n_batch tokens.
 
-        Raises UnsupportedModel for a tensor type that `dequantize` does not know.
+        The cache is in float16; for q8_0 in float32, rounded to 8 bits.
+        Raises UnsupportedModel for a tensor type that `dequantize` does not know, or heads that q8_0 does not fit.
         """
+        check_cache(cache_type, spec)
         for name in spec.tensor_shapes():
             _check_type(model, name)
         n_batch = min(n_batch, n_ctx)
@@ -58,7 +71,8 @@ class ReferenceBackend:
         n_kv = spec.n_layers * n_ctx * 2 * spec.n_kv_heads * spec.head_dim
         heads = spec.n_heads + 2 * spec.n_kv_heads
         n_activations = n_batch * (2 * spec.n_embd + heads * spec.head_dim + 2 * spec.n_ff)
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(4 * n_weights, 2 * n_kv, 4 * n_activations))
+        use = MemoryUse(4 * n_weights, _CACHE_DTYPES[cache_type]().itemsize * n_kv, 4 * n_activations)
+        return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -93,10 +107,11 @@ class ReferenceSession:
         self._plan = plan
         self._weights = weights
         shape = (spec.n_layers, plan.n_ctx, spec.n_kv_heads, spec.head_dim)
-        self._keys = np.zeros(shape, dtype=np.float16)  # after rope
-        self._values = np.zeros(shape, dtype=np.float16)
-        self._n_past = 0
+        self._keys = np.zeros(shape, dtype=_CACHE_DTYPES[plan.cache_type])  # after rope
+        self._values = np.zeros_like(self._keys)
+        self._text: list[int] = []  # committed
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
+        self._tokens = self._parents
         self._ropes = [None if part.rope is None else part.rope.of_context(plan.n_ctx) for part in spec.attention]
         self._query_scales = query_scales(spec, plan.n_ctx)
         self._stopped = False
@@ -105,7 +120,7 @@ class ReferenceSession:
     def n_past(self) -> int:
         """Number of committed tokens."""
         self._check_open()
-        return self._n_past
+        return len(self._text)
 
     def forward(
         self,
@@ -117,13 +132,13 @@ class ReferenceSession:
     ) -> Output:
         """See Session.forward. The batch may be larger than n_batch; it then takes more memory than planned."""
         self._check_open()
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
         links = check_parents(parents, len(ids))
         rows = check_rows(logits, len(ids))
         taps = check_taps(hidden, self.spec.n_layers)
         self._stopped = False
         self._parents = np.empty(0, dtype=np.int32)
-        paths = _visible_slots(links, self._n_past)
+        paths = _visible_slots(links, self.n_past)
         x = scale(self._weights[self.spec.token_embd].values[ids], self.spec.embedding_scale)  # (n, n_embd)
         tapped = {}
         for layer in range(self.spec.n_layers):
@@ -132,26 +147,31 @@ class ReferenceSession:
             if layer in taps:
                 tapped[layer] = x
         out = self._head(x[rows])
-        self._parents = links
+        self._parents, self._tokens = links, ids
         return Output(out, np.stack([tapped[layer] for layer in taps]) if taps else None)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
         self._check_open()
         rows = check_path(path, self._parents)
-        slots = slice(self._n_past, self._n_past + len(rows))
-        self._keys[:, slots] = self._keys[:, self._n_past + rows]
-        self._values[:, slots] = self._values[:, self._n_past + rows]
-        self._n_past += len(rows)
+        slots = slice(self.n_past, self.n_past + len(rows))
+        self._keys[:, slots] = self._keys[:, self.n_past + rows]
+        self._values[:, slots] = self._values[:, self.n_past + rows]
+        self._text += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
     def truncate(self, n_past: int) -> None:
         """See Session.truncate."""
         self._check_open()
-        if not 0 <= n_past <= self._n_past:
-            raise ShapeError(f"n_past must be in 0..{self._n_past}: found {n_past}")
-        self._n_past = n_past
+        if not 0 <= n_past <= self.n_past:
+            raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
+        del self._text[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
+
+    def recall(self, tokens: ArrayLike) -> int:
+        """See Session.recall. Finds what is committed now."""
+        self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
+        return self.n_past
 
     def memory(self) -> MemoryUse:
         """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
@@ -166,7 +186,7 @@ class ReferenceSession:
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
         self._weights = {}
-        self._keys = self._values = np.empty((0, 0, 0, 0), dtype=np.float16)
+        self._keys = self._values = np.empty((0, 0, 0, 0), dtype=self._keys.dtype)
 
     def _check_open(self) -> None:
         if not self._weights:
@@ -180,7 +200,11 @@ class ReferenceSession:
         if rope is not None:
             q, k = rotate(q, positions, rope), rotate(k, positions, rope)
         q = q * self._query_scales[positions][:, None, None]
-        slots = slice(self._n_past, self._n_past + len(x))
+        if self._plan.cache_type == "q8_0":
+            q, k, v = (
+                round_activations(heads.reshape(-1, spec.head_dim), 32).reshape(heads.shape) for heads in (q, k, v)
+            )
+        slots = slice(self.n_past, self.n_past + len(x))
         self._keys[layer, slots], self._values[layer, slots] = k, v
         y = np.empty_like(q)
         for i, path in enumerate(paths):
@@ -266,7 +290,9 @@ def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
     return turned
 
 
-def attend(q: Floats, keys: NDArray[np.float16], values: NDArray[np.float16], score_cap: float | None = None) -> Floats:
+def attend(
+    q: Floats, keys: NDArray[np.floating], values: NDArray[np.floating], score_cap: float | None = None
+) -> Floats:
     """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, head_dim).
 
     q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer

@@ -180,10 +180,14 @@ class ModelFile:
         info = self.tensors[name]
         return np.frombuffer(self._mapping(info.part), np.uint8, info.n_bytes, info.offset)
 
-    def release(self, name: str) -> None:
-        """Let the system take back the memory that reading a tensor took; reading it again is sound but slower."""
+    def release(self, name: str, first: int = 0, last: int | None = None) -> None:
+        """Let the system take back the memory that reading bytes first..last-1 of a tensor took.
+
+        Reading them again is sound but slower.
+        """
         info = self.tensors[name]
-        _release_pages(self._mapping(info.part), info.offset, info.offset + info.n_bytes)
+        stop = info.offset + (info.n_bytes if last is None else last)
+        _release_pages(self._mapping(info.part), info.offset + first, stop)
 
     def close(self) -> None:
         """Unmap the file. Arrays that data() gave out stay valid: the mapping goes away with the last of them."""

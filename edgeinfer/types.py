@@ -15,6 +15,9 @@ HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
+CacheType: TypeAlias = Literal["f16", "q8_0"]
+"""Numbers of the KV cache: half floats, or codes of 8 bits with a scale for each 32, in a little over half of that."""
+
 
 @dataclass(frozen=True)
 class Output:
@@ -47,12 +50,13 @@ class MemoryPlan:
     """The sizes a session is to be made with, and the bytes they will take.
 
     n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are
-    cut into chunks of that length, which changes no bit of the result.
+    cut into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
     """
 
     n_ctx: int
     n_batch: int
     use: MemoryUse
+    cache_type: CacheType = "f16"
 
 
 @dataclass(frozen=True)

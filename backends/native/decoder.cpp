@@ -13,7 +13,6 @@ namespace {
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 constexpr size_t padded(int n) { return round_up(static_cast<size_t>(n), 16); }
-constexpr int kHeadsAtOnce = 4;  // query heads that share the loads of keys and values
 
 // Cuts one piece of memory into 64-byte aligned arrays; without memory it only counts.
 class Cutter {
@@ -48,7 +47,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
 
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
 struct Decoder::Buffers {
-    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores;
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value;
     float *x, *h, *q, *k, *v, *attn, *gate, *up;
     struct Angles {
         size_t n_pairs;
@@ -60,15 +59,17 @@ struct Decoder::Buffers {
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.
     std::vector<Inputs> own_inputs;
-    std::vector<float*> own_h, own_head, scores;
-    std::vector<int32_t*> path;
+    std::vector<float*> own_h, own_head, scores, sums;  // scores and sums: (kTaskRows, ld)
+    std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0
+    std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
 
     Buffers(const DecoderConfig& c, int n_threads, Cutter& cutter)
         : ld_embd(padded(c.n_embd)),
           ld_q(padded(c.n_heads * c.head_dim)),
           ld_kv(padded(c.n_kv_heads * c.head_dim)),
           ld_ff(padded(c.n_ff)),
-          ld_scores(padded(c.n_ctx) + 16) {
+          ld_scores(padded(c.n_ctx) + 16),
+          ld_value(padded(c.head_dim)) {
         const size_t n = static_cast<size_t>(c.n_batch);
         x = cutter.take<float>(n * ld_embd);
         h = cutter.take<float>(n * ld_embd);
@@ -89,8 +90,10 @@ struct Decoder::Buffers {
             own_inputs.push_back(take_inputs(cutter, 1, most_in));
             own_h.push_back(cutter.take<float>(ld_embd));
             own_head.push_back(cutter.take<float>(padded(c.head_dim)));
-            scores.push_back(cutter.take<float>(kHeadsAtOnce * ld_scores));
-            path.push_back(cutter.take<int32_t>(n));
+            scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
+            sums.push_back(cutter.take<float>(kTaskRows * ld_value));
+            own_queries.push_back(take_inputs(cutter, kTaskRows, static_cast<size_t>(c.head_dim)));
+            path.push_back(cutter.take<int32_t>(kTaskRows * n));
         }
     }
 };
@@ -118,8 +121,8 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       kernels_(kernels),
       pool_(n_threads),
       weights_(packed ? 0 : weight_bytes),
-      cache_(kv_bytes(config)),
       activations_(activation_bytes(config, n_threads)),
+      cache_(config.kv_sizes()),
       weight_bytes_(weight_bytes),
       packed_(packed),
       layers_(static_cast<size_t>(config.n_layers)) {
@@ -145,33 +148,38 @@ size_t Decoder::take_weights(size_t n_bytes) {
     return weights_taken_ - n_bytes;
 }
 
-void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_in, const uint8_t* source) {
-    Matrix m;
+Matrix& Decoder::matrix(Role role, int layer) {
+    LayerWeights& w = layers_[static_cast<size_t>(layer)];
+    switch (role) {
+        case Role::Q: return w.q;
+        case Role::K: return w.k;
+        case Role::V: return w.v;
+        case Role::AttnOutput: return w.attn_output;
+        case Role::Gate: return w.gate;
+        case Role::Up: return w.up;
+        case Role::Down: return w.down;
+        default: return output_;
+    }
+}
+
+void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_in) {
+    Matrix& m = matrix(role, layer);
     m.format = format;
     m.n_out = n_out;
     m.n_in = n_in;
     m.group_bytes = packed_group_bytes(format, n_in);
-    const size_t at = take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
-    m.data = weights() + at;
-    if (!packed_) {
-        uint8_t* data = weights_.data() + at;
-        pool_.run([&](int thread) {
-            pool_.for_tasks(thread, m.n_groups(), [&](int g) {
-                pack_group(format, source, n_out, n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
-            });
+    m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
+}
+
+void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source) {
+    const Matrix& m = matrix(role, layer);
+    uint8_t* data =
+        weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
+    pool_.run([&](int thread) {
+        pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
+            pack_group(m.format, source, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
         });
-    }
-    LayerWeights& w = layers_[static_cast<size_t>(layer)];
-    switch (role) {
-        case Role::Q: w.q = m; break;
-        case Role::K: w.k = m; break;
-        case Role::V: w.v = m; break;
-        case Role::AttnOutput: w.attn_output = m; break;
-        case Role::Gate: w.gate = m; break;
-        case Role::Up: w.up = m; break;
-        case Role::Down: w.down = m; break;
-        default: output_ = m; break;
-    }
+    });
 }
 
 void Decoder::set_vector(Role role, int layer, const float* source, int n) {
@@ -198,69 +206,13 @@ void Decoder::set_embedding(Format format, const uint8_t* source, size_t row_byt
     embedding_ = {format, source, row_bytes};
 }
 
-// ---- KV cache --------------------------------------------------------------------------------------------------
-// A layer is [kv head][tile of 16 slots][head_dim][16 slots] keys, then [kv head][slot][head_dim to 16] values, in f16.
-// With a slot a lane, the scores of 16 slots need no sum across a vector.
-
-namespace {
-
-size_t n_slots(const DecoderConfig& c) { return padded(c.n_ctx); }
-size_t keys_of_head(const DecoderConfig& c) { return n_slots(c) * static_cast<size_t>(c.head_dim); }
-size_t values_of_head(const DecoderConfig& c) { return n_slots(c) * padded(c.head_dim); }
-size_t cache_of_layer(const DecoderConfig& c) {
-    return static_cast<size_t>(c.n_kv_heads) * (keys_of_head(c) + values_of_head(c));
-}
-
-}  // namespace
-
-size_t Decoder::kv_bytes(const DecoderConfig& config) {
-    return sizeof(uint16_t) * cache_of_layer(config) * static_cast<size_t>(config.n_layers);
-}
-
-uint16_t* Decoder::key_tiles(int layer, int kv_head) const {
-    return reinterpret_cast<uint16_t*>(cache_.data()) + static_cast<size_t>(layer) * cache_of_layer(config_) +
-           static_cast<size_t>(kv_head) * keys_of_head(config_);
-}
-
-uint16_t* Decoder::values(int layer, int kv_head) const {
-    return key_tiles(layer, config_.n_kv_heads) + static_cast<size_t>(kv_head) * values_of_head(config_);
-}
-
-namespace {
-
-// Lane of a slot's key: its numbers stand 16 apart.
-uint16_t* key_lane(uint16_t* tiles, int slot, int head_dim) {
-    return tiles + static_cast<size_t>(slot / 16) * static_cast<size_t>(head_dim) * 16 + slot % 16;
-}
-
-}  // namespace
-
-void Decoder::commit(const int32_t* path, int n) {
-    const size_t ld_v = padded(config_.head_dim);
-    for (int i = 0; i < n; i++) {
-        if (path[i] == i) continue;
-        const int from = n_past_ + path[i], to = n_past_ + i;
-        for (int layer = 0; layer < config_.n_layers; layer++) {
-            for (int head = 0; head < config_.n_kv_heads; head++) {
-                uint16_t* tiles = key_tiles(layer, head);
-                const uint16_t* source = key_lane(tiles, from, config_.head_dim);
-                uint16_t* target = key_lane(tiles, to, config_.head_dim);
-                for (int d = 0; d < config_.head_dim; d++) target[16 * d] = source[16 * d];
-                uint16_t* v = values(layer, head);
-                std::memcpy(v + static_cast<size_t>(to) * ld_v, v + static_cast<size_t>(from) * ld_v, 2 * ld_v);
-            }
-        }
-    }
-    n_past_ += n;
-}
-
 // ---- the forward pass ------------------------------------------------------------------------------------------
 
 bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows,
                       int n_rows, float* logits, const int32_t* tapped, int n_taps, float* taps, size_t tap_stride,
                       const std::function<bool()>& poll) {
-    Pass pass{tokens, parents, n,    n_past_ + n_pending, true,   rows, n_rows, logits,
-              tapped, n_taps,  taps, tap_stride,          nullptr};
+    Pass pass{tokens, parents, n,    n_past() + n_pending, true,   rows, n_rows, logits,
+              tapped, n_taps,  taps, tap_stride,           nullptr};
     for (int i = 0; i < n; i++) {
         pass.chain = pass.chain && parents[i] == i - 1;
         buffers_->position[i] = parents[i] < 0 ? pass.base : buffers_->position[parents[i]] + 1;
@@ -275,6 +227,7 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
         return poll();
     };
     pass.poll = &seldom;
+    cache_.reserve(pass.base + n);
     pool_.run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
 }
@@ -487,45 +440,72 @@ void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights&
         }
         const float scale = config_.query_scales[static_cast<size_t>(b.position[c])];
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        const int slot = pass.base + c;
-        kernels_.store_key(key_lane(key_tiles(index, kv_head), slot, dim), k, dim);
-        kernels_.store_value(values(index, kv_head) + static_cast<size_t>(slot) * padded(dim),
-                             b.v + column * b.ld_kv + kv_head * dim, dim);
+        kernels_.store_key_value(cache_.head(index, kv_head), pass.base + c, k, b.v + column * b.ld_kv + kv_head * dim);
     });
 }
 
+// Tasks of some tokens and some query heads of one kv head, kTaskRows together at most. What a task loads serves all of
+// its rows; but with few tokens, more tasks with fewer heads keep all threads at work.
 void Decoder::attend(const Pass& pass, int thread, int index) {
-    const Buffers& b = *buffers_;
-    const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
-    const int parts = (of_group + kHeadsAtOnce - 1) / kHeadsAtOnce, tasks_each = config_.n_kv_heads * parts;
-    for_tasks(pass, thread, pass.n * tasks_each, [&](int task) {
-        const int c = task / tasks_each, kv_head = task % tasks_each / parts, part = task % parts;
-        const int first = of_group * part / parts, last = of_group * (part + 1) / parts;
-        const size_t at = static_cast<size_t>(c) * b.ld_q + static_cast<size_t>((kv_head * of_group + first) * dim);
+    const int of_group = config_.n_heads / config_.n_kv_heads;
+    const int tokens_each = std::max(1, kTaskRows / of_group);
+    const int n_blocks = (pass.n + tokens_each - 1) / tokens_each;
+    const int n_whole = config_.n_kv_heads * n_blocks, wanted = (2 * pool_.size() + n_whole - 1) / n_whole;
+    const int parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
+    const int tasks_each = config_.n_kv_heads * parts;
+    for_tasks(pass, thread, n_blocks * tasks_each, [&](int task) {
+        const int kv_head = task % tasks_each / parts, part = task % parts;
+        const int first_head = kv_head * of_group + of_group * part / parts;
+        const int last_head = kv_head * of_group + of_group * (part + 1) / parts;
+        const int first_token = task / tasks_each * tokens_each;
+        const int last_token = std::min(pass.n, first_token + tokens_each);
         Attention a;
-        a.q = b.q + at;
-        a.n_heads = last - first;
-        a.head_dim = dim;
-        a.ld_v = static_cast<int>(padded(dim));
-        a.k = key_tiles(index, kv_head);
-        a.v = values(index, kv_head);
-        a.n_past = pass.chain ? pass.base + c + 1 : pass.base;
-        a.n_path = 0;
-        a.path = nullptr;
-        const int window = config_.attention[static_cast<size_t>(index)].window;
-        a.first = window ? std::max(0, b.position[c] + 1 - window) : 0;
+        a.kv = cache_.head(index, kv_head);
         a.soft_cap = config_.attention_soft_cap;
-        a.scores = b.scores[static_cast<size_t>(thread)];
-        a.ld_scores = b.ld_scores;
-        a.out = b.attn + at;
-        if (!pass.chain) {
-            int32_t* path = b.path[static_cast<size_t>(thread)];
-            for (int row = c; row >= 0; row = pass.parents[row]) path[a.n_path++] = pass.base + row;
-            std::reverse(path, path + a.n_path);
-            a.path = path;
+        a.n_rows = 0;
+        for (int c = first_token; c < last_token; c++) {
+            for (int head = first_head; head < last_head; head++) {
+                a.rows[a.n_rows] = attention_row(pass, thread, index, c, head, a.n_rows);
+                a.n_rows++;
+            }
         }
         kernels_.attention(a);
     });
+}
+
+// Head `head` of token c, as row r of a task.
+AttentionRow Decoder::attention_row(const Pass& pass, int thread, int index, int c, int head, int r) {
+    const Buffers& b = *buffers_;
+    const size_t own = static_cast<size_t>(thread), row = static_cast<size_t>(r);
+    const size_t at = static_cast<size_t>(c) * b.ld_q + static_cast<size_t>(head * config_.head_dim);
+    AttentionRow a{};
+    a.q = b.q + at;
+    a.out = b.attn + at;
+    a.scores = b.scores[own] + row * b.ld_scores;
+    a.sum = b.sums[own] + row * b.ld_value;
+    if (config_.kv_type == KvType::Q8_0) {
+        const size_t dim = static_cast<size_t>(config_.head_dim);
+        Inputs q = b.own_queries[own];
+        q.n_in = config_.head_dim;
+        q.x = a.q;
+        q.q32 += row * dim;
+        q.scale32 += row * dim / 32;
+        q.sum32 += row * dim / 32;
+        kernels_.quantize32(q, 0);
+        a.codes = q.q32;
+        a.scales = q.scale32;
+        a.sums = q.sum32;
+    }
+    const int window = config_.attention[static_cast<size_t>(index)].window;
+    a.first = window ? std::max(0, b.position[c] + 1 - window) : 0;
+    a.n_past = pass.chain ? pass.base + c + 1 : pass.base;
+    if (!pass.chain) {
+        int32_t* path = b.path[own] + row * static_cast<size_t>(config_.n_batch);
+        for (int i = c; i >= 0; i = pass.parents[i]) path[a.n_path++] = pass.base + i;
+        std::reverse(path, path + a.n_path);
+        a.path = path;
+    }
+    return a;
 }
 
 // x += residual_scale * norm(w * y + bias) for the rows y.

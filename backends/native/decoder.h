@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "kv_cache.h"
 #include "platform.h"
 #include "pool.h"
 
@@ -39,6 +40,9 @@ struct DecoderConfig {
     QKNorm qk_norm = QKNorm::None;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
     float attention_soft_cap = 0, logit_soft_cap = 0;
+    KvType kv_type = KvType::F16;
+
+    KvSizes kv_sizes() const { return {kv_type, n_layers, n_kv_heads, head_dim, n_ctx}; }
 };
 
 // Norms and biases are null where the model has none.
@@ -82,13 +86,16 @@ enum class Role : int {
 class Decoder {
 public:
     // weight_bytes: of all packed weights. packed: null, or these bytes as weights() of another decoder gave them; they
-    // must outlive this one, and the sources of set_matrix and set_vector are then not looked at.
+    // must outlive this one; the sources of set_vector are then not looked at, and nothing is to be packed.
     Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
             const uint8_t* packed = nullptr);
     ~Decoder();
 
-    // Packs a matrix (n_out, n_in) that lies at source as GGUF stores it. layer is ignored for Output.
-    void set_matrix(Role role, int layer, Format format, int n_out, int n_in, const uint8_t* source);
+    // Makes room for a matrix (n_out, n_in); layer is ignored for Output.
+    void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
+    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them.
+    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source);
+    Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
 
@@ -101,21 +108,23 @@ public:
                  float* logits, const int32_t* layers, int n_taps, float* taps, size_t tap_stride,
                  const std::function<bool()>& poll);
 
-    // Moves these rows of the last forward, a path, to where sequential decoding would have put them.
-    void commit(const int32_t* path, int n);
-    void truncate(int n_past) { n_past_ = n_past; }
-    int n_past() const { return n_past_; }
+    // The committed text. commit moves these rows of the last forward, a path, to where sequential decoding would have
+    // put them.
+    KvCache& cache() { return cache_; }
+    const KvCache& cache() const { return cache_; }
+    void commit(const int32_t* path, int n) { cache_.commit(path, n); }
+    int n_past() const { return cache_.n_past(); }
 
     void interrupt() { stop_.store(true, std::memory_order_relaxed); }
 
     const DecoderConfig& config() const { return config_; }
     const Kernels& kernels() const { return kernels_; }
     const uint8_t* weights() const { return packed_ ? packed_ : weights_.data(); }
+    bool is_mapped() const { return packed_ != nullptr; }
     size_t weight_bytes() const { return weight_bytes_; }
-    size_t kv_bytes() const { return cache_.size(); }
+    size_t kv_bytes() const { return cache_.used_bytes(); }
     size_t activation_bytes() const { return activations_.size(); }
 
-    static size_t kv_bytes(const DecoderConfig& config);
     static size_t activation_bytes(const DecoderConfig& config, int n_threads);
 
 private:
@@ -135,6 +144,7 @@ private:
     void norm_heads(int thread, const float* norm, float* heads, int n_heads) const;
     void rotate_and_store(const Pass& pass, int thread, const LayerWeights& w, int index);
     void attend(const Pass& pass, int thread, int index);
+    AttentionRow attention_row(const Pass& pass, int thread, int index, int c, int head, int r);
     void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias,
                         const float* post_norm);
     void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
@@ -142,14 +152,13 @@ private:
     template <class Task>
     void for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task);
 
-    uint16_t* key_tiles(int layer, int kv_head) const;
-    uint16_t* values(int layer, int kv_head) const;
     size_t take_weights(size_t n_bytes);
 
     DecoderConfig config_;
     const Kernels& kernels_;
     Pool pool_;
-    Memory weights_, cache_, activations_;
+    Memory weights_, activations_;
+    KvCache cache_;
     size_t weight_bytes_, weights_taken_ = 0;
     const uint8_t* packed_;
     std::vector<LayerWeights> layers_;
@@ -157,6 +166,5 @@ private:
     Matrix output_;
     Embedding embedding_;
     std::unique_ptr<Buffers> buffers_;
-    int n_past_ = 0;
     std::atomic<bool> stop_{false};
 };

@@ -433,134 +433,11 @@ void scale_and_cap(float* x, int n, float scale, float cap) {
     }
 }
 
-void store_key(uint16_t* k, const float* x, int n) {
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        uint16_t h[16];
-        store_f16(h, load_f32(x + i));
-        for (int j = 0; j < 16; j++) k[(i + j) * 16] = h[j];
-    }
-    if (i < n) {
-        float rest[16] = {};
-        uint16_t h[16];
-        std::memcpy(rest, x + i, sizeof(float) * static_cast<size_t>(n - i));
-        store_f16(h, load_f32(rest));
-        for (int j = 0; i + j < n; j++) k[(i + j) * 16] = h[j];
-    }
-}
+}  // namespace
 
-void store_value(uint16_t* v, const float* x, int n) {
-    int i = 0;
-    for (; i + 16 <= n; i += 16) store_f16(v + i, load_f32(x + i));
-    if (i < n) {
-        float rest[16] = {};
-        std::memcpy(rest, x + i, sizeof(float) * static_cast<size_t>(n - i));
-        store_f16(v + i, load_f32(rest));
-    }
-}
+#include "attention.h"
 
-// ---- attention -------------------------------------------------------------------------------------------------
-
-// scores[h][slot] = q[h] . k[slot], for whole tiles of 16 slots. Two sums, of the even and of the odd dimensions.
-template <int NH>
-EI_INLINE void score_tiles(const Attention& a, int first_tile, int n_tiles) {
-    const float* q[NH];
-    for (int h = 0; h < NH; h++) q[h] = a.q + h * a.head_dim;
-    for (int t = first_tile; t < n_tiles; t++) {
-        const uint16_t* tile = a.k + static_cast<size_t>(t) * static_cast<size_t>(a.head_dim) * 16;
-        F32 even[NH], odd[NH];
-        for (int h = 0; h < NH; h++) even[h] = odd[h] = set_f32(0.0f);
-        for (int d = 0; d < a.head_dim; d += 2) {
-            const F32 k0 = load_f16(tile + 16 * d), k1 = load_f16(tile + 16 * d + 16);
-            for (int h = 0; h < NH; h++) {
-                even[h] = fma_f32(k0, set_f32(q[h][d]), even[h]);
-                odd[h] = fma_f32(k1, set_f32(q[h][d + 1]), odd[h]);
-            }
-        }
-        for (int h = 0; h < NH; h++) {
-            store_f32(a.scores + static_cast<size_t>(h) * a.ld_scores + 16 * t, add_f32(even[h], odd[h]));
-        }
-    }
-}
-
-// Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16.
-EI_INLINE float soft_max(float* scores, int n) {
-    for (int i = n; i % 16 != 0; i++) scores[i] = scores[0];
-    F32 lanes = load_f32(scores);
-    for (int i = 16; i < n; i += 16) lanes = max_f32(lanes, load_f32(scores + i));
-    float lane_max[16];
-    store_f32(lane_max, lanes);
-    float most = lane_max[0];
-    for (int i = 1; i < 16; i++) most = most > lane_max[i] ? most : lane_max[i];
-    F32 sum = set_f32(0.0f);
-    const int whole = n / 16 * 16;
-    for (int i = 0; i < whole; i += 16) {
-        const F32 e = exp_f32(sub_f32(load_f32(scores + i), set_f32(most)));
-        store_f32(scores + i, e);
-        sum = add_f32(sum, e);
-    }
-    if (whole < n) {
-        float lane[16];
-        store_f32(lane, exp_f32(sub_f32(load_f32(scores + whole), set_f32(most))));
-        for (int i = n - whole; i < 16; i++) lane[i] = 0.0f;
-        store_f32(scores + whole, load_f32(lane));
-        sum = add_f32(sum, load_f32(lane));
-    }
-    return 1.0f / sum_lanes(sum);
-}
-
-// out[h][16 * block ..] = scale[h] * sum over positions first..n-1, in order, of scores[h][position] * v[position].
-template <int NH, int NB>
-EI_INLINE void weigh_values(const Attention& a, int block, int n, const float* scale) {
-    F32 sum[NH][NB];
-    for (auto& of_head : sum) {
-        for (F32& v : of_head) v = set_f32(0.0f);
-    }
-    const float* p[NH];
-    for (int h = 0; h < NH; h++) p[h] = a.scores + static_cast<size_t>(h) * a.ld_scores;
-    for (int i = a.first; i < n; i++) {
-        const size_t slot = static_cast<size_t>(i < a.n_past || !a.path ? i : a.path[i - a.n_past]);
-        const uint16_t* v = a.v + slot * static_cast<size_t>(a.ld_v) + 16 * block;
-        for (int b = 0; b < NB; b++) {
-            const F32 value = load_f16(v + 16 * b);
-            for (int h = 0; h < NH; h++) sum[h][b] = fma_f32(value, set_f32(p[h][i]), sum[h][b]);
-        }
-    }
-    for (int h = 0; h < NH; h++) {
-        for (int b = 0; b < NB; b++) {
-            const int at = 16 * (block + b);
-            store_rows(a.out + h * a.head_dim + at, mul_f32(sum[h][b], set_f32(scale[h])), a.head_dim - at);
-        }
-    }
-}
-
-template <int NH>
-EI_INLINE void attend(const Attention& a) {
-    const int n = a.n_past + a.n_path;
-    const int n_slots = a.path && a.n_path ? a.path[a.n_path - 1] + 1 : n;
-    score_tiles<NH>(a, (a.first < a.n_past ? a.first : a.n_past) / 16, (n_slots + 15) / 16);
-    float scale[NH];
-    for (int h = 0; h < NH; h++) {
-        float* scores = a.scores + static_cast<size_t>(h) * a.ld_scores;
-        if (a.path) {
-            for (int i = 0; i < a.n_path; i++) scores[a.n_past + i] = scores[a.path[i]];  // slot order to path order
-        }
-        if (a.soft_cap != 0.0f) scale_and_cap(scores + a.first, n - a.first, 1.0f, a.soft_cap);
-        scale[h] = soft_max(scores + a.first, n - a.first);
-    }
-    int block = 0;
-    for (; block + 4 <= a.ld_v / 16; block += 4) weigh_values<NH, 4>(a, block, n, scale);
-    for (; block < a.ld_v / 16; block++) weigh_values<NH, 1>(a, block, n, scale);
-}
-
-void attention(const Attention& a) {
-    switch (a.n_heads) {
-        case 1: return attend<1>(a);
-        case 2: return attend<2>(a);
-        case 3: return attend<3>(a);
-        default: return attend<4>(a);
-    }
-}
+namespace {
 
 // ---- what this machine can do at most --------------------------------------------------------------------------
 
@@ -590,5 +467,5 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,   matmul,    quantize32, quantize256, rms_norm, swiglu,       geglu,
-                         scale_and_cap, attention, store_key,  store_value, read,     multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME, matmul,        quantize32,      quantize256, rms_norm, swiglu,
+                         geglu,       scale_and_cap, store_key_value, attention,   read,     multiply_adds};

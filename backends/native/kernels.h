@@ -8,24 +8,31 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kv_cache.h"
 #include "matrix.h"
 
-// One group of query heads that share keys and values, for one token.
-// Slots 0..n_past-1 hold the committed positions in order; path names the slots that follow, in order, ascending;
-// null for n_past, n_past + 1, ... Positions before first are not seen.
-struct Attention {
-    const float* q;      // (n_heads, head_dim), already scaled
-    int n_heads;         // 1..4
-    int head_dim, ld_v;  // ld_v: head_dim rounded up to 16
-    const uint16_t* k;   // f16 (n_slots / 16, head_dim, 16)
-    const uint16_t* v;   // f16 (n_slots, ld_v)
+// One query head of one token. Slots 0..n_past-1 hold the positions before it in order; path names the slots of those
+// that follow, ascending; null for none. Positions before first are not seen.
+struct AttentionRow {
+    const float* q;       // (head_dim,), already scaled
+    const int8_t* codes;  // the same in blocks of 32, for keys of Q8_0: codes, scales, and sums of the codes
+    const float* scales;
+    const int32_t* sums;
     int first, n_past;
     const int32_t* path;
     int n_path;
-    float soft_cap;    // of the scores, 0 for none
-    float* scores;     // scratch, (n_heads, ld_scores)
-    size_t ld_scores;  // a multiple of 16, 16 more than the number of slots at least
-    float* out;        // (n_heads, head_dim)
+    float* scores;  // scratch, 16 more than the number of slots
+    float* sum;     // scratch, head_dim rounded up to 16
+    float* out;     // (head_dim,)
+};
+
+constexpr int kTaskRows = 12;
+
+struct Attention {
+    KvHead kv;
+    float soft_cap;  // of the scores, 0 for none
+    int n_rows;      // 1..kTaskRows
+    AttentionRow rows[kTaskRows];
 };
 
 constexpr int kMultiplyAdds = 12 * 64;
@@ -45,10 +52,10 @@ struct Kernels {
     void (*geglu)(float* gate, const float* up, int n);
     // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
+    // Writes a key and a value (head_dim,) into a slot.
+    void (*store_key_value)(const KvHead& kv, int slot, const float* key, const float* value);
+    // out = softmax(q keys) values for each row (Vaswani et al., arXiv:1706.03762).
     void (*attention)(const Attention& a);
-    // k[i * 16] = f16(x[i]) for a lane of a key tile; v[i] = f16(x[i]).
-    void (*store_key)(uint16_t* k, const float* x, int n);
-    void (*store_value)(uint16_t* v, const float* x, int n);
     // For measuring this machine: reads n bytes, a multiple of 256; does kMultiplyAdds int8 multiply-adds a round out of
     // 1024 bytes. Both give back something that depends on all they did.
     int32_t (*read)(const uint8_t* p, size_t n);

@@ -73,12 +73,25 @@ size_t packed_bytes(int ggml_type, int n_out, int n_in) {
     return (n_groups * packed_group_bytes(format_of(ggml_type, n_in), n_in) + 63) / 64 * 64;
 }
 
-void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out, int n_in, Bytes source) {
+void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out, int n_in) {
     const Format format = format_of(ggml_type, n_in);
     if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
-    if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) throw nb::value_error("source has another size");
+    decoder.set_matrix(role, layer, format, n_out, n_in);
+}
+
+void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source) {
+    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
+    const Matrix& m = decoder.matrix(role, layer);
+    const size_t row_bytes = m.n_out ? matrix_source_bytes(static_cast<int>(m.format), 1, m.n_in) : 0;
+    if (!row_bytes || source.size() % row_bytes) throw nb::value_error("source must be whole rows of the matrix");
+    const size_t n_rows = source.size() / row_bytes, n_out = static_cast<size_t>(m.n_out);
+    if (first_row < 0 || first_row % kRows || static_cast<size_t>(first_row) + n_rows > n_out ||
+        (n_rows % kRows && static_cast<size_t>(first_row) + n_rows != n_out)) {
+        throw nb::value_error("rows must be whole groups of 16 within the matrix, or its last ones");
+    }
     nb::gil_scoped_release release;
-    decoder.set_matrix(role, layer, format, n_out, n_in, source.data());
+    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data());
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
@@ -148,7 +161,7 @@ void commit(Decoder& decoder, Ints path) {
 
 void truncate_to(Decoder& decoder, int n_past) {
     if (n_past < 0 || n_past > decoder.n_past()) throw nb::value_error("truncate: no such position");
-    decoder.truncate(n_past);
+    decoder.cache().truncate(n_past);
 }
 
 // One matrix alone, for tests and benchmarks of the kernels.
@@ -246,6 +259,8 @@ NB_MODULE(_core, m) {
         .value("per_head", QKNorm::PerHead)
         .value("whole", QKNorm::Whole);
 
+    nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0);
+
     nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and recipe; see decoder.h and edgeinfer.models.ModelSpec.")
         .def(
             "__init__",
@@ -284,7 +299,8 @@ NB_MODULE(_core, m) {
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
         .def_rw("attention_soft_cap", &DecoderConfig::attention_soft_cap)
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
-        .def("kv_bytes", [](const DecoderConfig& config) { return Decoder::kv_bytes(config); })
+        .def_rw("kv_type", &DecoderConfig::kv_type)
+        .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, int n_threads) { return Decoder::activation_bytes(config, n_threads); },
@@ -298,6 +314,9 @@ NB_MODULE(_core, m) {
                 if (config.attention.size() != static_cast<size_t>(config.n_layers)) {
                     throw nb::value_error("add_layer must be called once a layer");
                 }
+                if (config.kv_type == KvType::Q8_0 && config.head_dim % 32) {
+                    throw nb::value_error("a Q8_0 cache needs heads of a multiple of 32 numbers");
+                }
                 if (n_threads < 1 || n_threads > 1024) throw nb::value_error("n_threads must be in 1..1024");
                 if (packed && (packed->size() != weight_bytes || reinterpret_cast<uintptr_t>(packed->data()) % 64)) {
                     throw nb::value_error("packed must have weight_bytes bytes, 64-byte aligned");
@@ -306,13 +325,24 @@ NB_MODULE(_core, m) {
                     Decoder(config, kernels_of(isa), n_threads, weight_bytes, packed ? packed->data() : nullptr);
             },
             "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
-        .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
+        .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a)
+        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a)
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)
+        .def(
+            "put_aside", [](Decoder& decoder) { return decoder.cache().put_aside(); },
+            "Remember the committed text, as long as its memory is not needed; gives its number.")
+        .def(
+            "resume", [](Decoder& decoder, int number, int n_past) { return decoder.cache().resume(number, n_past); },
+            "number"_a, "n_past"_a, "Commit the first n_past tokens of a text put aside, and only them.")
+        .def(
+            "forget", [](Decoder& decoder, int number) { decoder.cache().forget(number); }, "number"_a)
+        .def(
+            "aside", [](const Decoder& decoder) { return decoder.cache().aside(); }, "Numbers of the texts put aside.")
         .def("interrupt", &Decoder::interrupt)
         .def_prop_ro(
             "weights",

@@ -13,11 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import (
     Progress,
+    check_cache,
     check_parents,
     check_path,
     check_rows,
     check_taps,
     check_tokens,
+    common_length,
     query_scales,
 )
 from edgeinfer.backends.native import _core
@@ -25,11 +27,15 @@ from edgeinfer.backends.native.packed import map_packed, packed_path, write_pack
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 )
+
+
+PIECE_BYTES = 16 << 20  # of a matrix are packed at once
+WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
 
 
 def available_isas() -> list[str]:
@@ -69,16 +75,26 @@ class NativeBackend:
 
     name = "native"
 
-    def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
-        """Bytes that a session takes: packed weights, KV cache in f16, activations of a batch. Exact, not estimated.
+    def plan(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_threads: int = 1,
+        cache_type: CacheType = "f16",
+    ) -> MemoryPlan:
+        """Bytes that a session takes: packed weights, KV cache, activations of a batch. Exact, not estimated.
 
-        Raises UnsupportedModel for a tensor type without a kernel.
+        The cache takes its memory as the text grows; the plan has it whole.
+        Raises UnsupportedModel for a tensor type without a kernel, or heads that a q8_0 cache does not fit.
         """
+        check_cache(cache_type, spec)
         n_batch = min(n_batch, n_ctx)
-        config = _config(spec, n_ctx, n_batch)
+        config = _config(spec, n_ctx, n_batch, cache_type)
         weights = _packed_bytes(model, spec) + model.tensors[spec.token_embd].n_bytes  # the latter stays mapped
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
-        return MemoryPlan(n_ctx, n_batch, use)
+        return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -114,15 +130,18 @@ class NativeSession:
         self.n_batch = plan.n_batch
         self.isa = device.isa or best_isa()
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward
+        self._tokens = self._parents
+        self._text: list[int] = []  # committed
+        self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
         self._interrupted = False
-        config = _config(spec, plan.n_ctx, plan.n_batch)
+        config = _config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
         n_bytes = _packed_bytes(model, spec)
         if packed == "beside":
             packed = packed_path(model.path) if packed_path(model.path).exists() else None
         weights = None if packed is None else map_packed(packed, model.path, n_bytes)
         self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
         self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
-        self._load(model, progress)
+        self._load(model, weights, progress)
 
     @property
     def n_past(self) -> int:
@@ -164,13 +183,14 @@ class NativeSession:
                 raise Interrupted("the forward pass was interrupted; the session is as it was before")
             if chunk_out is not out:
                 out[wanted] = chunk_out
-        self._parents = links
+        self._parents, self._tokens = links, ids
         return Output(out, tapped if len(taps) else None)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
         rows = check_path(path, self._parents)
         self._open().commit(rows)
+        self._text += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
     def truncate(self, n_past: int) -> None:
@@ -179,7 +199,30 @@ class NativeSession:
         if not 0 <= n_past <= decoder.n_past:
             raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
         decoder.truncate(n_past)
+        del self._text[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
+
+    def recall(self, tokens: ArrayLike) -> int:
+        """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
+
+        They share what they have in common, and take nothing beyond the planned cache.
+        """
+        decoder = self._open()
+        wanted = np.asarray(tokens).tolist()
+        self._aside = {number: self._aside[number] for number in decoder.aside()}
+        n_common = common_length(self._text, wanted)
+        if len(self._text) - n_common >= WORTH_KEEPING:
+            self._put_aside()
+        lengths = {number: common_length(text, wanted) for number, text in self._aside.items()}
+        best = max(lengths, key=lengths.__getitem__, default=-1)
+        if lengths.get(best, 0) > n_common:
+            decoder.resume(best, lengths[best])
+            self._text = wanted[: lengths[best]]
+        else:
+            decoder.truncate(n_common)
+            del self._text[n_common:]
+        self._parents = np.empty(0, dtype=np.int32)
+        return len(self._text)
 
     def memory(self) -> MemoryUse:
         """Bytes of the weights (packed ones and the mapped embedding), the KV cache and the activations."""
@@ -200,12 +243,23 @@ class NativeSession:
         """Give the memory back. Further calls raise."""
         self._decoder = None
 
+    def _put_aside(self) -> None:
+        """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""
+        lengths = {number: common_length(text, self._text) for number, text in self._aside.items()}
+        if len(self._text) in lengths.values():
+            return
+        for number, length in lengths.items():
+            if length == len(self._aside[number]):
+                self._open().forget(number)
+                del self._aside[number]
+        self._aside[self._open().put_aside()] = list(self._text)
+
     def _open(self) -> _core.Decoder:
         if self._decoder is None:
             raise EdgeInferError("this session is closed")
         return self._decoder
 
-    def _load(self, model: ModelFile, progress: Progress | None) -> None:
+    def _load(self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None) -> None:
         decoder = self._open()
         weights = [(role, layer, _part(model, ref)) for role, layer, ref in _weights(self.spec)]
         total = sum(part.data.nbytes for _, _, part in weights)
@@ -215,23 +269,38 @@ class NativeSession:
                 decoder.set_vector(_core.Role[role], layer, _vector(model, part))
             else:
                 n_out, n_in = part.shape
-                decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in, part.data)
-            model.release(part.name)
+                decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
+                if packed is None:
+                    self._pack(model, _core.Role[role], layer, part)
             done += part.data.nbytes
             if progress is not None:
                 progress(done / total)
         embedding = model.tensors[self.spec.token_embd]
         decoder.set_embedding(int(embedding.type), model.data(self.spec.token_embd))
 
+    def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
+        """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
+        n_out = part.shape[0]
+        row_bytes = part.data.nbytes // n_out
+        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
+        for first in range(0, n_out, n_rows):
+            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
+            self._open().pack_rows(role, layer, first, part.data[piece])
+            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
+
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them."""
+    """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
+
+    first_byte: of data, in the tensor.
+    """
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
+    first_byte: int = 0
 
 
 def _part(model: ModelFile, ref: TensorRef) -> _Part:
@@ -247,7 +316,8 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
         return _Part(name, info.type, info.shape, data)
     row_bytes = info.n_bytes // info.shape[0]
     shape = (ref.last - ref.first, *info.shape[1:])
-    return _Part(name, info.type, shape, data[ref.first * row_bytes : ref.last * row_bytes])
+    first_byte = ref.first * row_bytes
+    return _Part(name, info.type, shape, data[first_byte : ref.last * row_bytes], first_byte)
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
@@ -276,7 +346,7 @@ def _vector(model: ModelFile, part: _Part) -> NDArray[np.float32]:
     raise UnsupportedModel(f"{model.path}: tensor {part.name} must be F32 or F16: found {part.type.name}")
 
 
-def _config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
+def _config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
     config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
         n_layers=spec.n_layers,
@@ -300,6 +370,7 @@ def _config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
     config.rope_halves = any(rope.kind == "halves" for rope in ropes)
     config.activation = _core.Activation[spec.activation]
     config.qk_norm = _core.QKNorm[spec.qk_norm or "none"]
+    config.kv_type = _core.KvType[cache_type]
     config.embedding_scale = spec.embedding_scale
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale

@@ -16,6 +16,9 @@
 
 namespace {
 
+constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
+constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+
 struct F32 {
     __m256 a, b;
 };
@@ -92,6 +95,10 @@ EI_INLINE int32_t max_of(I32 v) {
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     const __m128i bytes = load_128(p);
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+EI_INLINE I32 load_i8_as_i32(const uint8_t* p) {
+    const __m128i bytes = load_128(p);
+    return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
 }
 EI_INLINE I16 load_u8_as_i16(const uint8_t* p) {
     return {_mm256_cvtepu8_epi16(load_128(p)), _mm256_cvtepu8_epi16(load_128(p + 16))};

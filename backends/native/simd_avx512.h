@@ -16,6 +16,9 @@
 
 namespace {
 
+constexpr int kRowsAtOnce = 6;    // of attention: their sums stay in registers
+constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value, likewise
+
 using F32 = __m512;
 using I32 = __m512i;
 using I16 = __m512i;
@@ -56,6 +59,9 @@ EI_INLINE int32_t max_of(I32 v) { return _mm512_reduce_max_epi32(v); }
 
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+EI_INLINE I32 load_i8_as_i32(const uint8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 EI_INLINE I16 load_u8_as_i16(const uint8_t* p) {
     return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -16,6 +16,9 @@
 
 namespace {
 
+constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
+constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+
 struct F32 {
     float32x4_t q[4];
 };
@@ -125,6 +128,12 @@ EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
              vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))),
              vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+EI_INLINE I32 load_i8_as_i32(const uint8_t* p) {
+    const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+             vmovl_s16(vget_high_s16(high))}};
 }
 EI_INLINE I16 load_u8_as_i16(const uint8_t* p) {
     I16 r;

@@ -12,6 +12,9 @@
 
 namespace {
 
+constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
+constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+
 struct F32 {
     float v[16];
 };
@@ -139,6 +142,11 @@ EI_INLINE int32_t max_of(I32 v) {
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     I32 r;
     for (int i = 0; i < 16; i++) r.v[i] = p[i];
+    return r;
+}
+EI_INLINE I32 load_i8_as_i32(const uint8_t* p) {
+    I32 r;
+    for (int i = 0; i < 16; i++) r.v[i] = static_cast<int8_t>(p[i]);
     return r;
 }
 EI_INLINE I16 load_u8_as_i16(const uint8_t* p) {

@@ -130,16 +130,22 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         std::memcpy(&x[i], &bits, 4);
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
-    kernels.store_value(halves.data(), x.data(), 1019);
+    KvCache cache({KvType::F16, 1, 1, 1019, 16});
+    cache.reserve(16);
+    const KvHead head = cache.head(0, 0);
+    kernels.store_key_value(head, 3, x.data(), x.data());
+    std::memcpy(halves.data(), head.base + head.values_at + 3 * head.value_bytes, 2 * halves.size());
     report(kernels, "store_value", halves);
 }
 
-void decoder(const Kernels& kernels) {
+void decoder(const Kernels& kernels, KvType kv_type) {
     for (const Format format : kFormats) {
         Numbers numbers;
         DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
+        config.kv_type = kv_type;
+        if (kv_type == KvType::Q8_0) config.n_heads = 9, config.n_kv_heads = 3, config.head_dim = 32;
         Rope rope{{}, 1.0};
-        for (int i = 0; i < 24; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
+        for (int i = 0; i < config.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
         config.ropes = {rope};
         config.attention = {{0, 0}, {0, 5}};
         config.query_scales.assign(128, 0.14f);
@@ -155,7 +161,8 @@ void decoder(const Kernels& kernels) {
             // The attention is 288 wide, which only blocks of 32 divide.
             const Format f = n_in % 256 && input_kind(format) == InputKind::Int8By256 ? Format::Q8_0 : format;
             kept.push_back(source_of(f, n_out, n_in, numbers));
-            d.set_matrix(role, layer, f, n_out, n_in, kept.back().data());
+            d.set_matrix(role, layer, f, n_out, n_in);
+            d.pack_rows(role, layer, 0, n_out, kept.back().data());
         };
         const auto vector = [&](Role role, int layer, int n) {
             const std::vector<float> values = numbers.floats(static_cast<size_t>(n));
@@ -164,7 +171,7 @@ void decoder(const Kernels& kernels) {
         for (int layer = 0; layer < config.n_layers; layer++) {
             vector(Role::AttnNorm, layer, 256), vector(Role::FfnNorm, layer, 256), vector(Role::QBias, layer, 288);
             if (config.qk_norm == QKNorm::PerHead) {
-                vector(Role::QNorm, layer, 48), vector(Role::KNorm, layer, 48);
+                vector(Role::QNorm, layer, config.head_dim), vector(Role::KNorm, layer, config.head_dim);
                 vector(Role::AttnPostNorm, layer, 256), vector(Role::FfnPostNorm, layer, 256);
             }
             matrix(Role::Q, layer, 288, 256), matrix(Role::K, layer, 96, 256), matrix(Role::V, layer, 96, 256);
@@ -186,7 +193,9 @@ void decoder(const Kernels& kernels) {
         const auto pass = [&](const std::vector<int32_t>& parents) {
             d.forward(tokens.data(), parents.data(), n, 0, rows.data(), n, logits.data(), nullptr, 0, nullptr, 0,
                       [] { return false; });
-            report(kernels, "decoder-" + std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),
+            report(kernels,
+                   "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
+                       std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),
                    logits);
         };
         pass(chain);
@@ -205,6 +214,7 @@ int main() {
         const Kernels& kernels = *instruction_sets[i].kernels;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
-        decoder(kernels);
+        decoder(kernels, KvType::F16);
+        decoder(kernels, KvType::Q8_0);
     }
 }

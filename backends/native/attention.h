@@ -1,0 +1,239 @@
+// Part of kernels.cpp: the attention of a few query heads that share keys and values, and what fills the cache.
+//
+// Everything goes segment by segment, and within one over rows that share what is loaded: their number changes no bit.
+#pragma once
+
+namespace {
+
+EI_INLINE uint8_t* segment_of(const KvHead& kv, int slot) {
+    return kv.base + static_cast<size_t>(kv.segments[slot / kSegment]) * kv.segment_bytes;
+}
+
+EI_INLINE uint8_t* key_tile(const KvHead& kv, int tile) {
+    return segment_of(kv, 16 * tile) + static_cast<size_t>(tile % (kSegment / 16)) * kv.tile_bytes;
+}
+
+void store_f16_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
+    uint16_t* k = reinterpret_cast<uint16_t*>(key_tile(kv, slot / 16)) + slot % 16;
+    uint8_t* v = segment_of(kv, slot) + kv.values_at + static_cast<size_t>(slot % kSegment) * kv.value_bytes;
+    for (int i = 0; i < kv.head_dim; i += 16) {
+        const int n = kv.head_dim - i < 16 ? kv.head_dim - i : 16;
+        float lanes[16] = {};
+        uint16_t h[16];
+        std::memcpy(lanes, key + i, sizeof(float) * static_cast<size_t>(n));
+        store_f16(h, load_f32(lanes));
+        for (int j = 0; j < n; j++) k[(i + j) * 16] = h[j];
+        std::memcpy(lanes, value + i, sizeof(float) * static_cast<size_t>(n));
+        store_f16(v + 2 * i, load_f32(lanes));
+    }
+}
+
+void store_q8_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
+    uint8_t* tile = key_tile(kv, slot / 16);
+    uint8_t* values = segment_of(kv, slot) + kv.values_at;
+    const int lane = slot % 16, n_blocks = kv.head_dim / 32;
+    uint8_t* lines = tile + 64 * n_blocks + 4 * lane;
+    const size_t at = static_cast<size_t>(slot % kSegment);
+    for (int b = 0; b < n_blocks; b++) {
+        int8_t codes[32];
+        int32_t sums[2];
+        float scale = quantize<32>(key + 32 * b, codes, sums);
+        std::memcpy(tile + 64 * b + 4 * lane, &scale, sizeof scale);
+        for (int i = 0; i < 32; i++) lines[64 * (8 * b + i / 4) + i % 4] = static_cast<uint8_t>(codes[i] ^ 0x80);
+        scale = quantize<32>(value + 32 * b, codes, sums);
+        std::memcpy(values + (at * static_cast<size_t>(n_blocks) + static_cast<size_t>(b)) * 4, &scale, sizeof scale);
+        std::memcpy(values + kv.scales_bytes + at * kv.value_bytes + 32 * b, codes, sizeof codes);
+    }
+}
+
+void store_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
+    kv.type == KvType::F16 ? store_f16_key_value(kv, slot, key, value) : store_q8_key_value(kv, slot, key, value);
+}
+
+// scores[slot] = q . key for the slots of one tile. Two sums, of the even and of the odd dimensions.
+template <int NR>
+EI_INLINE void score_f16(const uint8_t* bytes, int head_dim, const AttentionRow* rows, F32 (&scores)[NR]) {
+    const uint16_t* tile = reinterpret_cast<const uint16_t*>(bytes);
+    F32 even[NR], odd[NR];
+    for (int r = 0; r < NR; r++) even[r] = odd[r] = set_f32(0.0f);
+    for (int d = 0; d < head_dim; d += 2) {
+        const F32 k0 = load_f16(tile + 16 * d), k1 = load_f16(tile + 16 * d + 16);
+        for (int r = 0; r < NR; r++) {
+            even[r] = fma_f32(k0, set_f32(rows[r].q[d]), even[r]);
+            odd[r] = fma_f32(k1, set_f32(rows[r].q[d + 1]), odd[r]);
+        }
+    }
+    for (int r = 0; r < NR; r++) scores[r] = add_f32(even[r], odd[r]);
+}
+
+// The same with codes: integers within a block of 32 dimensions, floats over the blocks.
+template <int NR>
+EI_INLINE void score_q8(const uint8_t* tile, int head_dim, const AttentionRow* rows, F32 (&scores)[NR]) {
+    const int n_blocks = head_dim / 32;
+    for (int r = 0; r < NR; r++) scores[r] = set_f32(0.0f);
+    for (int b = 0; b < n_blocks; b++) {
+        I32 sum[NR];
+        for (int r = 0; r < NR; r++) sum[r] = set_i32(-128 * rows[r].sums[b]);
+        for (int i = 0; i < 8; i++) {
+            const U8 codes = load_u8(tile + 64 * (n_blocks + 8 * b + i));
+            for (int r = 0; r < NR; r++) sum[r] = dot4_wide(sum[r], codes, rows[r].codes + 32 * b + 4 * i);
+        }
+        const F32 scale = load_f32(reinterpret_cast<const float*>(tile + 64 * b));
+        for (int r = 0; r < NR; r++) {
+            scores[r] = fma_f32(mul_f32(to_f32(sum[r]), scale), set_f32(rows[r].scales[b]), scores[r]);
+        }
+    }
+}
+
+template <int NR>
+void score_tiles(const KvHead& kv, const AttentionRow* rows, int first, int last) {
+    for (int t = first; t < last; t++) {
+        F32 scores[NR];
+        if (kv.type == KvType::F16) {
+            score_f16<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
+        } else {
+            score_q8<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
+        }
+        for (int r = 0; r < NR; r++) store_f32(rows[r].scores + 16 * t, scores[r]);
+    }
+}
+
+// Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16.
+EI_INLINE float soft_max(float* scores, int n) {
+    for (int i = n; i % 16 != 0; i++) scores[i] = scores[0];
+    F32 lanes = load_f32(scores);
+    for (int i = 16; i < n; i += 16) lanes = max_f32(lanes, load_f32(scores + i));
+    float lane_max[16];
+    store_f32(lane_max, lanes);
+    float most = lane_max[0];
+    for (int i = 1; i < 16; i++) most = most > lane_max[i] ? most : lane_max[i];
+    F32 sum = set_f32(0.0f);
+    const int whole = n / 16 * 16;
+    for (int i = 0; i < whole; i += 16) {
+        const F32 e = exp_f32(sub_f32(load_f32(scores + i), set_f32(most)));
+        store_f32(scores + i, e);
+        sum = add_f32(sum, e);
+    }
+    if (whole < n) {
+        float lane[16];
+        store_f32(lane, exp_f32(sub_f32(load_f32(scores + whole), set_f32(most))));
+        for (int i = n - whole; i < 16; i++) lane[i] = 0.0f;
+        store_f32(scores + whole, load_f32(lane));
+        sum = add_f32(sum, load_f32(lane));
+    }
+    return 1.0f / sum_lanes(sum);
+}
+
+// 16 numbers of the value in a slot, from number d on; values: those of the slot's segment.
+template <KvType TYPE>
+EI_INLINE F32 load_value(const KvHead& kv, const uint8_t* values, int slot, int d) {
+    const size_t at = static_cast<size_t>(slot % kSegment);
+    if constexpr (TYPE == KvType::F16) {
+        return load_f16(values + at * kv.value_bytes + 2 * static_cast<size_t>(d));
+    } else {
+        float scale;
+        std::memcpy(&scale, values + (at * static_cast<size_t>(kv.head_dim) + static_cast<size_t>(d)) / 32 * 4, 4);
+        const uint8_t* codes = values + kv.scales_bytes + at * kv.value_bytes + d;
+        return mul_f32(to_f32(load_i8_as_i32(codes)), set_f32(scale));
+    }
+}
+
+// sum += weight * value over n slots of one segment, in order, for NB pieces of the value from number d on.
+// weights[r] + i is the weight of slot first + i.
+template <KvType TYPE, int NR, int NB>
+EI_INLINE void weigh(const KvHead& kv, int first, int n, const float* const (&weights)[NR], const AttentionRow* rows,
+                     int d) {
+    F32 sum[NR][NB];
+    for (int r = 0; r < NR; r++) {
+        for (int b = 0; b < NB; b++) sum[r][b] = load_f32(rows[r].sum + d + 16 * b);
+    }
+    const uint8_t* values = segment_of(kv, first) + kv.values_at;
+    for (int i = 0; i < n; i++) {
+        for (int b = 0; b < NB; b++) {
+            const F32 value = load_value<TYPE>(kv, values, first + i, d + 16 * b);
+            for (int r = 0; r < NR; r++) sum[r][b] = fma_f32(value, set_f32(weights[r][i]), sum[r][b]);
+        }
+    }
+    for (int r = 0; r < NR; r++) {
+        for (int b = 0; b < NB; b++) store_f32(rows[r].sum + d + 16 * b, sum[r][b]);
+    }
+}
+
+// The slots first..last-1 of one segment, for rows whose scores of slot s are at scores[s + shift].
+template <int NR>
+void weigh_slots(const KvHead& kv, const AttentionRow* rows, int first, int last, int shift) {
+    const float* weights[NR];
+    for (int r = 0; r < NR; r++) weights[r] = rows[r].scores + first + shift;
+    const auto pieces = [&]<KvType TYPE>() {
+        int d = 0;
+        for (; d + 16 * kValuesAtOnce <= kv.ld_v; d += 16 * kValuesAtOnce) {
+            weigh<TYPE, NR, kValuesAtOnce>(kv, first, last - first, weights, rows, d);
+        }
+        for (; d < kv.ld_v; d += 16) weigh<TYPE, NR, 1>(kv, first, last - first, weights, rows, d);
+    };
+    kv.type == KvType::F16 ? pieces.template operator()<KvType::F16>() : pieces.template operator()<KvType::Q8_0>();
+}
+
+// Calls f<NR>(row) for rows row..n_rows-1 in groups of NR at most.
+template <int NR, class F>
+EI_INLINE void for_rows(int row, int n_rows, const F& f) {
+    for (; row + NR <= n_rows; row += NR) f.template operator()<NR>(row);
+    if constexpr (NR > 1) for_rows<NR - 1>(row, n_rows, f);
+}
+
+// Calls f(first, last) for the pieces of slots first..last-1 that lie in one segment each.
+template <class F>
+EI_INLINE void for_segments(int first, int last, const F& f) {
+    while (first < last) {
+        const int end = first - first % kSegment + kSegment, stop = end < last ? end : last;
+        f(first, stop);
+        first = stop;
+    }
+}
+
+void attention(const Attention& a) {
+    int first = a.rows[0].first, common_first = first, common_last = a.rows[0].n_past, last = 0;
+    for (int r = 0; r < a.n_rows; r++) {
+        const AttentionRow& row = a.rows[r];
+        const int end = row.n_path ? row.path[row.n_path - 1] + 1 : row.n_past;
+        first = row.first < first ? row.first : first;
+        common_first = row.first > common_first ? row.first : common_first;
+        common_last = row.n_past < common_last ? row.n_past : common_last;
+        last = end > last ? end : last;
+    }
+    if (first > common_last) first = common_last;  // a window that begins within the path
+    for_segments(first / 16 * 16, (last + 15) / 16 * 16, [&](int begin, int end) {
+        for_rows<kRowsAtOnce>(0, a.n_rows,
+                              [&]<int NR>(int r) { score_tiles<NR>(a.kv, a.rows + r, begin / 16, end / 16); });
+    });
+    float scale[kTaskRows];
+    for (int r = 0; r < a.n_rows; r++) {
+        const AttentionRow& row = a.rows[r];
+        const int n = row.n_past + row.n_path;
+        for (int i = 0; i < row.n_path; i++)
+            row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
+        if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
+        scale[r] = soft_max(row.scores + row.first, n - row.first);
+        std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));
+    }
+    const auto one_row = [&](int r, int from, int to) {
+        for_segments(from, to, [&](int begin, int end) { weigh_slots<1>(a.kv, a.rows + r, begin, end, 0); });
+    };
+    if (common_first > common_last) common_first = common_last;
+    for (int r = 0; r < a.n_rows; r++) one_row(r, a.rows[r].first, common_first);
+    for_segments(common_first, common_last, [&](int begin, int end) {
+        for_rows<kRowsAtOnce>(0, a.n_rows, [&]<int NR>(int r) { weigh_slots<NR>(a.kv, a.rows + r, begin, end, 0); });
+    });
+    for (int r = 0; r < a.n_rows; r++) {
+        const AttentionRow& row = a.rows[r];
+        one_row(r, row.first > common_last ? row.first : common_last, row.n_past);
+        for (int i = row.first > row.n_past ? row.first - row.n_past : 0; i < row.n_path; i++) {
+            weigh_slots<1>(a.kv, &row, row.path[i], row.path[i] + 1, row.n_past + i - row.path[i]);
+        }
+        for (int d = 0; d < a.kv.ld_v; d += 16) {
+            store_rows(row.out + d, mul_f32(load_f32(row.sum + d), set_f32(scale[r])), a.kv.head_dim - d);
+        }
+    }
+}
+
+}  // namespace
