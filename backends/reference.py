@@ -26,7 +26,7 @@ from edgeinfer.backends.base import (
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]
@@ -45,6 +45,10 @@ class ReferenceBackend:
 
     def __init__(self, activations: Activations = "float32") -> None:
         self.activations = activations
+
+    def read_spec(self, model: ModelFile) -> ModelSpec:
+        """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
+        return read_spec(model)
 
     def plan(self, model: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
         """Bytes of the weights in float32, the KV cache in float16, and the activations of n_batch tokens.
@@ -86,6 +90,8 @@ class Weights:
 
 class ReferenceSession:
     """See edgeinfer.backends.base.Session."""
+
+    is_exact = True
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
         self.spec = spec

@@ -94,7 +94,7 @@ def write_tiny_model(
     keys |= _KEYS.get(architecture, {})
     keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
     _add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (_add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
+    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
     for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
         _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
@@ -341,7 +341,7 @@ def _merges() -> tuple[list[str], list[str]]:
     return list(rules.values()), list(rules)
 
 
-def _add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+def add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     """256 byte tokens, as many merged tokens as fit, the special tokens, padding."""
     rules, merged = _merges()
     n_merges = min(len(rules), n_vocab - 256 - len(SPECIAL_TOKENS))
