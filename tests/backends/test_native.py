@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
-from exactness import comparisons, prefill, same_bits
-from tiny_models import ARCHITECTURES, write_tiny_model
+from exactness import comparisons, decode_one_by_one, prefill, same_bits
+from peer import clear_choices, llama_cpp_logits
+from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
 from edgeinfer.backends.native.packed import packed_path
@@ -30,6 +33,7 @@ FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K",
 # Every format in two architectures, every architecture in a format of each kind.
 MODELS = [(architecture, format) for architecture in ("llama", "qwen2") for format in FORMATS]
 MODELS += [(name, format) for name in ARCHITECTURES[2:] for format in ("F32", "Q8_0", "Q4_K")]
+TOLERANCE = {"F32": 1e-3, "Q4_K": 0.04}  # of the spread of the logits; measured: 4e-4 and 2.5e-2
 Open = Callable[..., NativeSession]
 
 
@@ -102,6 +106,31 @@ def test_logits_equal_the_reference(format: str, architecture: str, tmp_path: Pa
     # now and then: by one step of 1/127, or of 1/2048 in a float model. All other rows differ by float32's rounding.
     assert np.mean(np.array(errors[4]) < 5e-6) > 0.6
     assert np.max(errors[4] + errors[40]) < (1e-3 if format in ("F32", "F16", "BF16") else 3e-2)
+
+
+# The windows are shorter than the text, where the architecture can have them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "olmo2": {"n_layers": 4, "metadata": {"olmo2.attention.sliding_window": 20}},
+    "phi3": {"metadata": {"phi3.attention.sliding_window": 20}},
+}
+
+
+@pytest.mark.parametrize("format", ["F32", "Q4_K"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_200_tokens_agree_with_llama_cpp_where_the_choice_is_clear(
+    llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, architecture: Architecture, format: str
+) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, format, **OPTIONS.get(architecture, {}))
+    session, tokens = opener(path)(), rng.integers(0, 259, 200).astype(np.int32)
+    head = session.forward(tokens[:15], logits="all").logits
+    session.commit(range(15))
+    over_the_edge = decode_one_by_one(session, tokens[15:30])  # of a window of 20
+    ours = np.concatenate([head, over_the_edge, session.forward(tokens[30:], logits="all").logits])
+    theirs = llama_cpp_logits(llama_cpp, path, tokens)
+    clear = clear_choices(theirs)
+    assert clear.mean() > 0.3
+    assert np.array_equal(ours.argmax(axis=1)[clear], theirs.argmax(axis=1)[clear])
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < TOLERANCE[format] * theirs.std()
 
 
 def test_hidden_states_are_the_residual_stream(tiny: Open, rng: np.random.Generator) -> None:

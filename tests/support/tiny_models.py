@@ -251,6 +251,8 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     K-quants lie with llama.cpp's own to within some percent of the error; that searches for better scales.
     """
     kind = gguf.GGMLQuantizationType[tensor_type]
+    if tensor_type == "IQ4_NL":
+        return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
     if tensor_type not in BLOCK_256_TYPES:
         packed: NDArray[np.generic] = gguf.quantize(weights, kind)
         return np.ascontiguousarray(packed).view(np.uint8)
@@ -307,6 +309,15 @@ def _q6_k(blocks: Floats) -> Bytes:
     high = top[:, :, 0] | top[:, :, 1] << 2 | top[:, :, 2] << 4 | top[:, :, 3] << 6
     packed = [low.reshape(-1, 128), high.reshape(-1, 64), sc.astype(np.int8).view(np.uint8), d.view(np.uint8)]
     return np.hstack(packed)
+
+
+_IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+def _iq4_nl(blocks: Floats) -> Bytes:
+    d = (np.abs(blocks).max(axis=1, keepdims=True) / 113).astype(np.float16)
+    codes = np.abs(_divide(blocks, d.astype(np.float32))[:, :, None] - _IQ4_NL).argmin(axis=2).astype(np.uint8)
+    return np.hstack([d.view(np.uint8), codes[:, :16] | codes[:, 16:] << 4])
 
 
 def _split(values: Floats, largest_code: int) -> tuple[NDArray[np.float16], Floats]:

@@ -40,8 +40,14 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
-@pytest.fixture(params=["reference", "native"])
+# For what holds only where logits depend on the text alone: the cache is kept, and batches can be cut elsewhere.
+exact = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+
+
+@pytest.fixture(params=["reference", "native", "llama.cpp"])
 def backend(request):
+    if request.param == "llama.cpp":
+        request.getfixturevalue("llama_cpp")
     try:
         open_backend(request.param)
     except BackendUnavailable as error:
@@ -111,6 +117,7 @@ def test_without_a_seed_one_is_drawn_and_reported(engine):
     assert engine.generate(PROMPT, max_tokens=30, params=first.params).text == first.text
 
 
+@exact
 def test_a_text_goes_on_the_same_from_any_of_its_tokens(engine):
     """The noise belongs to the place in the text, not to the number of draws."""
     whole = engine.generate(PROMPT, max_tokens=30, seed=1).tokens
@@ -149,6 +156,7 @@ def test_rows_of_the_embedding_without_a_token_are_never_drawn(engine, monkeypat
     assert max(engine.generate(PROMPT, max_tokens=30, temperature=9.0, top_k=0, seed=1).tokens) < 40
 
 
+@exact
 def test_the_cut_into_batches_changes_no_text(fresh):
     long_prompt = PROMPT * 3
     whole = fresh().generate(long_prompt, max_tokens=12, seed=1)
@@ -159,6 +167,7 @@ def test_the_cut_into_batches_changes_no_text(fresh):
 # ---- The KV cache --------------------------------------------------------------------------------------------------
 
 
+@exact
 def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh):
     prompts = [PROMPT, PROMPT + " again", "something else", PROMPT[:9], PROMPT, PROMPT]
     cached = []
@@ -171,6 +180,15 @@ def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh):
     assert 0 < cached[4] <= engine.count(PROMPT[:9])
 
 
+@pytest.mark.parametrize("backend", ["llama.cpp"], indirect=True)
+def test_a_session_that_is_not_exact_starts_every_text_anew(engine, fresh):
+    for prompt in (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT):
+        completion = engine.generate(prompt, max_tokens=15, seed=4)
+        assert completion.usage.cached_tokens == 0
+        assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
+
+
+@exact
 def test_the_tokens_of_an_answer_are_reused_by_a_prompt_that_contains_it(engine):
     prompt = engine.tokenize(PROMPT)
     answer = engine.generate(prompt, max_tokens=10, **GREEDY)
@@ -215,7 +233,7 @@ def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypat
         assert list(stream)[-1].finish_reason == "interrupted"
     assert stream.completion.finish_reason == "interrupted"
     monkeypatch.undo()
-    expected = fresh().generate(PROMPT, max_tokens=20, seed=2)
+    expected = fresh(n_batch=8).generate(PROMPT, max_tokens=20, seed=2)
     assert expected.tokens[: len(stream.completion.tokens)] == stream.completion.tokens
     assert engine.generate(PROMPT, max_tokens=20, seed=2).tokens == expected.tokens
 
@@ -460,6 +478,7 @@ def test_interrupt_from_another_thread_ends_a_generate(engine):
     assert completion.finish_reason == "interrupted" and len(completion.tokens) in (4, 5)
 
 
+@exact
 def test_interrupt_ends_the_reading_of_a_prompt_and_keeps_what_is_read(fresh):
     engine = fresh(n_batch=8)
     stream = engine.stream(PROMPT * 2, seed=1, progress=lambda share: engine.interrupt())
@@ -550,6 +569,7 @@ def test_the_context_manager_closes_the_engine(model, backend):
         engine.generate(PROMPT)
 
 
+@exact
 def test_usage_and_timings_agree(engine):
     engine.generate(PROMPT, max_tokens=1)
     completion = engine.generate(PROMPT + " and more", max_tokens=8, **GREEDY)
