@@ -650,8 +650,8 @@ def test_auto_falls_back_to_the_reference_with_a_warning(model, monkeypatch):
     monkeypatch.setitem(engine_module._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
     with pytest.raises(BackendUnavailable, match="native"):
         edgeinfer.load(model, backend="native")
-    with pytest.warns(RuntimeWarning, match="far slower"), edgeinfer.load(model) as engine:
-        assert engine.backend == "reference"
+    with pytest.warns(RuntimeWarning, match="far slower") as warned, edgeinfer.load(model) as engine:
+        assert engine.backend == "reference" and warned[0].filename == __file__
 
 
 def test_importing_edgeinfer_imports_nothing_heavy():
