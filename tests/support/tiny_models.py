@@ -253,14 +253,27 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type == "IQ4_NL":
         return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
-    if tensor_type not in BLOCK_256_TYPES:
+    if tensor_type not in (*BLOCK_256_TYPES, "Q2_K"):
         packed: NDArray[np.generic] = gguf.quantize(weights, kind)
         return np.ascontiguousarray(packed).view(np.uint8)
     if weights.shape[1] % 256:
         raise ValueError(f"{tensor_type} has blocks of 256: found rows of {weights.shape[1]}")
     blocks = weights.reshape(-1, 256)
-    packed_blocks = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
+    packed_blocks = {"Q2_K": _q2_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
     return packed_blocks.reshape(weights.shape[0], -1)
+
+
+def _q2_k(blocks: Floats) -> Bytes:
+    x = blocks.reshape(-1, 16, 16)
+    offset = np.maximum(-x.min(axis=2), 0)
+    d, steps = _split((x.max(axis=2) + offset) / 3, 15)
+    dmin, offsets = _split(offset, 15)
+    shifted = x + (dmin.astype(np.float32) * offsets)[:, :, None]
+    codes = np.rint(_divide(shifted, (d.astype(np.float32) * steps)[:, :, None])).clip(0, 3).astype(np.uint8)
+    scales = steps.astype(np.uint8) | offsets.astype(np.uint8) << 4
+    quarters = codes.reshape(-1, 2, 4, 32)  # halves of 128, in them four runs of 32
+    packed = quarters[:, :, 0] | quarters[:, :, 1] << 2 | quarters[:, :, 2] << 4 | quarters[:, :, 3] << 6
+    return np.hstack([scales, packed.reshape(-1, 64), d.view(np.uint8), dmin.view(np.uint8)])
 
 
 def _q4_k(blocks: Floats) -> Bytes:

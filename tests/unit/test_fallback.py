@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from other_models import write_gpt2, write_lfm2, write_mamba
+from other_models import write_experts, write_gpt2, write_lfm2, write_mamba
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import quantize, write_tiny_model
 
@@ -31,10 +31,16 @@ def write_iq4_nl(path: Path) -> Path:
     return write_tiny_model(path, "llama", "Q8_0", types={"ffn_down": "IQ4_NL"})
 
 
+def write_q2_k(path: Path) -> Path:
+    return write_tiny_model(path, "llama", "Q4_K", types={"ffn_down": "Q2_K"})
+
+
 LACKING: dict[str, tuple[Callable[[Path], Path], str]] = {  # with what is said of them
     "gpt2": (write_gpt2, "architecture 'gpt2' is not supported"),
     "mamba": (write_mamba, "architecture 'mamba' is not supported"),
     "lfm2": (write_lfm2, "architecture 'lfm2' is not supported"),
+    "experts": (write_experts, "llama.expert_count is set"),
+    "Q2_K": (write_q2_k, "tensor blk.0.ffn_down.weight (256, 768) has type Q2_K, which the native engine lacks"),
     "IQ4_NL": (write_iq4_nl, "tensor blk.0.ffn_down.weight (96, 288) has type IQ4_NL, which the native engine lacks"),
 }
 
@@ -63,11 +69,11 @@ def run(*arguments: object, code: int = 0) -> Result:
     return result
 
 
-def test_the_tiny_iq4_nl_is_what_gguf_reads(rng: np.random.Generator) -> None:
-    weights = rng.standard_normal((4, 96), dtype=np.float32)
-    kind = gguf.GGMLQuantizationType.IQ4_NL
-    error = gguf.dequantize(quantize("IQ4_NL", weights), kind) - weights
-    assert np.sqrt(np.mean(error**2)) < 0.15
+@pytest.mark.parametrize("tensor_type, largest", [("IQ4_NL", 0.15), ("Q2_K", 0.35)])
+def test_what_is_quantised_here_is_what_gguf_reads(tensor_type: str, largest: float, rng: np.random.Generator) -> None:
+    weights = rng.standard_normal((4, 512), dtype=np.float32)
+    read = gguf.dequantize(quantize(tensor_type, weights), gguf.GGMLQuantizationType[tensor_type])
+    assert np.sqrt(np.mean((read - weights) ** 2)) < largest
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------
