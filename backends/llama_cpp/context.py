@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.llama_cpp.cache import Cache
-from edgeinfer.backends.llama_cpp.library import log, mebibytes, quote, refuse
+from edgeinfer.backends.llama_cpp.log import log, mebibytes, quote, refuse
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.errors import BackendLost, Interrupted, UnsupportedModel
 from edgeinfer.types import Logits, TokenIds

@@ -1,76 +1,19 @@
-"""The library llama_cpp, its log, and what it says of failures. No other file imports it."""
+"""The library llama_cpp; no other file imports it."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from edgeinfer.errors import BackendUnavailable, BudgetExceeded, UnsupportedModel
+from edgeinfer.backends.llama_cpp.log import log
+from edgeinfer.errors import BackendUnavailable
 
 VERSION = "0.3.36"  # of llama-cpp-python, as in pyproject.toml
 LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it
 
-_logger = logging.getLogger(__package__)
-_logger.addHandler(logging.NullHandler())
-
-_DEBUG, _ERROR = 1, 4  # enum ggml_log_level
-
-
-class Log(threading.local):
-    """Takes what llama.cpp logs; each thread sees its own lines."""
-
-    def __init__(self) -> None:
-        self._lines: list[tuple[int, str]] | None = None
-
-    @contextmanager
-    def record(self) -> Iterator[list[tuple[int, str]]]:
-        """Lines (level, text) that this thread has logged meanwhile, but for DEBUG."""
-        lines: list[tuple[int, str]] = []
-        self._lines = lines
-        try:
-            yield lines
-        finally:
-            self._lines = None
-
-    def receive(self, level: int, text: bytes, _: object) -> None:
-        """A ggml_log_callback."""
-        line = text.decode(errors="replace").rstrip()
-        _logger.debug("%s", line)
-        if self._lines is not None and level > _DEBUG:
-            self._lines.append((level, line))
-
-
-log = Log()
 _callbacks: list[Any] = []  # llama.cpp calls them for as long as the process lives
-
-
-def quote(lines: list[tuple[int, str]]) -> str:
-    """What llama.cpp gave as the reason of a failure."""
-    errors = [line for level, line in lines if level == _ERROR and not line.endswith(": failed to load model")]
-    return errors[-1] if errors else "it gives no reason"
-
-
-def refuse(path: Path, lines: list[tuple[int, str]]) -> NoReturn:
-    """Raise what llama.cpp's reason for not loading a model means: BudgetExceeded, else UnsupportedModel."""
-    reason = quote(lines)
-    if "alloc" in reason:
-        raise BudgetExceeded(f"{path}: llama.cpp found too little memory: {reason}")
-    raise UnsupportedModel(f"{path}: llama.cpp cannot load this model: {reason}")
-
-
-def mebibytes(line: tuple[int, str], what: str) -> int:
-    """Bytes of "what = 1.25 MiB" in a line of the log, 0 if it does not say that."""
-    match = re.search(what + r" = +([0-9.]+) MiB", line[1])
-    return round(float(match[1]) * 2**20) if match else 0
-
 
 _FIELDS = {
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
@@ -83,7 +26,7 @@ _FIELDS = {
 
 
 def _check_layouts(library: Any) -> None:
-    """Raises BackendUnavailable if structures could lie otherwise in memory than this file and llama_cpp assume.
+    """Raises BackendUnavailable if structures could lie otherwise in memory than this backend and llama_cpp assume.
 
     llama_cpp describes the structures of the library that it comes with; it is another library, or lacks a field.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.backends.llama_cpp.library import log, mebibytes, refuse
+from edgeinfer.backends.llama_cpp.log import log, mebibytes, refuse
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSizes
 
