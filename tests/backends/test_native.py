@@ -108,11 +108,8 @@ def test_logits_equal_the_reference(format: str, architecture: str, tmp_path: Pa
     assert np.max(errors[4] + errors[40]) < (1e-3 if format in ("F32", "F16", "BF16") else 3e-2)
 
 
-# The windows are shorter than the text, where the architecture can have them.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "olmo2": {"n_layers": 4, "metadata": {"olmo2.attention.sliding_window": 20}},
-    "phi3": {"metadata": {"phi3.attention.sliding_window": 20}},
-}
+# Windows of 20 positions, as the tiny gemma2 and gemma3 have too.
+OPTIONS: dict[str, dict[str, Any]] = {"olmo2": {"n_layers": 4, "metadata": {"olmo2.attention.sliding_window": 20}}}
 
 
 @pytest.mark.parametrize("format", ["F32", "Q4_K"])
@@ -124,7 +121,7 @@ def test_200_tokens_agree_with_llama_cpp_where_the_choice_is_clear(
     session, tokens = opener(path)(), rng.integers(0, 259, 200).astype(np.int32)
     head = session.forward(tokens[:15], logits="all").logits
     session.commit(range(15))
-    over_the_edge = decode_one_by_one(session, tokens[15:30])  # of a window of 20
+    over_the_edge = decode_one_by_one(session, tokens[15:30])  # of the windows
     ours = np.concatenate([head, over_the_edge, session.forward(tokens[30:], logits="all").logits])
     theirs = llama_cpp_logits(llama_cpp, path, tokens)
     clear = clear_choices(theirs)
