@@ -75,9 +75,9 @@ def load(
     place = default_model() if path is None else Path(path).expanduser()
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
+        tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
         loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads)
-        tokenizer = Tokenizer.from_file(file)
         n_vocab = loadable.spec.n_vocab
         if tokenizer.n_vocab > n_vocab:
             raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")

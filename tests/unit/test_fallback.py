@@ -127,10 +127,20 @@ def test_without_llama_cpp_the_error_is_the_native_one_and_what_to_install(
     assert "edgeinfer[llama]" in run("generate", "-m", path, "-p", "a", code=3).stderr
 
 
-def test_a_model_that_llama_cpp_refuses_too_is_refused_with_both_reasons(llama_cpp: ModuleType, gpt2: Path) -> None:
-    gpt2.write_bytes(gpt2.read_bytes().replace(b"gpt2", b"tpg2"))
-    with pytest.raises(UnsupportedModel, match="architecture 'tpg2' is not supported.*unknown model architecture"):
+def test_a_model_that_llama_cpp_refuses_too_is_refused_with_both_reasons(llama_cpp: ModuleType, tmp_path: Path) -> None:
+    path = write_mamba(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"mamba", b"bamba"))
+    with pytest.raises(UnsupportedModel, match="architecture 'bamba' is not supported.*unknown model architecture"):
+        edgeinfer.load(path)
+
+
+def test_nobody_is_told_to_install_llama_cpp_for_a_vocabulary_that_is_refused_anyway(
+    without_llama_cpp: None, gpt2: Path
+) -> None:
+    gpt2.write_bytes(gpt2.read_bytes().replace(b"gpt-2", b"gpt-0"))
+    with pytest.raises(UnsupportedModel, match="tokenizer.ggml.pre must be one of") as caught:
         edgeinfer.load(gpt2)
+    assert "edgeinfer[llama]" not in str(caught.value)
 
 
 def test_a_file_that_is_not_sound_never_reaches_llama_cpp(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
