@@ -29,6 +29,16 @@ _MODEL_OPTIONS = (
         "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
     ),
     click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
+    click.option(
+        "-md", "--model-draft", type=click.Path(path_type=Path), help="A smaller model, to draft for this one."
+    ),
+    click.option(
+        "--draft",
+        default="auto",
+        show_default=True,
+        help="Where drafts come from: auto, none, suffix, recycling or a FILE. They change the speed and no text.",
+    ),
+    click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
     click.option("--backend", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True),
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
@@ -56,7 +66,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c -t --backend; see open_engine."""
+    """Adds -m -c -t -md --draft --draft-max --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -78,7 +88,13 @@ def open_engine(flags: dict[str, Any]) -> Engine:
     with warnings.catch_warnings(record=True) as caught, ProgressBar("loading") as bar:
         warnings.simplefilter("always", RuntimeWarning)
         engine = load(
-            flags["model"], n_ctx=flags["ctx_size"], n_threads=flags["threads"], backend=flags["backend"], progress=bar
+            flags["model"],
+            n_ctx=flags["ctx_size"],
+            n_threads=flags["threads"],
+            backend=flags["backend"],
+            draft=_draft(flags),
+            progress=bar,
+            **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
         )
     for warning in caught:
         note(str(warning.message))
@@ -86,6 +102,16 @@ def open_engine(flags: dict[str, Any]) -> Engine:
     if engine.n_ctx > n_ctx_train:
         note(f"the model was trained with {n_ctx_train} tokens of context; past them the text may lose its sense")
     return engine
+
+
+def _draft(flags: dict[str, Any]) -> str | list[str]:
+    """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
+    draft, model = flags["draft"], flags["model_draft"]
+    if model is None:
+        return str(draft)
+    if draft == "none":
+        raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
+    return str(model) if draft == "auto" else [draft, str(model)]
 
 
 def sampling_params(flags: dict[str, Any]) -> SamplingParams:

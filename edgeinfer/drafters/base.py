@@ -41,7 +41,7 @@ class Context:
 
 
 class Drafter(Protocol):
-    """Proposes what may come next. Whatever it does, the text stays the same; if it raises, it rests for the request."""
+    """Proposes what may come next. Whatever it does, the text stays the same; if it raises, it sits out the request."""
 
     name: str
 

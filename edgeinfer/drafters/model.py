@@ -1,7 +1,7 @@
 """Drafts with a smaller model of the same vocabulary, on the native engine.
 
 It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
-twice. It draws with the target's noise for each place in the text, so both draw the same token wherever they roughly agree.
+twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
 """
 
 from __future__ import annotations
@@ -112,14 +112,13 @@ class ModelDrafter:
 
     def _choices(self, logits: Logits, drawn: int, is_greedy: bool) -> list[tuple[int, float, int]]:
         """(token, probability, kind) of the token drawn and, where that was no clear case, of the likeliest other."""
-        ids, probabilities = likeliest(logits, 2)
-        best = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
-        p = best.get(drawn)
+        (best, p_best), *_ = found = likeliest(logits, 2)
+        p = next((of_id for id, of_id in found if id == drawn), None)
         if p is None:
-            p = math.exp(min(0.0, float(logits[drawn] - logits[ids[0]]))) * float(probabilities[0])
+            p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
         kind = 0 if is_greedy else _DRAWN
         choices = [(drawn, p, kind + _class(p))]
-        others = [(id, of_id) for id, of_id in best.items() if id != drawn]
+        others = [(id, of_id) for id, of_id in found if id != drawn]
         if p < _UNSURE and others:
             choices.append((others[0][0], others[0][1], _SECOND + kind + _class(others[0][1])))
         return choices

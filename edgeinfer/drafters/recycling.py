@@ -1,7 +1,9 @@
-"""Drafts what the model once thought of: the likeliest successors of each token, from logits that were made anyway.
+"""Drafts what the model once thought of: the likeliest successors of a token, from logits that were made anyway.
 
-Token Recycling (Luo et al., arXiv:2408.08696): a table from a token to the ids that the target found likeliest behind
-it the last time; a tree is grown from the last token, the likeliest node first. Beside each id stands how likely it was.
+Token Recycling (Luo et al., arXiv:2408.08696): a table from tokens to the ids that the target found likeliest behind
+them the last time; a tree is grown from the end of the text, the likeliest node first. Other than there, a successor is
+looked for behind the last two tokens first, which is right two to three times as often, and then behind the last one;
+and beside each stands how likely it was.
 """
 
 from __future__ import annotations
@@ -10,19 +12,23 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
-N_SUCCESSORS = 6
-_MAX_ROWS = 50_000  # so that the table stays under 2 MB: 4 bytes an id, 1 a class
-_AT_ROOT, _BELOW = 4, 2  # successors that are looked at
+_N_ROWS = 65_536
+_N_KEPT = 3  # successors in a row
+_AT_ROOT, _BELOW = 3, 2  # of them looked at
 _N_GROUPS = 1024
-# Classes of the probability that a successor had: class = int(8 * p), and what is believed of it to begin with.
+# Kinds: by what was looked behind, the rank, and the class of the probability that the successor had, int(8 p). What is
+# believed of each before anything is learnt.
 _N_CLASSES = 8
-_RANK_PRIOR = (0.75, 0.5, 0.4, 0.35, 0.3, 0.25)
+_BEHIND_ONE = _N_KEPT * _N_CLASSES
+_PRIORS = (
+    *((0.1, 0.12, 0.15, 0.25, 0.3, 0.3, 0.32, 0.5), (0.07,) * _N_CLASSES, (0.05,) * _N_CLASSES),
+    *((0.03, 0.07, 0.08, 0.13, 0.14, 0.15, 0.15, 0.2), (0.08,) * _N_CLASSES, (0.05,) * _N_CLASSES),
+)
 
 
 class RecyclingDrafter:
@@ -30,28 +36,23 @@ class RecyclingDrafter:
 
     name = "recycling"
 
-    def __init__(self, n_vocab: int) -> None:
-        n_rows = min(n_vocab, _MAX_ROWS)
-        self._ids = np.zeros((n_rows, N_SUCCESSORS), dtype=np.int32)
-        self._classes = np.zeros((n_rows, N_SUCCESSORS), dtype=np.uint8)
-        self._owner = np.full(n_rows, -1, dtype=np.int32)  # token of the row; those equal modulo n_rows share one
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the table."""
-        return self._ids.nbytes + self._classes.nbytes + self._owner.nbytes
+    def __init__(self) -> None:
+        # Key of the row, successors, classes of their probabilities; keys that meet in one row take it from each other.
+        self._rows = np.full((_N_ROWS, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
 
     @staticmethod
-    def memory(n_vocab: int) -> int:
-        """Bytes of the table for a vocabulary."""
-        return min(n_vocab, _MAX_ROWS) * (5 * N_SUCCESSORS + 4)
+    def memory() -> int:
+        """Bytes of the table."""
+        return 4 * _N_ROWS * (1 + 2 * _N_KEPT)
 
     def start(self, context: Context) -> None:
         """Nothing to do: there are no logits of the prompt but the last."""
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """The likeliest nodes of the tree of successors, best first."""
-        root = self._successors(context.tokens[-1], _AT_ROOT)
+        last = context.tokens[-1]
+        before = context.tokens[-2] if len(context.tokens) > 1 else -1
+        root = self._successors(before, last, _AT_ROOT)
         if not root or limit == 0:
             return no_draft()
         chance, floor = context.outlook.chance, context.outlook.floor
@@ -59,52 +60,62 @@ class RecyclingDrafter:
         parents: list[int] = []
         p: list[float] = []
         kinds: list[int] = []
-        heap = [(-chance(kind, 0, prior), token, -1, 0, kind, prior) for token, kind, prior in root]
+        heap = [(-chance(kind, 0, _prior(kind)), token, -1, 0, kind, last) for token, kind in root]
         heapq.heapify(heap)
         while heap and len(tokens) < limit:
-            reach, token, parent, depth, kind, prior = heapq.heappop(heap)
-            if -reach < floor and len(tokens) >= 2:  # two, from which the policy learns, whatever they promise
+            reach, token, parent, depth, kind, before = heapq.heappop(heap)
+            if -reach < floor and tokens:  # one at least, from which the policy learns, whatever it promises
                 break
             node = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            p.append(prior)
+            p.append(_prior(kind))
             kinds.append(kind)
             if -reach >= floor:
                 depth += 1
-                for token, kind, prior in self._successors(token, _BELOW):
-                    heapq.heappush(heap, (reach * chance(kind, depth, prior), token, node, depth, kind, prior))
+                for successor, kind in self._successors(before, token, _BELOW):
+                    below = reach * chance(kind, depth, _prior(kind))
+                    heapq.heappush(heap, (below, successor, node, depth, kind, token))
         return DraftTree(tokens, parents, p, kinds)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """Note the likeliest ids of each row under the token that it follows."""
-        before = context.tokens[-n_new - 1 : -1]
-        for token, logits in zip(before, rows, strict=True):
-            ids, p = likeliest(logits, N_SUCCESSORS)
-            row = token % len(self._owner)
-            self._owner[row] = token
-            self._ids[row, : len(ids)] = ids
-            self._classes[row] = 0
-            self._classes[row, : len(ids)] = np.minimum(p * _N_CLASSES, _N_CLASSES - 1)
+        """Note the likeliest ids of each row under the tokens that it follows."""
+        behind = context.tokens[-n_new - 2 : -1]
+        if len(behind) == n_new:  # the text has no token before the first of them
+            behind = [-1, *behind]
+        for before, last, logits in zip(behind[:-1], behind[1:], rows, strict=True):
+            found = likeliest(logits, _N_KEPT)
+            missing = [-1] * (_N_KEPT - len(found))
+            classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
+            successors = [*(id for id, _ in found), *missing, *classes, *missing]
+            for key in (_key(before, last), last):
+                self._rows[key % _N_ROWS] = [key, *successors]
 
     def close(self) -> None:
         """Forget everything."""
-        self._owner[:] = -1
+        self._rows[:] = -1
 
-    def _successors(self, token: int, n: int) -> list[tuple[int, int, float]]:
-        """(id, kind, chance to begin with) of the first n successors, none if the token was not seen."""
-        row = token % len(self._owner)
-        if self._owner[row] != token:
-            return []
-        ids, classes = self._ids[row, :n].tolist(), self._classes[row, :n].tolist()
-        return [
-            (id, rank * _N_CLASSES + of_p, _RANK_PRIOR[rank] * (of_p + 0.5) / _N_CLASSES)
-            for rank, (id, of_p) in enumerate(zip(ids, classes, strict=True))
-        ]
+    def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
+        """(id, kind) of the first n successors of two tokens, else of the last one, else none."""
+        for key, kind in ((_key(before, last), 0), (last, _BEHIND_ONE)):
+            owner, *values = self._rows[key % _N_ROWS].tolist()
+            if owner == key:
+                pairs = zip(values[:n], values[_N_KEPT:], strict=False)
+                return [(id, kind + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]
+        return []
 
 
-def likeliest(logits: Logits, k: int) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-    """(ids (m,), probabilities (m,)) of about the k likeliest tokens, likeliest first; m <= k.
+def _key(before: int, last: int) -> int:
+    """A number for two tokens, in 2**30..2**31 - 1: no token has it."""
+    return (before * 1_000_003 + last * 7919) & 0x3FFFFFFF | 0x40000000
+
+
+def _prior(kind: int) -> float:
+    return _PRIORS[kind // _N_CLASSES][kind % _N_CLASSES]
+
+
+def likeliest(logits: Logits, k: int) -> list[tuple[int, float]]:
+    """(id, probability) of about the k likeliest tokens, likeliest first.
 
     logits: (n_vocab,). In a large vocabulary only the best of each of 1024 groups is looked at: one in some hundred of
     the ids is missed, and probabilities are a little too large; it takes 15 us for 49,000 tokens.
@@ -112,8 +123,11 @@ def likeliest(logits: Logits, k: int) -> tuple[NDArray[np.intp], NDArray[np.floa
     n_groups = _N_GROUPS if logits.size >= 8 * _N_GROUPS else logits.size
     in_groups = logits[: logits.size - logits.size % n_groups].reshape(-1, n_groups)
     best = in_groups.max(axis=0)
-    k = min(k, n_groups)
-    groups = np.argpartition(best, n_groups - k)[n_groups - k :]
-    groups = groups[np.argsort(-best[groups])]
-    weights = np.exp(best - best[groups[0]])
-    return in_groups[:, groups].argmax(axis=0) * n_groups + groups, weights[groups] / weights.sum()
+    weights = np.exp(best - best.max())
+    total = float(weights.sum())
+    found = []
+    for _ in range(min(k, n_groups)):  # several times faster than argpartition
+        group = int(weights.argmax())
+        found.append((int(in_groups[:, group].argmax()) * n_groups + group, float(weights[group]) / total))
+        weights[group] = -1.0
+    return found

@@ -31,8 +31,8 @@ _CHUNK = 32
 _ROUNDS = 3
 _FORMAT = 1
 
-# One observation moves the whole curve, and its own point, by this power of the ratio of what came to what was expected.
-_DRIFT_RATE, _POINT_RATE = 0.05, 0.1
+# One observation moves the whole curve, and its own point, by this power of what came over what was expected.
+_DRIFT_RATE, _POINT_RATE = 0.1, 0.05
 _LARGEST_RATIO = 1.5  # a hiccup counts as no more
 _CONTEXT_STEP = 32  # tokens of context after which the curve is made anew
 
@@ -58,7 +58,7 @@ def measure_costs(session: Session, budget_seconds: float) -> CostCurve:
     room = min(session.n_ctx, getattr(session, "n_batch", session.n_ctx))
     sizes = [size for size in SIZES if size <= room]
     started = time.perf_counter()
-    tokens = np.random.default_rng(1).integers(0, session.spec.n_vocab, max(sizes))
+    tokens = np.random.default_rng(1).integers(0, session.spec.n_vocab, max(sizes)).tolist()
     try:
         session.forward(tokens[:1])  # touches what is touched once
         near = _fastest(session, tokens, sizes, started + 0.5 * budget_seconds)

@@ -15,6 +15,7 @@ from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
+from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.speculation.cost import (
     MAX_TOKENS,
@@ -55,7 +56,7 @@ class DraftPlan:
         if "suffix" in self.free:
             drafters.append(SuffixDrafter(session.n_ctx))
         if "recycling" in self.free:
-            drafters.append(RecyclingDrafter(self.n_vocab))
+            drafters.append(RecyclingDrafter())
         if self.file is not None and self.spec is not None and self.plan is not None:
             try:
                 drafters.append(_open_model(self.file, self.spec, self.plan, self.n_vocab, device, seconds))
@@ -72,19 +73,14 @@ class DraftPlan:
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
     """(names of free drafters, file of a draft model) that `draft` means.
 
-    "auto": all free ones; "none": nothing; the name of one: that one; a file: all free ones and a model. Of a sequence,
-    what it names and nothing else.
+    "auto": all free ones; the name of one: that one; a file: all free ones and a model. A sequence: what it names.
     """
+    if draft == "auto":
+        return FREE_DRAFTERS, None
     if isinstance(draft, str):
-        if draft in ("auto", "none"):
-            return (FREE_DRAFTERS if draft == "auto" else ()), None
         return ((draft,), None) if draft in FREE_DRAFTERS else (FREE_DRAFTERS, Path(draft).expanduser())
-    named = [drafters_named(one) for one in draft]
-    files = [one for one in draft if one not in (*FREE_DRAFTERS, "auto", "none")]
-    free = dict.fromkeys(
-        name for one, (names, _) in zip(draft, named, strict=True) if one not in files for name in names
-    )
-    return tuple(free), Path(files[-1]).expanduser() if files else None
+    files = [one for one in draft if one not in FREE_DRAFTERS]
+    return tuple(name for name in FREE_DRAFTERS if name in draft), Path(files[-1]).expanduser() if files else None
 
 
 def plan_drafters(
@@ -92,7 +88,7 @@ def plan_drafters(
 ) -> DraftPlan:
     """What of the drafters can be used beside a target with that plan. Opens the file of the draft model."""
     free, path = drafters_named(draft)
-    sizes = {"suffix": SuffixDrafter.memory(plan.n_ctx), "recycling": RecyclingDrafter.memory(n_vocab)}
+    sizes = {"suffix": SuffixDrafter.memory(plan.n_ctx), "recycling": RecyclingDrafter.memory()}
     planned = DraftPlan((), n_vocab)
     left = budget_bytes - plan.use.total
     for name in free:
@@ -100,7 +96,7 @@ def plan_drafters(
             planned.free += (name,)
             planned.n_bytes += sizes[name]
         else:
-            planned.dropped[name] = f"needs {sizes[name]} bytes, {left - planned.n_bytes} are left"
+            planned.dropped[name] = f"needs {human_bytes(sizes[name])}, {human_bytes(left - planned.n_bytes)} are left"
     if path is not None:
         try:
             _plan_model(planned, path, target, n_vocab, plan, n_threads, left)
@@ -120,8 +116,8 @@ def _plan_model(
         own = NativeBackend().plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
         if own.use.total > left - planned.n_bytes:
             raise BudgetExceeded(
-                f"{path} needs {own.use.total} bytes beside the model, {left - planned.n_bytes} are left: use a smaller "
-                "one, or a smaller context (-c)"
+                f"{path} needs {human_bytes(own.use.total)}, beside the model {human_bytes(left - planned.n_bytes)} "
+                "are left: use a smaller one, or a smaller context (-c)"
             )
     except BaseException:
         file.close()
@@ -140,8 +136,8 @@ def _check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None
         (i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), min(len(own), len(wanted))
     )
     raise UnsupportedModel(
-        f"{draft.path}: a draft model needs the vocabulary of {target.path}; they differ from token {different} on: use "
-        "a smaller model of the same family"
+        f"{draft.path}: a draft model needs the vocabulary of {target.path}; they differ from token {different} on: "
+        "use a smaller model of the same family"
     )
 
 

@@ -17,7 +17,8 @@ from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
 from edgeinfer.types import Logits
 
-_IDLE_STEPS, _ASKED_EVERY = 32, 4  # a free drafter none of whose nodes was checked that long is asked every fourth step
+_ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
+_GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
 
@@ -46,8 +47,35 @@ class _Seat:
         self.drafter = drafter
         self.table = ChanceTable()
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
-        self.idle = 0  # steps since a node of it was checked
         self.is_dropped = False
+        self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
+        self.n_steps = 0
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether a free drafter is to work in this step. One that does not pay is tried again now and then."""
+        return not self.is_dropped and (self.gain >= 0.0 or self.n_steps % _ASKED_EVERY == 0)
+
+    def count(self, milliseconds: Sequence[float], n_nodes: int, n_own: int, n_right: int) -> None:
+        """A step checked n_nodes, of them n_own of this drafter, n_right of which were right."""
+        self.n_steps += 1
+        self.gain *= _GAIN_DECAY
+        if n_own:
+            cost = (milliseconds[n_nodes + 1] - milliseconds[1]) / n_nodes
+            self.gain += n_right * milliseconds[1] - n_own * cost
+
+    @contextmanager
+    def working(self, tally: Tally) -> Iterator[None]:
+        """Around what the drafter does: takes its time, and drops it for this request if it raises, noting why."""
+        started = perf_counter()
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception as error:  # whatever a drafter does, the text goes on
+            self.is_dropped = True
+            tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
+        self.gain -= 1e3 * (perf_counter() - started)
 
 
 class Speculator:
@@ -97,16 +125,17 @@ class Speculator:
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back."""
         context = Context(job.text[:-1], job.draw, job.is_greedy)
-        for seat in self._seats:
-            seat.is_dropped, seat.idle = False, 0
-            seat.table.forget_half()
-            with _dropped_if_it_fails(seat, tally):
-                seat.drafter.start(context)
-        self._observe(context, job.text[-1:], [logits], tally)
         milliseconds = self._costs.milliseconds(self._session.n_past)
         for seat in self._seats:
+            seat.is_dropped = False
+            seat.table.forget_half()
+            with seat.working(tally):
+                seat.drafter.start(context)
+            seat.gain = milliseconds[1]
+        self._observe(context, job.text[-1:], [logits], tally)
+        for seat in self._seats:
             if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
-                with _dropped_if_it_fails(seat, tally):
+                with seat.working(tally):
                     seat.costly.read(context)
         return context
 
@@ -127,10 +156,11 @@ class Speculator:
         new, path = accept(rows, children, job.draw, job.text, job.stop_ids)
         job.commit([batch[row] for row in path], path)
         walked = perf_counter()
-        self._learn(proposals, choice, new)
+        accepted = [row - 1 for row in path[1:]]
+        self._learn(proposals, choice, accepted, new)
         self._observe(context, new, [rows[row] for row in path[: len(new)]], tally)
         self._costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
-        tally.count(len(new), choice.depths, choice.owners, [row - 1 for row in path[1:]])
+        tally.count(len(new), choice.depths, choice.owners, accepted)
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
         ended = perf_counter()
@@ -147,10 +177,7 @@ class Speculator:
         proposals: list[Proposal] = []
         floor = floor_of(milliseconds)
         for seat in self._seats:
-            if seat.costly or seat.is_dropped:
-                continue
-            seat.idle += 1
-            if seat.idle <= _IDLE_STEPS or seat.idle % _ASKED_EVERY == 0:
+            if not seat.costly and seat.is_awake:
                 seat.table.floor = floor
                 self._ask(seat, context, max_nodes, proposals, tally)
         max_depth = n_left - 1
@@ -169,7 +196,7 @@ class Speculator:
     def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
         """Add the drafter's proposal, unless it is empty or none."""
         context.outlook = seat.table
-        with _dropped_if_it_fails(seat, tally):
+        with seat.working(tally):
             tree = checked(seat.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
             if tree.tokens:
                 proposals.append(Proposal(seat.drafter.name, tree, seat.table))
@@ -185,31 +212,22 @@ class Speculator:
         own_rate = rate_of_chain(seat.table.mean, each, milliseconds, self._draft_max)
         return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * min(n_left, _ANSWER) > before
 
-    def _learn(self, proposals: Sequence[Proposal], choice: Choice, new: Sequence[int]) -> None:
-        used = set(choice.owners)
-        for seat in self._seats:
-            if seat.drafter.name in used:
-                seat.idle = 0
+    def _learn(
+        self, proposals: Sequence[Proposal], choice: Choice, accepted: Sequence[int], new: Sequence[int]
+    ) -> None:
+        """Compare every draft with what came, and what each drafter saved with what it took."""
         for _, tree, table in proposals:
             table.learn(tree, new)
-            table.learn_mean(tree, new)
+        n_nodes, milliseconds = len(choice.tokens), self._costs.milliseconds(self._session.n_past)
+        right = [choice.owners[node] for node in accepted]
+        for seat in self._seats:
+            name = seat.drafter.name
+            seat.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
 
     def _observe(self, context: Context, new: Sequence[int], rows: Sequence[Logits], tally: Tally) -> None:
         context.tokens.extend(new)
         rows = [row[: self._n_vocab] for row in rows]
         for seat in self._seats:
-            if not seat.is_dropped and (seat.idle <= _IDLE_STEPS or seat.idle % _ASKED_EVERY == 0):
-                with _dropped_if_it_fails(seat, tally):
+            if seat.is_awake:
+                with seat.working(tally):
                     seat.drafter.observe(context, len(new), rows)
-
-
-@contextmanager
-def _dropped_if_it_fails(seat: _Seat, tally: Tally) -> Iterator[None]:
-    """A drafter that raises is not asked again in this request; why is noted."""
-    try:
-        yield
-    except Interrupted:
-        raise
-    except Exception as error:  # whatever a drafter does, the text goes on
-        seat.is_dropped = True
-        tally.dropped[seat.drafter.name] = f"{type(error).__name__}: {error}"

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.tree import DraftTree
 
-_PRIOR_WEIGHT = 4.0  # how many observations the drafter's own estimate counts for
+_PRIOR_WEIGHT = 10.0  # how many observations the drafter's own estimate counts for
 _DECAY = 0.98  # of all counts of a kind with each new one
+_TRUST, _TRUST_DECAY = 2.0, 0.97  # first nodes as expected before a text is known, and what each counts for later on
 _MEAN = (3.0, 4.0)  # nodes of a chain that were right, and all, before anything is known
 _N_DEPTHS = 4
 _DEPTH = [min(depth, 2) if depth < 4 else 3 for depth in range(MAX_TOKENS + 1)]
-_GAIN = 1.03  # by how much a tree must be better than one by one: an estimate may be wrong, one token cannot be
+_GAIN = 1.06  # by how much a tree must be better than one by one: an estimate may be wrong, one token cannot be
 
 
 @dataclass(slots=True)
@@ -52,19 +53,21 @@ class ChanceTable:
     def __init__(self) -> None:
         self.floor = 0.0
         self.reward = Reward([0.0] * (MAX_TOKENS + 1))
+        self.trust = 1.0  # first nodes that were right in this text, over those that were expected to be
         self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
+        self._first = 0.0, 0.0
         self._right, self._all = _MEAN
 
     def chance(self, kind: int, depth: int, p: float) -> float:
         """See Outlook."""
         counts = self._counts.get(kind * _N_DEPTHS + _DEPTH[depth])
-        if counts is None:
-            return p
-        return (_PRIOR_WEIGHT * p + counts[0]) / (_PRIOR_WEIGHT + counts[1])
+        if counts is not None:
+            p = (_PRIOR_WEIGHT * p + counts[0]) / (_PRIOR_WEIGHT + counts[1])
+        return p if depth else p * self.trust
 
     @property
     def mean(self) -> float:
-        """Share of nodes that were right where their parent was, over all kinds; see learn_mean."""
+        """Share of nodes that were right where their parent was, over all kinds; see _learn_mean."""
         return self._right / self._all
 
     def goes_on(self, reach: Sequence[float]) -> bool:
@@ -73,6 +76,8 @@ class ChanceTable:
 
     def learn(self, tree: DraftTree, came: Sequence[int]) -> None:
         """Compare a draft with the tokens that came: every node whose parent was right tells something."""
+        self._learn_trust(tree, came[0])
+        self._learn_mean(tree, came)
         depths: list[int] = []  # of the nodes that were right, else -1
         counts = self._counts
         for token, parent, kind in zip(tree.tokens, tree.parents, tree.kinds, strict=True):
@@ -86,7 +91,7 @@ class ChanceTable:
             before = counts.get(key, (0.0, 0.0))
             counts[key] = (_DECAY * before[0] + right, _DECAY * before[1] + 1.0)
 
-    def learn_mean(self, tree: DraftTree, came: Sequence[int]) -> None:
+    def _learn_mean(self, tree: DraftTree, came: Sequence[int]) -> None:
         """Count the nodes of a draft's first chain, that of each node's first child."""
         depth, above = 0, -1
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -100,9 +105,18 @@ class ChanceTable:
                 return
             depth, above = depth + 1, node
 
+    def _learn_trust(self, tree: DraftTree, token: int) -> None:
+        """Compare the chance that the first node had with what became of it."""
+        expected = self.chance(tree.kinds[0], 0, tree.p[0]) / self.trust
+        right, all_ = self._first
+        right, all_ = _TRUST_DECAY * right + (tree.tokens[0] == token), _TRUST_DECAY * all_ + expected
+        self._first = right, all_
+        self.trust = min(1.0, (_TRUST + right) / (_TRUST + all_))
+
     def forget_half(self) -> None:
-        """Believe half of the mean, for a new text: a drafter that was of no use gets another chance."""
+        """Believe half of the mean and trust anew, for a new text: who was of no use gets another chance."""
         self._right, self._all = (self._right + _MEAN[0]) / 2, (self._all + _MEAN[1]) / 2
+        self._first, self.trust = (0.0, 0.0), 1.0
 
 
 class Proposal(NamedTuple):
@@ -139,8 +153,8 @@ def choose(
 ) -> Choice:
     """The tree with the most expected tokens a millisecond, or none.
 
-    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  spent: milliseconds that
-    drafting took already.
+    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  spent: milliseconds
+    that drafting took already.
     """
     merged, reach = _merge(proposals, floor_of(milliseconds), max_depth)
     if not reach:
@@ -176,8 +190,10 @@ def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple
     tokens, parents, depths, owners = merged.tokens, merged.parents, merged.depths, merged.owners
     reaches: list[float] = []
     places: dict[tuple[int, int], int] = {}
+    taken: dict[int, float] = {}  # chance that a node's successor is one that an earlier drafter named
     for drafter, tree, table in proposals:
         chance = table.chance
+        named: dict[int, float] = {}
         rows: list[int] = []  # node of the merged tree for each of this one, -2 for none
         for token, parent, p, kind in zip(tree.tokens, tree.parents, tree.p, tree.kinds, strict=True):
             above = -1 if parent < 0 else rows[parent]
@@ -185,12 +201,16 @@ def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple
                 rows.append(-2)
                 continue
             depth = 0 if above == -1 else depths[above] + 1
-            reach = chance(kind, depth, p) * (1.0 if above == -1 else reaches[above])
+            of_it, of_parent = chance(kind, depth, p), 1.0 if above == -1 else reaches[above]
             place = places.get((above, token))
             if place is not None:
                 rows.append(place)
-                reaches[place] = max(reaches[place], reach)
-            elif reach < floor:
+                reaches[place] = max(reaches[place], of_it * of_parent)
+                continue
+            # Drafters mostly agree: where they do not, both are right less often than each is by itself.
+            of_it *= 1.0 - taken.get(above, 0.0)
+            reach = of_it * of_parent
+            if reach < floor:
                 rows.append(-2)
             else:
                 rows.append(len(tokens))
@@ -200,6 +220,9 @@ def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple
                 depths.append(depth)
                 owners.append(drafter)
                 reaches.append(reach)
+                named[above] = min(1.0, named.get(above, 0.0) + of_it)
+        for above, of_all in named.items():
+            taken[above] = min(1.0, taken.get(above, 0.0) + of_all)
     return merged, reaches
 
 

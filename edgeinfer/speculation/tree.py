@@ -37,7 +37,7 @@ def no_draft() -> DraftTree:
 
 
 def checked(tree: DraftTree, n_vocab: int, limit: int) -> DraftTree:
-    """The tree as lists of Python numbers. Raises ShapeError if it is no tree of at most limit tokens of the vocabulary."""
+    """The tree as lists of Python numbers. Raises ShapeError if it is no tree of at most limit tokens that exist."""
     tokens, parents, kinds = ([index(value) for value in values] for values in (tree.tokens, tree.parents, tree.kinds))
     p = [float(value) for value in tree.p]
     if not len(tokens) == len(parents) == len(p) == len(kinds) <= limit:

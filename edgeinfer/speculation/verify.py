@@ -36,7 +36,8 @@ def accept(
     with (row of its parent, token).  Nothing is drawn behind a stop token.
     Raises NumericalError if row 0 is not usable; further down the path just ends, and the next row 0 will raise it.
     """
-    row, tokens, path = 0, [], [0]
+    row, path = 0, [0]
+    tokens: list[int] = []
     while True:
         try:
             token = draw(rows[row], text)
