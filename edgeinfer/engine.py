@@ -175,7 +175,7 @@ class Engine:
 
     session: the model and its KV cache; who commits to it directly must call `session.truncate(0)` afterwards.
     tokenizer, path (of the file), name (the model's own, or the file's), n_ctx, memory_plan, device, backend (its
-    name): as loaded.
+    name): as loaded.  speculator: makes and checks drafts; None, which may be set between requests, decodes one by one.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Engine:
         self.backend = backend
         self._file = file
         self._opened = opened
-        self._speculator = speculator
+        self.speculator = speculator
         self._closed = False
         self._tokens: list[int] = []  # those behind session.n_past are not committed; see _commit
         self._request = threading.Lock()  # held from a stream's first piece to its end
@@ -290,8 +290,8 @@ class Engine:
             return False
         running.interrupted = True
         self.session.interrupt()
-        if self._speculator is not None:
-            self._speculator.interrupt()
+        if self.speculator is not None:
+            self.speculator.interrupt()
         return True
 
     def close(self) -> None:
@@ -364,10 +364,10 @@ class Engine:
             return sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
 
         text.append(draw(logits, text))
-        if self._speculator is not None:
+        if self.speculator is not None:
             job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids, self._commit)
             record.tally = Tally()
-            yield from self._speculator.tokens(job, logits, record.tally)
+            yield from self.speculator.tokens(job, logits, record.tally)
             return
         while True:
             yield text[-1]

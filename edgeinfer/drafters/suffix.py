@@ -138,7 +138,7 @@ class SuffixDrafter:
         state = automaton.match
         followers = _SEVERAL if len(automaton.next[state]) > 1 else _ONCE if automaton.seen[state] == 1 else _OFTEN
         kind, first, later = 3 * match_class + followers, _FIRST[followers][match_class], _LATER[followers][match_class]
-        tokens = self._copy(automaton.match_end + 1, limit)
+        tokens = self._copy(automaton.match_end + 1, max(1, limit - (followers == _SEVERAL)))
         n = self._n_that_may_pay(context, kind, first, later, len(tokens))
         tree = DraftTree(tokens[:n], list(range(-1, n - 1)), [first, *[later] * (n - 1)][:n], [kind] * n)
         other = self._other_follower(tokens[:1]) if followers == _SEVERAL and n < limit else None

@@ -99,6 +99,15 @@ class Speculator:
         """Those that were given."""
         return [seat.drafter for seat in self._seats]
 
+    def without(self, name: str) -> Speculator:
+        """Another one behind the same session, with the same drafters but that one; it learns for itself."""
+        drafters = [drafter for drafter in self.drafters if drafter.name != name]
+        return Speculator(self._session, drafters, self._costs, self._n_vocab, self._draft_max)
+
+    def milliseconds(self, n_past: int) -> list[float]:
+        """What a forward pass costs now, by number of tokens, 0 first, behind n_past."""
+        return list(self._costs.milliseconds(n_past))
+
     def tokens(self, job: Job, logits: Logits, tally: Tally) -> Iterator[int]:
         """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
         context = self._start(job, logits, tally)

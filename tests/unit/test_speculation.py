@@ -12,9 +12,11 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.engine import open_backend
 from edgeinfer.errors import BackendUnavailable, Interrupted, NumericalError, ShapeError
 from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation.cost import (
     MAX_TOKENS,
@@ -81,9 +83,7 @@ def plain(opened, model):
 
 
 def with_drafters(engine, *drafters, costs=None, draft_max=MAX_TOKENS - 1):
-    engine._speculator = Speculator(
-        engine.session, drafters, costs or cost_model(), engine.tokenizer.n_vocab, draft_max
-    )
+    engine.speculator = Speculator(engine.session, drafters, costs or cost_model(), engine.tokenizer.n_vocab, draft_max)
     return engine
 
 
@@ -99,7 +99,7 @@ def tokens_of(engine, request, n=48, prompt=PROMPT, **more):
 def test_each_drafter_gives_the_tokens_of_plain_decoding(opened, plain, model, draft_model, draft, request_):
     named = [str(draft_model) if one == "FILE" else one for one in ([draft] if isinstance(draft, str) else draft)]
     engine = opened(model, draft=named[0] if isinstance(draft, str) else named)
-    engine._speculator._costs = cost_model()
+    engine.speculator._costs = cost_model()
     for prompt in (PROMPT, PROMPT + " again", "something else"):
         assert tokens_of(engine, request_, prompt=prompt) == tokens_of(plain, request_, prompt=prompt)
 
@@ -167,8 +167,8 @@ def test_a_draft_model_killed_mid_answer_changes_no_token(
     copy = tmp_path / "draft.gguf"
     copy.write_bytes(draft_model.read_bytes())
     engine = opened(model, draft=["suffix", str(copy)])
-    engine._speculator._costs = cost_model()
-    drafter = engine._speculator.drafters[-1]
+    engine.speculator._costs = cost_model()
+    drafter = engine.speculator.drafters[-1]
     expected = tokens_of(plain, {"temperature": 0.0}, 60)
     original, n_calls = drafter.session.forward, 0
 
@@ -493,7 +493,7 @@ def test_the_curve_is_measured_once_and_then_read(opened, model, monkeypatch):
     for path in default_folder().iterdir():
         path.write_bytes(b"{")
     monkeypatch.undo()
-    assert opened(model)._speculator is not None
+    assert opened(model).speculator is not None
 
 
 # ---- Loading ---------------------------------------------------------------------------------------------------------
@@ -501,18 +501,19 @@ def test_the_curve_is_measured_once_and_then_read(opened, model, monkeypatch):
 
 def test_by_default_the_free_drafters_draft_and_are_in_the_plan(opened, model):
     engine = opened(model)
-    assert [drafter.name for drafter in engine._speculator.drafters] == ["suffix", "recycling"]
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
     assert engine.memory_plan.use.drafters > 1_000_000
-    assert opened(model, draft_max=0)._speculator is None
+    assert opened(model, draft_max=0).speculator is None
     completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
     assert completion.timings.speculation.tokens == 39 and completion.timings.speculation.plain_seconds > 0
 
 
 def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with_model, without = opened(model, draft=str(draft_model)), opened(model)
-    drafter = with_model._speculator.drafters[-1]
-    own = drafter.session.memory().total
-    assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == own
+    with ModelFile.open(draft_model) as file:
+        n_threads = with_model.device.n_threads
+        plan = NativeBackend().plan(file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads)
+    assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total > 0
 
 
 @pytest.mark.parametrize("why", ["no file", "no model", "other vocabulary", "no room"])
@@ -537,15 +538,15 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
 
 
 def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(opened, model):
-    assert opened(model, backend="reference")._speculator is None
+    assert opened(model, backend="reference").speculator is None
     with pytest.warns(RuntimeWarning, match="nothing is drafted"):
         opened(model, backend="reference", draft="suffix")
 
 
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model):
     engine = opened(model, draft=[str(draft_model)])
-    engine._speculator._costs = cost_model()
-    session = engine._speculator.drafters[-1].session
+    engine.speculator._costs = cost_model()
+    session = engine.speculator.drafters[-1].session
     fed, original = [], session.forward
 
     def forward(tokens, *args, **options):
