@@ -28,8 +28,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 _SIZES_FAR = (1, 4, 8, 16)
 _FAR = 256  # tokens of context for the second measurement, where there is time to fill it
 _CHUNK = 32
-_ROUNDS = 3
-_FORMAT = 1
+_FEW, _ROUNDS = 8, 4
+_FORMAT = 2
 
 # One observation moves the whole curve, and its own point, by this power of what came over what was expected.
 _DRIFT_RATE, _POINT_RATE = 0.1, 0.05
@@ -57,33 +57,37 @@ def measure_costs(session: Session, budget_seconds: float) -> CostCurve:
     """
     room = min(session.n_ctx, getattr(session, "n_batch", session.n_ctx))
     sizes = [size for size in SIZES if size <= room]
+    few = [size for size in sizes if size <= _FEW]  # what most drafts need, so it is measured most often
     started = time.perf_counter()
     tokens = np.random.default_rng(1).integers(0, session.spec.n_vocab, max(sizes)).tolist()
+    near: dict[int, float] = {}
     try:
         session.forward(tokens[:1])  # touches what is touched once
-        near = _fastest(session, tokens, sizes, started + 0.5 * budget_seconds)
-        n_far = _fill(session, tokens, min(_FAR, session.n_ctx - max(sizes)), started + 0.75 * budget_seconds)
-        sizes = [size for size in _SIZES_FAR if size in near and n_far + size <= session.n_ctx]
-        far = _fastest(session, tokens, sizes, started + budget_seconds) if n_far else {}
+        _time(session, tokens, few * _ROUNDS, started + 0.7 * budget_seconds, near)
+        _time(session, tokens, sizes[len(few) :] * 2, started + 0.8 * budget_seconds, near)
+        n_far = _fill(session, tokens, min(_FAR, session.n_ctx - max(sizes)), started + 0.9 * budget_seconds)
+        far: dict[int, float] = {}
+        if n_far:
+            again = [size for size in _SIZES_FAR if size in near and n_far + size <= session.n_ctx]
+            _time(session, tokens, again * _ROUNDS, started + budget_seconds, far)
     finally:
         session.truncate(0)
     return CostCurve(0, near, n_far, far)
 
 
-def _fastest(session: Session, tokens: Sequence[int], sizes: Sequence[int], deadline: float) -> dict[int, float]:
-    """The fastest of some passes of each size, as many as there is time for."""
-    seconds: dict[int, float] = {}
-    for _ in range(_ROUNDS):
-        for size in sizes:
-            expected = seconds.get(size) or 2.0 * max(seconds.values(), default=0.0)
-            started = time.perf_counter()
-            if seconds and started + expected > deadline:
-                break
-            session.forward(tokens[:size], logits="all")
-            elapsed = time.perf_counter() - started
-            session.commit(())
-            seconds[size] = min(elapsed, seconds.get(size, elapsed))
-    return seconds
+def _time(
+    session: Session, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
+) -> None:
+    """Time passes of these sizes one after the other, as long as there is time; seconds: the fastest of each size."""
+    for size in sizes:
+        expected = seconds.get(size) or 2.0 * max(seconds.values(), default=0.0)
+        started = time.perf_counter()
+        if seconds and started + expected > deadline:
+            return
+        session.forward(tokens[:size], logits="all")
+        elapsed = time.perf_counter() - started
+        session.commit(())
+        seconds[size] = min(elapsed, seconds.get(size, elapsed))
 
 
 def _fill(session: Session, tokens: Sequence[int], n: int, deadline: float) -> int:

@@ -81,14 +81,15 @@ class _Seat:
 class Speculator:
     """Decodes with drafts. What the drafters know and what was learnt about them outlives a request.
 
-    session: the target's.  n_vocab: tokens that exist, a first part of the logits.  draft_max: most nodes of a tree.
+    session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
+    draft_max: most nodes of a tree.
     """
 
     def __init__(
         self, session: Session, drafters: Sequence[Drafter], costs: CostModel, n_vocab: int, draft_max: int
     ) -> None:
         self._session = session
-        self._costs = costs
+        self.costs = costs
         self._n_vocab = n_vocab
         n_batch = getattr(session, "n_batch", session.n_ctx)
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
@@ -98,15 +99,6 @@ class Speculator:
     def drafters(self) -> list[Drafter]:
         """Those that were given."""
         return [seat.drafter for seat in self._seats]
-
-    def without(self, name: str) -> Speculator:
-        """Another one behind the same session, with the same drafters but that one; it learns for itself."""
-        drafters = [drafter for drafter in self.drafters if drafter.name != name]
-        return Speculator(self._session, drafters, self._costs, self._n_vocab, self._draft_max)
-
-    def milliseconds(self, n_past: int) -> list[float]:
-        """What a forward pass costs now, by number of tokens, 0 first, behind n_past."""
-        return list(self._costs.milliseconds(n_past))
 
     def tokens(self, job: Job, logits: Logits, tally: Tally) -> Iterator[int]:
         """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
@@ -134,7 +126,7 @@ class Speculator:
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back."""
         context = Context(job.text[:-1], job.draw, job.is_greedy)
-        milliseconds = self._costs.milliseconds(self._session.n_past)
+        milliseconds = self.costs.milliseconds(self._session.n_past)
         for seat in self._seats:
             seat.is_dropped = False
             seat.table.forget_half()
@@ -152,7 +144,7 @@ class Speculator:
         """Draft, check, take; gives the new tokens, at least one."""
         started = perf_counter()
         n_past = self._session.n_past
-        milliseconds = self._costs.milliseconds(n_past)
+        milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
         batch = [job.text[-1], *choice.tokens]
@@ -168,7 +160,7 @@ class Speculator:
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, choice, accepted, new)
         self._observe(context, new, [rows[row] for row in path[: len(new)]], tally)
-        self._costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
+        self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
         tally.count(len(new), choice.depths, choice.owners, accepted)
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
@@ -227,7 +219,7 @@ class Speculator:
         """Compare every draft with what came, and what each drafter saved with what it took."""
         for _, tree, table in proposals:
             table.learn(tree, new)
-        n_nodes, milliseconds = len(choice.tokens), self._costs.milliseconds(self._session.n_past)
+        n_nodes, milliseconds = len(choice.tokens), self.costs.milliseconds(self._session.n_past)
         right = [choice.owners[node] for node in accepted]
         for seat in self._seats:
             name = seat.drafter.name

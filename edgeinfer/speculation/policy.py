@@ -17,7 +17,7 @@ from edgeinfer.speculation.tree import DraftTree
 _PRIOR_WEIGHT = 10.0  # how many observations the drafter's own estimate counts for
 _DECAY = 0.98  # of all counts of a kind with each new one
 _TRUST, _TRUST_DECAY = 2.0, 0.97  # first nodes as expected before a text is known, and what each counts for later on
-_MEAN = (3.0, 4.0)  # nodes of a chain that were right, and all, before anything is known
+_MEAN = (3.4, 4.0)  # nodes of a chain that were right, and all, before anything is known
 _N_DEPTHS = 4
 _DEPTH = [min(depth, 2) if depth < 4 else 3 for depth in range(MAX_TOKENS + 1)]
 _GAIN = 1.06  # by how much a tree must be better than one by one: an estimate may be wrong, one token cannot be

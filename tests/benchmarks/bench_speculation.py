@@ -29,8 +29,10 @@ from typing import Any
 from machine import machine
 
 import edgeinfer
-from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.recycling import RecyclingDrafter
+from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.engine import Engine
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Speculator
 
 SYSTEM = "You are a helpful assistant."
@@ -51,6 +53,7 @@ class Run:
 
 
 Contender = Callable[[list[int]], Run]
+Runs = dict[str, dict[str, list[Run]]]  # by category and contender
 
 
 def ours(engine: Engine, speculator: Speculator | None, n_tokens: int, temperature: float) -> Contender:
@@ -124,7 +127,10 @@ def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Conte
         raise SystemExit("this engine drafts nothing")
     if arguments.draft is not None:
         found["ours with model"] = ours(engine, whole, n_tokens, temperature)
-    found["ours"] = ours(engine, whole.without(ModelDrafter.name), n_tokens, temperature)
+    # Drafters of its own: another contender's have read the answer.
+    free = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
+    alone = Speculator(engine.session, free, whole.costs, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
+    found["ours"] = ours(engine, alone, n_tokens, temperature)
     if not arguments.no_peer:
         found["llama.cpp plain"] = llama_cpp(arguments.model, n_threads, n_tokens, temperature, 0)
         for n_lookup in (2, 10):
@@ -144,11 +150,9 @@ def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Conte
     return found
 
 
-def measure(
-    engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]]
-) -> dict[str, dict[str, list[Run]]]:
-    """Runs by category and contender."""
-    runs: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+def measure(engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]]) -> Runs:
+    """What came of every prompt."""
+    runs: Runs = defaultdict(lambda: defaultdict(list))
     names = list(found)
     for i, prompt in enumerate(asked):
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
@@ -177,7 +181,7 @@ def summary(runs: list[Run]) -> dict[str, float]:
     return figures
 
 
-def table(runs: dict[str, dict[str, list[Run]]], names: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+def table(runs: Runs, names: list[str]) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by category, "all" last, and contender; with the speed against both engines one by one."""
     whole = {name: [run for of in runs.values() for run in of[name]] for name in names}
     result = {}
@@ -219,7 +223,7 @@ def main() -> None:
         found = contenders(arguments, engine)
         figures = table(measure(engine, found, asked), list(found))
         show(figures)
-        costs = {} if engine.speculator is None else dict(enumerate(engine.speculator.milliseconds(256)))
+        costs = {} if engine.speculator is None else dict(enumerate(engine.speculator.costs.milliseconds(256)))
     record = {"benchmark": "speculation", "machine": machine(), "model": arguments.model.name, "prompts": len(asked)}
     record |= {"draft": arguments.draft and arguments.draft.name, "threads": arguments.threads}
     record |= {
