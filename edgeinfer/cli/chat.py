@@ -214,7 +214,8 @@ class Repl:
         note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
         note(
             f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "
-            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}"
+            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}; drafters up to "
+            f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
