@@ -182,7 +182,7 @@ class Speculator:
                 seat.table.floor = floor
                 self._ask(seat, context, max_nodes, proposals, tally)
         max_depth = n_left - 1
-        choice = choose(proposals, milliseconds, max_nodes, max_depth)
+        choice = choose(proposals, milliseconds, max_nodes, max_depth, floor) if proposals else Choice()
         rate = choice.expected / milliseconds[len(choice.tokens) + 1]
         started = perf_counter()
         for seat in self._seats:
@@ -191,7 +191,7 @@ class Speculator:
                 seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
                 self._ask(seat, context, max_nodes, proposals, tally)
                 spent = 1e3 * (perf_counter() - started)
-                choice = choose(proposals, milliseconds, max_nodes, max_depth, spent)
+                choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
 
     def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:

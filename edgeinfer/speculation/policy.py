@@ -149,14 +149,19 @@ def floor_of(milliseconds: Sequence[float]) -> float:
 
 
 def choose(
-    proposals: Sequence[Proposal], milliseconds: Sequence[float], max_nodes: int, max_depth: int, spent: float = 0.0
+    proposals: Sequence[Proposal],
+    milliseconds: Sequence[float],
+    max_nodes: int,
+    max_depth: int,
+    floor: float = 0.0,
+    spent: float = 0.0,
 ) -> Choice:
     """The tree with the most expected tokens a millisecond, or none.
 
-    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  spent: milliseconds
-    that drafting took already.
+    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  floor: nodes less
+    likely than this are not looked at.  spent: milliseconds that drafting took already.
     """
-    merged, reach = _merge(proposals, floor_of(milliseconds), max_depth)
+    merged, reach = _merge(proposals, floor, max_depth)
     if not reach:
         return merged
     # A node is never likelier than its parent, and stands behind it; the sort is stable. So any first part is a tree.

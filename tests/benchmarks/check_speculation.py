@@ -21,20 +21,18 @@ from typing import Any
 from machine import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from drafting import MALICIOUS, FunctionDrafter, random_tree  # noqa: E402
+from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
 from edgeinfer.drafters.base import Drafter  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostCurve, CostModel  # noqa: E402
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
 ]
-# Costs with which nearly every draft is checked.
-FLAT = CostModel(CostCurve(0, {n: 0.01 * (1 + 0.02 * n) for n in range(1, 33)}, 0, {}))
 
 
 def prompts(path: Path, skip: int, every: int) -> list[dict[str, Any]]:
@@ -62,7 +60,7 @@ def check(engine: Engine, asked: list[dict[str, Any]], names: list[str], n_token
             texts = {}
             for name, drafters in [("plain", []), *sets_of_drafters(engine, own, names)]:
                 engine.speculator = (
-                    Speculator(engine.session, drafters, FLAT, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
+                    Speculator(engine.session, drafters, FixedCosts(), engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
                     if drafters
                     else None
                 )

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from drafting import MALICIOUS, FunctionDrafter, cost_model, knowing, random_tree
+from drafting import MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, random_tree
 from parts import missing
 from tiny_models import write_tiny_model
 
@@ -83,7 +83,7 @@ def plain(opened, model):
 
 
 def with_drafters(engine, *drafters, costs=None, draft_max=MAX_TOKENS - 1):
-    engine.speculator = Speculator(engine.session, drafters, costs or cost_model(), engine.tokenizer.n_vocab, draft_max)
+    engine.speculator = Speculator(engine.session, drafters, costs or FixedCosts(), engine.tokenizer.n_vocab, draft_max)
     return engine
 
 
@@ -99,7 +99,7 @@ def tokens_of(engine, request, n=48, prompt=PROMPT, **more):
 def test_each_drafter_gives_the_tokens_of_plain_decoding(opened, plain, model, draft_model, draft, request_):
     named = [str(draft_model) if one == "FILE" else one for one in ([draft] if isinstance(draft, str) else draft)]
     engine = opened(model, draft=named[0] if isinstance(draft, str) else named)
-    engine.speculator.costs = cost_model()
+    engine.speculator.costs = FixedCosts()
     for prompt in (PROMPT, PROMPT + " again", "something else"):
         assert tokens_of(engine, request_, prompt=prompt) == tokens_of(plain, request_, prompt=prompt)
 
@@ -167,7 +167,7 @@ def test_a_draft_model_killed_mid_answer_changes_no_token(
     copy = tmp_path / "draft.gguf"
     copy.write_bytes(draft_model.read_bytes())
     engine = opened(model, draft=["suffix", str(copy)])
-    engine.speculator.costs = cost_model()
+    engine.speculator.costs = FixedCosts()
     drafter = engine.speculator.drafters[-1]
     expected = tokens_of(plain, {"temperature": 0.0}, 60)
     original, n_calls = drafter.session.forward, 0
@@ -545,7 +545,7 @@ def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(ope
 
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model):
     engine = opened(model, draft=[str(draft_model)])
-    engine.speculator.costs = cost_model()
+    engine.speculator.costs = FixedCosts()
     session = engine.speculator.drafters[-1].session
     fed, original = [], session.forward
 
