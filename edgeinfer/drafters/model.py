@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context
@@ -104,7 +105,9 @@ class ModelDrafter:
 
     def _forward(self, tokens: Sequence[int]) -> Logits:
         """Read and keep tokens; the logits (n_vocab,) of the last."""
+        n_past, started = self.session.n_past, perf_counter()
         rows = self.session.forward(tokens).logits
+        self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
         del self._tokens[self.session.n_past :]
         self._tokens.extend(tokens)  # the list first: it is cut to n_past when it is read
         self.session.commit(range(len(tokens)))

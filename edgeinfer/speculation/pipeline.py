@@ -135,8 +135,8 @@ class Speculator:
             seat.gain = milliseconds[1]
         self._observe(context, job.text[-1:], [logits], tally)
         for seat in self._seats:
-            if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
-                with seat.working(tally):
+            with seat.working(tally):
+                if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
                     seat.costly.read(context)
         return context
 
@@ -186,16 +186,21 @@ class Speculator:
         rate = choice.expected / milliseconds[len(choice.tokens) + 1]
         started = perf_counter()
         for seat in self._seats:
-            if seat.costly and not seat.is_dropped and self._pays(seat, context, rate, milliseconds, n_left):
-                each, before = seat.costly.cost(context)
-                seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
+            if seat.costly and not seat.is_dropped:
+                with seat.working(tally):
+                    if not self._pays(seat, context, rate, milliseconds, n_left):
+                        continue
+                    each, before = seat.costly.cost(context)
+                    seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
                 self._ask(seat, context, max_nodes, proposals, tally)
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
 
     def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
-        """Add the drafter's proposal, unless it is empty or none."""
+        """Add the drafter's proposal, unless it is empty or wrong."""
+        if seat.is_dropped:
+            return
         context.outlook = seat.table
         with seat.working(tally):
             tree = checked(seat.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
@@ -207,7 +212,7 @@ class Speculator:
 
         What it has to read first must be earned back by the tokens that are left.
         """
-        if seat.costly is None or self._draft_max < 1:
+        if seat.costly is None or seat.is_dropped or self._draft_max < 1:
             return False
         each, before = seat.costly.cost(context)
         own_rate = rate_of_chain(seat.table.mean, each, milliseconds, self._draft_max)

@@ -160,7 +160,7 @@ def test_a_drafter_that_fails_half_way_leaves_the_answer_as_it_is(opened, plain,
     assert completion.timings.speculation.by_drafter["mortal"].accepted > 0
 
 
-@pytest.mark.parametrize("failure", ["raises", "NaN", "cut file"])
+@pytest.mark.parametrize("failure", ["raises", "NaN", "closed", "cut file"])
 def test_a_draft_model_killed_mid_answer_changes_no_token(
     opened, plain, model, draft_model, tmp_path, monkeypatch, failure
 ):
@@ -178,6 +178,8 @@ def test_a_draft_model_killed_mid_answer_changes_no_token(
         output = original(*args, **options)
         if n_calls > 6 and failure == "raises":
             raise OSError("the disk is gone")
+        if n_calls > 6 and failure == "closed":
+            drafter.session.close()
         if n_calls > 6 and failure == "NaN":
             output.logits[:] = np.nan
         return output
@@ -187,8 +189,11 @@ def test_a_draft_model_killed_mid_answer_changes_no_token(
         copy.write_bytes(b"")
     completion = engine.generate(PROMPT, max_tokens=60, temperature=0.0)
     assert completion.tokens == expected and n_calls > 6
-    dropped = completion.timings.speculation.dropped
-    assert list(dropped) == ([] if failure == "cut file" else ["model"]), dropped
+    for _ in range(2):
+        dropped = completion.timings.speculation.dropped
+        assert list(dropped) == ([] if failure == "cut file" else ["model"]), dropped
+        completion = engine.generate(PROMPT + " again", max_tokens=20, temperature=0.0)
+        assert completion.tokens == tokens_of(plain, {"temperature": 0.0}, 20, PROMPT + " again")
 
 
 @pytest.mark.parametrize("max_tokens", range(0, 8))
