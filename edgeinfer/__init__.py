@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from edgeinfer.sampling import SamplingParams
+    from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
 
     __version__: str
@@ -60,6 +61,7 @@ __all__ = [
     "Piece",
     "SamplingParams",
     "ShapeError",
+    "Speculation",
     "Stream",
     "TemplateError",
     "Timings",
@@ -75,6 +77,7 @@ _MODULES = {
     "completion": ("Completion", "Piece", "Timings", "Usage"),
     "engine": ("Engine", "load"),
     "sampling": ("SamplingParams",),
+    "speculation.stats": ("Speculation",),
     "stream": ("Stream",),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from edgeinfer.sampling import SamplingParams
+from edgeinfer.speculation.stats import Speculation
 
 FinishReason: TypeAlias = Literal["stop", "length", "interrupted"]
 """Why the text ended: the model or a stop string ended it, max_tokens or n_ctx was reached, somebody stopped it."""
@@ -43,13 +44,14 @@ class Timings:
 
     prompt_seconds: from the start to the first token drawn.  decode_seconds: for all tokens after it, a stop token
     included.  prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens
-    after the first. Rates are 0 where nothing was done.
+    after the first. Rates are 0 where nothing was done.  speculation: what drafts did for it, None without any.
     """
 
     prompt_seconds: float
     decode_seconds: float
     prompt_tokens_per_second: float
     decode_tokens_per_second: float
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)

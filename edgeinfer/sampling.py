@@ -94,6 +94,11 @@ class SamplingParams:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without a draw."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
     def has_penalties(self) -> bool:
         """Whether tokens seen before change the logits."""
         neutral = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
@@ -119,7 +124,7 @@ def sample(logits: Logits, params: SamplingParams, position: int, previous: Sequ
             f"the largest of {logits.size} logits at position {position} is {largest} (token {likeliest}): the model "
             "file is damaged or does not fit its hyper-parameters"
         )
-    if params.temperature == 0.0 or params.top_k == 1:
+    if params.is_greedy:
         return likeliest
     if params.seed is None:
         raise InvalidArgument("a draw at a temperature above 0 needs a seed: use params.with_seed()")

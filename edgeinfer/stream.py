@@ -9,6 +9,7 @@ from types import TracebackType
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.sampling import SamplingParams
+from edgeinfer.speculation.stats import Tally
 from edgeinfer.tokenizer import Tokenizer
 
 
@@ -62,6 +63,7 @@ class Record:
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
         self.failed = False
         self.completion: Completion | None = None
+        self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
         self._decoder = tokenizer.stream(skip_special=True)
         self._stops = stops
@@ -101,6 +103,7 @@ class Record:
             decode_seconds,
             (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
             (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
+            None if self.tally is None else self.tally.figures(),
         )
 
 

@@ -33,16 +33,17 @@ class Output:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by a session, by purpose."""
+    """Bytes held by a session, by purpose; drafters: by all that speculation needs beside it."""
 
     weights: int
     kv_cache: int
     activations: int
+    drafters: int = 0
 
     @property
     def total(self) -> int:
         """All bytes together."""
-        return self.weights + self.kv_cache + self.activations
+        return self.weights + self.kv_cache + self.activations + self.drafters
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,12 @@
 """The C++ engine: packed weights, kernels by instruction set, a pool of threads, the KV cache and the decoder."""
 
-from edgeinfer.backends.native.session import MachineLimits, NativeBackend, NativeSession, available_isas, best_isa
+from edgeinfer.backends.native.session import (
+    MachineLimits,
+    NativeBackend,
+    NativeSession,
+    available_isas,
+    best_isa,
+    build_id,
+)
 
-__all__ = ["MachineLimits", "NativeBackend", "NativeSession", "available_isas", "best_isa"]
+__all__ = ["MachineLimits", "NativeBackend", "NativeSession", "available_isas", "best_isa", "build_id"]

@@ -39,6 +39,12 @@ PIECE_BYTES = 16 << 20  # of a matrix are packed at once
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
 
 
+def build_id() -> str:
+    """Tells builds of the engine apart, for what was measured with one of them."""
+    extension = Path(str(_core.__file__)).stat()
+    return f"{extension.st_size}-{extension.st_mtime_ns}"
+
+
 def available_isas() -> list[str]:
     """Instruction-set paths that this CPU and this build have, best first."""
     return _core.available_isas()
@@ -119,7 +125,11 @@ class NativeBackend:
 
 
 class NativeSession:
-    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it."""
+    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
+
+    resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
+    be mapped is copied.
+    """
 
     is_exact = True
 
@@ -131,6 +141,8 @@ class NativeSession:
         device: Device,
         progress: Progress | None = None,
         packed: Path | None | Literal["beside"] = "beside",
+        *,
+        resident: bool = False,
     ) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
@@ -144,10 +156,13 @@ class NativeSession:
         config = _config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
         n_bytes = _packed_bytes(model, spec)
         if packed == "beside":
-            packed = packed_path(model.path) if packed_path(model.path).exists() else None
+            packed = packed_path(model.path) if packed_path(model.path).exists() and not resident else None
         weights = None if packed is None else map_packed(packed, model.path, n_bytes)
         self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
         self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
+        self._embedding = model.data(spec.token_embd)
+        if resident:
+            self._embedding = self._embedding.copy()
         self._load(model, weights, progress)
 
     @property
@@ -287,7 +302,7 @@ class NativeSession:
             if progress is not None:
                 progress(done / total)
         embedding = model.tensors[self.spec.token_embd]
-        decoder.set_embedding(int(embedding.type), model.data(self.spec.token_embd))
+        decoder.set_embedding(int(embedding.type), self._embedding)
 
     def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
         """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""

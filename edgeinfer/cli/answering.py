@@ -16,8 +16,9 @@ from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import Interrupted
 
 if TYPE_CHECKING:
-    from edgeinfer.completion import Completion, Piece
+    from edgeinfer.completion import Completion, Piece, Timings
     from edgeinfer.engine import Engine
+    from edgeinfer.speculation.stats import Speculation
 
 
 class Answering(Protocol):
@@ -88,10 +89,19 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "usage": dataclasses.asdict(completion.usage),
-        "timings": dataclasses.asdict(completion.timings),
+        "timings": _as_dict(completion.timings),
         "model": str(engine.path),
         "seed": completion.params.seed,
     }
+
+
+def _as_dict(timings: Timings) -> dict[str, object]:
+    """The timings as JSON can hold them."""
+    record = dataclasses.asdict(timings)
+    if timings.speculation is not None:
+        of = timings.speculation
+        record["speculation"] |= {"tokens_per_step": of.tokens_per_step, "wasted": of.wasted, "speedup": of.speedup}
+    return record
 
 
 def figures(engine: Engine, completion: Completion) -> str:
@@ -101,5 +111,28 @@ def figures(engine: Engine, completion: Completion) -> str:
         f"[prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached, "
         f"{timings.prompt_tokens_per_second:.1f} tok/s | "
         f"answer {usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tok/s | "
+        f"{_drafts(timings.speculation)}"
         f"context {usage.prompt_tokens + usage.completion_tokens}/{engine.n_ctx}]"
     )
+
+
+def _drafts(speculation: Speculation | None) -> str:
+    """The part of `figures` about drafts, empty where none was checked."""
+    if speculation is None or not speculation.by_drafter:
+        return ""
+    accepted = ", ".join(f"{name} {of.accepted}/{of.drafted}" for name, of in speculation.by_drafter.items())
+    return f"{speculation.tokens_per_step:.2f} tokens a step, {accepted}, about {speculation.speedup:.2f}x plain | "
+
+
+def speculation_table(speculation: Speculation) -> list[str]:
+    """Lines with all that is known about the drafts of an answer."""
+    lines = [
+        f"drafts   {speculation.tokens} tokens in {speculation.steps} steps, {speculation.wasted} drafted for nothing, "
+        f"about {speculation.speedup:.2f}x plain",
+        f"time     {speculation.verify_seconds:.2f} s checking, {speculation.draft_seconds:.2f} s drafting",
+    ]
+    for name, of in speculation.by_drafter.items():
+        lines.append(f"  {name:10} {of.accepted} of {of.drafted} right, {of.rate:.0%}")
+    for depth, of in enumerate(speculation.by_depth, start=1):
+        lines.append(f"  token {depth:<4} {of.accepted} of {of.drafted} right, {of.rate:.0%}")
+    return lines + [f"  {name:10} not used: {reason}" for name, reason in speculation.dropped.items()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli import ENVIRONMENT
-from edgeinfer.cli.answering import figures, finish_one_shot, write_answer
+from edgeinfer.cli.answering import figures, finish_one_shot, speculation_table, write_answer
 from edgeinfer.cli.options import (
     json_option,
     max_tokens,
@@ -214,10 +214,14 @@ class Repl:
         note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
         note(
             f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "
-            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}"
+            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}; drafters up to "
+            f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
+            speculation = self._last.timings.speculation
+            for line in [] if speculation is None else speculation_table(speculation):
+                note(line)
 
     def _exit(self, argument: str) -> None:
         raise EOFError

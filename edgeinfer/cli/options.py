@@ -38,6 +38,16 @@ _MODEL_OPTIONS = (
     ),
     click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
     click.option(
+        "-md", "--model-draft", type=click.Path(path_type=Path), help="A smaller model, to draft for this one."
+    ),
+    click.option(
+        "--draft",
+        default="auto",
+        show_default=True,
+        help="Where drafts come from: auto, none, suffix, recycling or a FILE. They change the speed and no text.",
+    ),
+    click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
+    click.option(
         "--backend",
         type=click.Choice(["auto", "native", "reference", "llama.cpp"]),
         default="auto",
@@ -70,7 +80,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c -t --cache-type --backend; see open_engine."""
+    """Adds -m -c -t --cache-type -md --draft --draft-max --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -96,12 +106,24 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             n_threads=flags["threads"],
             backend=flags["backend"],
             cache_type=flags["cache_type"],
+            draft=_draft(flags),
             progress=bar,
+            **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
         )
     n_ctx_train = engine.session.spec.n_ctx_train
     if engine.n_ctx > n_ctx_train:
         note(f"the model was trained with {n_ctx_train} tokens of context; past them the text may lose its sense")
     return engine
+
+
+def _draft(flags: dict[str, Any]) -> str | list[str]:
+    """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
+    draft, model = flags["draft"], flags["model_draft"]
+    if model is None:
+        return str(draft)
+    if draft == "none":
+        raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
+    return str(model) if draft == "auto" else [draft, str(model)]
 
 
 @contextmanager

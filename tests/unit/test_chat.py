@@ -131,7 +131,7 @@ def test_ctrl_c_in_a_forward_pass_keeps_what_was_said(chat, engine, monkeypatch)
         next(answer)
     monkeypatch.setattr(engine.session, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        next(answer)
+        said(answer)  # first what is left of the last pass, which may have given several tokens
     monkeypatch.undo()
     assert roles(chat) == ["system", "user", "assistant"] and chat.messages[-1]["content"]
     assert ask(chat, "go on").completion.tokens

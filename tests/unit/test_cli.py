@@ -164,9 +164,28 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
         assert set(record["timings"]) == {
             *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),
+            "speculation",
         }
         assert record["model"] == model and record["seed"] == 1 and record["finish_reason"] in ("stop", "length")
         assert result.stdout.count("\n") == 1 and result.stderr == ""
+
+
+def test_drafts_change_no_text_and_can_be_chosen(run, model):
+    flags = ("--backend", "native", "-p", "one and one and one and one", "-n", "24", "--temp", "0", "--json")
+    texts, counts = set(), {}
+    for draft in ((), ("--draft", "none"), ("--draft", "suffix"), ("--draft-max", "0"), ("-md", model)):
+        record = json.loads(run("generate", *flags, *draft).stdout)
+        texts.add(record["text"])
+        counts[draft] = record["timings"]["speculation"]
+    assert len(texts) == 1
+    assert counts["--draft", "none"] is None and counts["--draft-max", "0"] is None and counts[()]["speedup"] > 0
+    refused = run("generate", *flags, "--draft", "none", "-md", model, code="usage")
+    assert "-md names a model to draft with" in refused.stderr
+
+
+def test_a_draft_model_that_is_not_there_is_a_note_and_the_answer_comes(run):
+    result = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "nowhere.gguf")
+    assert "drafting goes on without model" in result.stderr and "nowhere.gguf" in result.stderr
 
 
 def test_a_seed_of_minus_one_is_a_new_one_each_time(run):

@@ -1,0 +1,79 @@
+"""What a drafter offers, and what it may know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from edgeinfer.speculation.tree import DraftTree
+from edgeinfer.speculation.verify import Draw
+from edgeinfer.types import Logits
+
+
+class Outlook(Protocol):
+    """What the policy has learnt about one drafter, for those that want to stop where it does not pay."""
+
+    floor: float  # a node reached with less chance than this cannot pay
+
+    def chance(self, kind: int, depth: int, p: float) -> float:
+        """How often nodes of that kind at that depth (0: first) were right; p is the estimate to begin with."""
+        ...
+
+    def goes_on(self, reach: Sequence[float]) -> bool:
+        """Whether one more node pays for its drafting and its check. reach: chance of each node of the chain so far."""
+        ...
+
+
+@dataclass(slots=True)
+class Context:
+    """A request, as a drafter sees it.
+
+    tokens: prompt and output so far; a list of the drafters' own.  draw: the target's own way to draw, for drafters
+    with logits: with the same noise both draw the same token more often.  is_greedy: it takes the likeliest token.
+    outlook: of the drafter that is asked.
+    """
+
+    tokens: list[int]
+    draw: Draw
+    is_greedy: bool
+    outlook: Outlook = field(init=False)
+
+
+class Drafter(Protocol):
+    """Proposes what may come next. Whatever it does, the text stays the same; if it raises, it sits out the request."""
+
+    name: str
+
+    def start(self, context: Context) -> None:
+        """A request begins: context.tokens is its prompt."""
+        ...
+
+    def propose(self, context: Context, limit: int) -> DraftTree:
+        """A tree of at most limit nodes that follow context.tokens."""
+        ...
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
+        """The last n_new of context.tokens are new; each was drawn from its row of rows, (n_vocab,)."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+@runtime_checkable
+class CostlyDrafter(Drafter, Protocol):
+    """A drafter whose drafts take time that must be earned back."""
+
+    def cost(self, context: Context) -> tuple[float, float]:
+        """Milliseconds for each drafted token, and before the first for what of the text it has not read yet."""
+        ...
+
+    def read(self, context: Context) -> None:
+        """Read context.tokens, so that the next draft need not."""
+        ...
+
+    def interrupt(self) -> None:
+        """Stop what runs, with Interrupted; callable from any thread."""
+        ...

@@ -1,0 +1,131 @@
+"""Drafts with a smaller model of the same vocabulary, on the native engine.
+
+It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
+twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+from edgeinfer.backends.base import Session
+from edgeinfer.drafters.base import Context
+from edgeinfer.drafters.recycling import likeliest
+from edgeinfer.speculation.cost import CostModel
+from edgeinfer.speculation.tree import DraftTree
+from edgeinfer.types import Logits
+
+# Kinds: class of the drafted token's probability, for greedy texts and for drawn ones; the same for second choices.
+_N_CLASSES = 10
+_DRAWN, _SECOND = _N_CLASSES, 2 * _N_CLASSES
+_UNSURE = 0.8  # below this probability the second choice is drafted too
+
+
+class ModelDrafter:
+    """A draft model and its KV cache. n_vocab: tokens that the target has."""
+
+    name = "model"
+
+    def __init__(self, session: Session, n_vocab: int, costs: CostModel) -> None:
+        self.session = session
+        self._n_vocab = n_vocab
+        self._costs = costs
+        self._tokens: list[int] = []  # those behind session.n_past are not committed
+        self._n_agreed = 0  # how many of them are known to be the text's
+
+    def start(self, context: Context) -> None:
+        """Another text: how much of it is in the cache is found out when it is needed."""
+        self._n_agreed = 0
+
+    def cost(self, context: Context) -> tuple[float, float]:
+        """See CostlyDrafter."""
+        n_past = self._align(context.tokens)
+        one = self._costs.milliseconds(n_past)[1]
+        return one, self._costs.of_chain(len(context.tokens) - n_past, n_past) - one
+
+    def read(self, context: Context) -> None:
+        """See CostlyDrafter."""
+        n_past = self._align(context.tokens)
+        if n_past < len(context.tokens) - 1:
+            self._forward(context.tokens[n_past:-1])
+
+    def propose(self, context: Context, limit: int) -> DraftTree:
+        """A chain as long as it pays, with a second choice where it is unsure."""
+        n_past = self._align(context.tokens)
+        unread, text = context.tokens[n_past:], list(context.tokens)
+        tokens: list[int] = []
+        parents: list[int] = []
+        p: list[float] = []
+        kinds: list[int] = []
+        reach: list[float] = []
+        above = -1
+        while len(tokens) < limit and len(text) < self.session.n_ctx and context.outlook.goes_on(reach):
+            logits = self._forward(unread)
+            token = context.draw(logits, text)
+            choices = self._choices(logits, token, context.is_greedy)[: limit - len(tokens)]
+            for id, of_id, kind in choices:
+                tokens.append(id)
+                parents.append(above)
+                p.append(of_id)
+                kinds.append(kind)
+            above = len(tokens) - len(choices)
+            depth = len(reach)
+            reach.append((reach[-1] if reach else 1.0) * context.outlook.chance(kinds[above], depth, p[above]))
+            text.append(token)
+            unread = [token]
+        return DraftTree(tokens, parents, p, kinds)
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
+        """Nothing to do: the cache is aligned when it is needed."""
+
+    def interrupt(self) -> None:
+        """See CostlyDrafter."""
+        self.session.interrupt()
+
+    def close(self) -> None:
+        """Give the model's memory back."""
+        self.session.close()
+
+    def _align(self, text: Sequence[int]) -> int:
+        """Cut the cache back to what it shares with the text but its last token; gives its length."""
+        del self._tokens[self.session.n_past :]
+        own = self._tokens
+        n = min(self._n_agreed, len(own))
+        most = min(len(own), len(text) - 1)
+        while n < most and own[n] == text[n]:
+            n += 1
+        n = min(n, most)
+        if n < len(own):
+            self.session.truncate(n)
+            del own[n:]
+        self._n_agreed = n
+        return n
+
+    def _forward(self, tokens: Sequence[int]) -> Logits:
+        """Read and keep tokens; the logits (n_vocab,) of the last."""
+        n_past, started = self.session.n_past, perf_counter()
+        rows = self.session.forward(tokens).logits
+        self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
+        del self._tokens[self.session.n_past :]
+        self._tokens.extend(tokens)  # the list first: it is cut to n_past when it is read
+        self.session.commit(range(len(tokens)))
+        return rows[0, : self._n_vocab]
+
+    def _choices(self, logits: Logits, drawn: int, is_greedy: bool) -> list[tuple[int, float, int]]:
+        """(token, probability, kind) of the token drawn and, where that was no clear case, of the likeliest other."""
+        (best, p_best), *_ = found = likeliest(logits, 2)
+        p = next((of_id for id, of_id in found if id == drawn), None)
+        if p is None:
+            p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
+        kind = 0 if is_greedy else _DRAWN
+        choices = [(drawn, p, kind + _class(p))]
+        others = [(id, of_id) for id, of_id in found if id != drawn]
+        if p < _UNSURE and others:
+            choices.append((others[0][0], others[0][1], _SECOND + kind + _class(others[0][1])))
+        return choices
+
+
+def _class(p: float) -> int:
+    return min(int(_N_CLASSES * p), _N_CLASSES - 1)

@@ -1,0 +1,237 @@
+"""The loop: ask the drafters, choose a tree, check it, take what was right, learn. The engine drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from edgeinfer.backends.base import Session
+from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
+from edgeinfer.errors import Interrupted
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
+from edgeinfer.speculation.policy import ChanceTable, Choice, Proposal, Reward, choose, floor_of, rate_of_chain
+from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.tree import checked
+from edgeinfer.speculation.verify import Draw, accept
+from edgeinfer.types import Logits
+
+_ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
+_GAIN_DECAY = 0.97  # of what a drafter gained, each step
+_ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
+_GAIN = 1.05  # by how much a drafter that takes time must be better than the others
+
+
+@dataclass(slots=True)
+class Job:
+    """What the engine wants decoded.
+
+    text: the tokens so far, the last of which is not committed; extended by what is drawn.  limit: most to draw.
+    draw: the target's way to draw.  is_greedy: it takes the likeliest.  stop_ids: tokens that end the text.
+    """
+
+    text: list[int]
+    limit: int
+    draw: Draw
+    is_greedy: bool
+    stop_ids: Container[int]
+
+
+class _Seat:
+    """A drafter, what was learnt about it, and whether it is asked."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.table = ChanceTable()
+        self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
+        self.is_dropped = False
+        self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
+        self.n_steps = 0
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether a free drafter is to work in this step. One that does not pay is tried again now and then."""
+        return not self.is_dropped and (self.gain >= 0.0 or self.n_steps % _ASKED_EVERY == 0)
+
+    def count(self, milliseconds: Sequence[float], n_nodes: int, n_own: int, n_right: int) -> None:
+        """A step checked n_nodes, of them n_own of this drafter, n_right of which were right."""
+        self.n_steps += 1
+        self.gain *= _GAIN_DECAY
+        if n_own:
+            cost = (milliseconds[n_nodes + 1] - milliseconds[1]) / n_nodes
+            self.gain += n_right * milliseconds[1] - n_own * cost
+
+    @contextmanager
+    def working(self, tally: Tally) -> Iterator[None]:
+        """Around what the drafter does: takes its time, and drops it for this request if it raises, noting why."""
+        started = perf_counter()
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception as error:  # whatever a drafter does, the text goes on
+            self.is_dropped = True
+            tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
+        self.gain -= 1e3 * (perf_counter() - started)
+
+
+class Speculator:
+    """Decodes with drafts. What the drafters know and what was learnt about them outlives a request.
+
+    session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
+    draft_max: most nodes of a tree.
+    """
+
+    def __init__(
+        self, session: Session, drafters: Sequence[Drafter], costs: CostModel, n_vocab: int, draft_max: int
+    ) -> None:
+        self._session = session
+        self.costs = costs
+        self._n_vocab = n_vocab
+        n_batch = getattr(session, "n_batch", session.n_ctx)
+        self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
+        self._seats = [_Seat(drafter) for drafter in drafters]
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """Those that were given."""
+        return [seat.drafter for seat in self._seats]
+
+    def tokens(self, job: Job, logits: Logits, tally: Tally) -> Iterator[int]:
+        """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
+        context = self._start(job, logits, tally)
+        yield job.text[-1]
+        n_left = job.limit
+        while n_left > 0:
+            new = self._step(job, context, n_left, tally)
+            n_left -= len(new)
+            yield from new
+
+    def interrupt(self) -> None:
+        """Stop a drafter that works; callable from any thread."""
+        for seat in self._seats:
+            if seat.costly:
+                seat.costly.interrupt()
+
+    def close(self) -> None:
+        """Give the drafters' memory back."""
+        for seat in self._seats:
+            seat.drafter.close()
+
+    # ---- A request ---------------------------------------------------------------------------------------------------
+
+    def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
+        """Begin a request. Drafters that were dropped in the last one are back."""
+        context = Context(job.text[:-1], job.draw, job.is_greedy)
+        milliseconds = self.costs.milliseconds(self._session.n_past)
+        for seat in self._seats:
+            seat.is_dropped = False
+            seat.table.forget_half()
+            with seat.working(tally):
+                seat.drafter.start(context)
+            seat.gain = milliseconds[1]
+        self._observe(context, job.text[-1:], [logits], tally)
+        for seat in self._seats:
+            with seat.working(tally):
+                if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
+                    seat.costly.read(context)
+        return context
+
+    def _step(self, job: Job, context: Context, n_left: int, tally: Tally) -> list[int]:
+        """Draft, check, take; gives the new tokens, at least one."""
+        started = perf_counter()
+        n_past = self._session.n_past
+        milliseconds = self.costs.milliseconds(n_past)
+        max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
+        proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
+        batch = [job.text[-1], *choice.tokens]
+        parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
+        drafted = perf_counter()
+        rows = self._session.forward(batch, parents, logits="all").logits
+        passed = perf_counter()
+        nodes = enumerate(zip(choice.parents, choice.tokens, strict=True), start=1)
+        children = {(parent + 1, token): row for row, (parent, token) in nodes}
+        new, path = accept(rows, children, job.draw, job.text, job.stop_ids)
+        self._session.commit(path)
+        walked = perf_counter()
+        accepted = [row - 1 for row in path[1:]]
+        self._learn(proposals, choice, accepted, new)
+        self._observe(context, new, [rows[row] for row in path[: len(new)]], tally)
+        self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
+        tally.count(len(new), choice.depths, choice.owners, accepted)
+        tally.verify_seconds += passed - drafted
+        tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
+        ended = perf_counter()
+        tally.draft_seconds += drafted - started + ended - walked
+        tally.step_seconds += ended - started
+        return new
+
+    def _draft(
+        self, context: Context, milliseconds: Sequence[float], max_nodes: int, n_left: int, tally: Tally
+    ) -> tuple[list[Proposal], Choice]:
+        """What the drafters propose, and the tree to check."""
+        if max_nodes < 1 or n_left < 2:
+            return [], Choice()
+        proposals: list[Proposal] = []
+        floor = floor_of(milliseconds)
+        for seat in self._seats:
+            if not seat.costly and seat.is_awake:
+                seat.table.floor = floor
+                self._ask(seat, context, max_nodes, proposals, tally)
+        max_depth = n_left - 1
+        choice = choose(proposals, milliseconds, max_nodes, max_depth, floor) if proposals else Choice()
+        rate = choice.expected / milliseconds[len(choice.tokens) + 1]
+        started = perf_counter()
+        for seat in self._seats:
+            if seat.costly and not seat.is_dropped:
+                with seat.working(tally):
+                    if not self._pays(seat, context, rate, milliseconds, n_left):
+                        continue
+                    each, before = seat.costly.cost(context)
+                    seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
+                self._ask(seat, context, max_nodes, proposals, tally)
+                spent = 1e3 * (perf_counter() - started)
+                choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
+        return proposals, choice
+
+    def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
+        """Add the drafter's proposal, unless it is empty or wrong."""
+        if seat.is_dropped:
+            return
+        context.outlook = seat.table
+        with seat.working(tally):
+            tree = checked(seat.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
+            if tree.tokens:
+                proposals.append(Proposal(seat.drafter.name, tree, seat.table))
+
+    def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], n_left: int) -> bool:
+        """Whether a drafter that takes time is worth it against that many tokens a millisecond.
+
+        What it has to read first must be earned back by the tokens that are left.
+        """
+        if seat.costly is None or seat.is_dropped or self._draft_max < 1:
+            return False
+        each, before = seat.costly.cost(context)
+        own_rate = rate_of_chain(seat.table.mean, each, milliseconds, self._draft_max)
+        return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * min(n_left, _ANSWER) > before
+
+    def _learn(
+        self, proposals: Sequence[Proposal], choice: Choice, accepted: Sequence[int], new: Sequence[int]
+    ) -> None:
+        """Compare every draft with what came, and what each drafter saved with what it took."""
+        for _, tree, table in proposals:
+            table.learn(tree, new)
+        n_nodes, milliseconds = len(choice.tokens), self.costs.milliseconds(self._session.n_past)
+        right = [choice.owners[node] for node in accepted]
+        for seat in self._seats:
+            name = seat.drafter.name
+            seat.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
+
+    def _observe(self, context: Context, new: Sequence[int], rows: Sequence[Logits], tally: Tally) -> None:
+        context.tokens.extend(new)
+        rows = [row[: self._n_vocab] for row in rows]
+        for seat in self._seats:
+            if seat.is_awake:
+                with seat.working(tally):
+                    seat.drafter.observe(context, len(new), rows)

@@ -1,0 +1,243 @@
+"""How much to draft: what maximises the expected tokens a millisecond, from measured costs and learnt chances.
+
+A tree of the n - 1 likeliest nodes gives 1 + sum of their chances tokens in c(n); one by one gives 1 in c(1), and wins
+where no tree is better. Chances are learnt for each drafter's kinds of nodes and depths, as decayed Beta counts: from
+every draft that was made, checked or not, by comparing it with what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.tree import DraftTree
+
+_PRIOR_WEIGHT = 10.0  # how many observations the drafter's own estimate counts for
+_DECAY = 0.98  # of all counts of a kind with each new one
+_TRUST, _TRUST_DECAY = 2.0, 0.97  # first nodes as expected before a text is known, and what each counts for later on
+_MEAN = (3.4, 4.0)  # nodes of a chain that were right, and all, before anything is known
+_N_DEPTHS = 4
+_DEPTH = [min(depth, 2) if depth < 4 else 3 for depth in range(MAX_TOKENS + 1)]
+_GAIN = 1.06  # by how much a tree must be better than one by one: an estimate may be wrong, one token cannot be
+
+
+@dataclass(slots=True)
+class Reward:
+    """When a chain that costs something to draft is long enough.
+
+    milliseconds: of the check by number of tokens.  draft: milliseconds of one more drafted token.  spent: those spent
+    in this step.
+    """
+
+    milliseconds: Sequence[float]
+    draft: float = 0.0
+    spent: float = 0.0
+    room: int = MAX_TOKENS - 1
+
+    def goes_on(self, reach: Sequence[float], next_chance: float) -> bool:
+        """Whether the next node's tokens a millisecond are above those of the chain so far."""
+        n = len(reach)
+        if n >= self.room:
+            return False
+        expected, seconds = 1.0 + sum(reach), self.milliseconds[n + 1] + self.spent + n * self.draft
+        more = (reach[-1] if reach else 1.0) * next_chance
+        longer = self.milliseconds[n + 2] - self.milliseconds[n + 1] + self.draft
+        return more * seconds > expected * longer
+
+
+class ChanceTable:
+    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.drafters.base)."""
+
+    def __init__(self) -> None:
+        self.floor = 0.0
+        self.reward = Reward([0.0] * (MAX_TOKENS + 1))
+        self.trust = 1.0  # first nodes that were right in this text, over those that were expected to be
+        self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
+        self._first = 0.0, 0.0
+        self._right, self._all = _MEAN
+
+    def chance(self, kind: int, depth: int, p: float) -> float:
+        """See Outlook."""
+        counts = self._counts.get(kind * _N_DEPTHS + _DEPTH[depth])
+        if counts is not None:
+            p = (_PRIOR_WEIGHT * p + counts[0]) / (_PRIOR_WEIGHT + counts[1])
+        return p if depth else p * self.trust
+
+    @property
+    def mean(self) -> float:
+        """Share of nodes that were right where their parent was, over all kinds; see _learn_mean."""
+        return self._right / self._all
+
+    def goes_on(self, reach: Sequence[float]) -> bool:
+        """See Outlook."""
+        return self.reward.goes_on(reach, self.mean)
+
+    def learn(self, tree: DraftTree, came: Sequence[int]) -> None:
+        """Compare a draft with the tokens that came: every node whose parent was right tells something."""
+        self._learn_trust(tree, came[0])
+        self._learn_mean(tree, came)
+        depths: list[int] = []  # of the nodes that were right, else -1
+        counts = self._counts
+        for token, parent, kind in zip(tree.tokens, tree.parents, tree.kinds, strict=True):
+            depth = 0 if parent < 0 else depths[parent] + 1 if depths[parent] >= 0 else -1
+            if depth < 0 or depth >= len(came):
+                depths.append(-1)
+                continue
+            right = token == came[depth]
+            depths.append(depth if right else -1)
+            key = kind * _N_DEPTHS + _DEPTH[depth]
+            before = counts.get(key, (0.0, 0.0))
+            counts[key] = (_DECAY * before[0] + right, _DECAY * before[1] + 1.0)
+
+    def _learn_mean(self, tree: DraftTree, came: Sequence[int]) -> None:
+        """Count the nodes of a draft's first chain, that of each node's first child."""
+        depth, above = 0, -1
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            if parent != above:
+                continue
+            if depth >= len(came):
+                return
+            right = token == came[depth]
+            self._right, self._all = _DECAY * self._right + right, _DECAY * self._all + 1.0
+            if not right:
+                return
+            depth, above = depth + 1, node
+
+    def _learn_trust(self, tree: DraftTree, token: int) -> None:
+        """Compare the chance that the first node had with what became of it."""
+        expected = self.chance(tree.kinds[0], 0, tree.p[0]) / self.trust
+        right, all_ = self._first
+        right, all_ = _TRUST_DECAY * right + (tree.tokens[0] == token), _TRUST_DECAY * all_ + expected
+        self._first = right, all_
+        self.trust = min(1.0, (_TRUST + right) / (_TRUST + all_))
+
+    def forget_half(self) -> None:
+        """Believe half of the mean and trust anew, for a new text: who was of no use gets another chance."""
+        self._right, self._all = (self._right + _MEAN[0]) / 2, (self._all + _MEAN[1]) / 2
+        self._first, self.trust = (0.0, 0.0), 1.0
+
+
+class Proposal(NamedTuple):
+    """A draft and whose it is."""
+
+    drafter: str
+    tree: DraftTree
+    table: ChanceTable
+
+
+@dataclass(slots=True)
+class Choice:
+    """The tree to check, merged from all drafts. Empty lists: one token, nothing drafted.
+
+    tokens, parents: as in DraftTree.  depths: of each node, 0 for the first.  owners: the drafter of each; of several,
+    the first.  expected: tokens that the step should give.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    expected: float = 1.0
+
+
+def floor_of(milliseconds: Sequence[float]) -> float:
+    """Chance below which a node cannot pay: the least that a further token adds to the cost, in passes of one token."""
+    one = milliseconds[1]
+    return max(0.01, min((milliseconds[n] - one) / (n - 1) for n in range(2, 9)) / one)
+
+
+def choose(
+    proposals: Sequence[Proposal],
+    milliseconds: Sequence[float],
+    max_nodes: int,
+    max_depth: int,
+    floor: float = 0.0,
+    spent: float = 0.0,
+) -> Choice:
+    """The tree with the most expected tokens a millisecond, or none.
+
+    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  floor: nodes less
+    likely than this are not looked at.  spent: milliseconds that drafting took already.
+    """
+    merged, reach = _merge(proposals, floor, max_depth)
+    if not reach:
+        return merged
+    # A node is never likelier than its parent, and stands behind it; the sort is stable. So any first part is a tree.
+    order = sorted(range(len(reach)), key=reach.__getitem__, reverse=True)[:max_nodes]
+    expected, best, n_best = 1.0, _GAIN / (milliseconds[1] + spent), 0
+    chosen = 1.0
+    for n, node in enumerate(order, start=1):
+        expected += reach[node]
+        rate = expected / (milliseconds[n + 1] + spent)
+        if rate > best:
+            best, n_best, chosen = rate, n, expected
+    return _part(merged, sorted(order[:n_best]), chosen)
+
+
+def rate_of_chain(chance: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
+    """Most tokens a millisecond of a chain whose nodes are each right with that chance and take `draft` ms to make."""
+    best, expected, reach = 0.0, 1.0, 1.0
+    for n in range(1, max_nodes + 1):
+        reach *= chance
+        expected += reach
+        rate = expected / (milliseconds[n + 1] + n * draft)
+        if rate <= best:
+            break
+        best = rate
+    return best
+
+
+def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple[Choice, list[float]]:
+    """All nodes that may pay, equal ones once, and the chance that each is reached and right."""
+    merged = Choice()
+    tokens, parents, depths, owners = merged.tokens, merged.parents, merged.depths, merged.owners
+    reaches: list[float] = []
+    places: dict[tuple[int, int], int] = {}
+    taken: dict[int, float] = {}  # chance that a node's successor is one that an earlier drafter named
+    for drafter, tree, table in proposals:
+        chance = table.chance
+        named: dict[int, float] = {}
+        rows: list[int] = []  # node of the merged tree for each of this one, -2 for none
+        for token, parent, p, kind in zip(tree.tokens, tree.parents, tree.p, tree.kinds, strict=True):
+            above = -1 if parent < 0 else rows[parent]
+            if above == -2 or (above >= 0 and depths[above] + 1 >= max_depth):
+                rows.append(-2)
+                continue
+            depth = 0 if above == -1 else depths[above] + 1
+            of_it, of_parent = chance(kind, depth, p), 1.0 if above == -1 else reaches[above]
+            place = places.get((above, token))
+            if place is not None:
+                rows.append(place)
+                reaches[place] = max(reaches[place], of_it * of_parent)
+                continue
+            # Drafters mostly agree: where they do not, both are right less often than each is by itself.
+            of_it *= 1.0 - taken.get(above, 0.0)
+            reach = of_it * of_parent
+            if reach < floor:
+                rows.append(-2)
+            else:
+                rows.append(len(tokens))
+                places[above, token] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+                depths.append(depth)
+                owners.append(drafter)
+                reaches.append(reach)
+                named[above] = min(1.0, named.get(above, 0.0) + of_it)
+        for above, of_all in named.items():
+            taken[above] = min(1.0, taken.get(above, 0.0) + of_all)
+    return merged, reaches
+
+
+def _part(whole: Choice, nodes: Sequence[int], expected: float) -> Choice:
+    """These nodes of a tree, which hold the parents of all of them."""
+    place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
+    return Choice(
+        [whole.tokens[node] for node in nodes],
+        [place[whole.parents[node]] for node in nodes],
+        [whole.depths[node] for node in nodes],
+        [whole.owners[node] for node in nodes],
+        expected,
+    )

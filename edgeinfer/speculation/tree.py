@@ -1,0 +1,58 @@
+"""Draft trees, and the check that keeps a wrong one away from the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+
+from edgeinfer.errors import ShapeError
+
+N_KINDS = 64
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """Tokens that may come next: the children of the last token of the text, theirs, and so on.
+
+    tokens: (n,) ids.  parents: (n,) index of the node that each follows, smaller than its own, or -1 for the text.
+    p: (n,) the drafter's estimate, 0..1, that a node is right if its parent is.  kinds: (n,) in 0..N_KINDS - 1, the
+    drafter's own classes of nodes (a match length, a confidence), for each of which the policy learns how often it is
+    right.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    p: Sequence[float]
+    kinds: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def no_draft() -> DraftTree:
+    """A tree without nodes."""
+    return DraftTree([], [], [], [])
+
+
+def checked(tree: DraftTree, n_vocab: int, limit: int) -> DraftTree:
+    """The tree as lists of Python numbers. Raises ShapeError if it is no tree of at most limit tokens that exist."""
+    tokens, parents, kinds = ([index(value) for value in values] for values in (tree.tokens, tree.parents, tree.kinds))
+    p = [float(value) for value in tree.p]
+    if not len(tokens) == len(parents) == len(p) == len(kinds) <= limit:
+        sizes = f"{len(tokens)} tokens, {len(parents)} parents, {len(p)} p, {len(kinds)} kinds"
+        raise ShapeError(f"a draft must have as many of each, and at most {limit}: found {sizes}")
+    if not tokens:
+        return DraftTree(tokens, parents, p, kinds)
+    if min(tokens) < 0 or max(tokens) >= n_vocab:
+        raise ShapeError(f"a draft's tokens must be in 0..{n_vocab - 1}: found {min(tokens)}..{max(tokens)}")
+    if min(kinds) < 0 or max(kinds) >= N_KINDS:
+        raise ShapeError(f"a draft's kinds must be in 0..{N_KINDS - 1}: found {min(kinds)}..{max(kinds)}")
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ShapeError(f"a draft's parent must be -1 or an earlier node: node {node} has parent {parent}")
+        if not 0.0 <= p[node] <= 1.0:  # False for NaN
+            what = "NaN" if math.isnan(p[node]) else f"{p[node]:g}"
+            raise ShapeError(f"a draft's p must be in 0..1: node {node} has {what}")
+    return DraftTree(tokens, parents, p, kinds)

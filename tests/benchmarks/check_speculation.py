@@ -1,0 +1,100 @@
+"""Promise 1 with drafts on real models: the same tokens, whatever is drafted.
+
+    python tests/benchmarks/check_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
+        [--every N] [--skip N] [--drafters suffix,recycling,model,all,random,malicious]
+
+For every prompt (JSON Lines with "turns", the first of which is asked), greedily and at temperature 0.8, top-p 0.95
+with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. One JSON line on stdout
+at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa: E402
+
+import edgeinfer  # noqa: E402
+from edgeinfer.drafters.base import Drafter  # noqa: E402
+from edgeinfer.engine import Engine  # noqa: E402
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
+
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
+]
+
+
+def prompts(path: Path, skip: int, every: int) -> list[dict[str, Any]]:
+    """The prompts to ask."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()][skip::every]
+
+
+def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> Iterator[tuple[str, list[Drafter]]]:
+    """The drafters to try, by name; own: the engine's."""
+    n_vocab, chance = engine.tokenizer.n_vocab, random.Random(1)
+    bad = list(MALICIOUS.items())
+    known: dict[str, list[Drafter]] = {drafter.name: [drafter] for drafter in own}
+    known["all"] = own
+    known["random"] = [FunctionDrafter(lambda context, limit: random_tree(n_vocab, chance, min(limit, 6)), "random")]
+    known["malicious"] = [FunctionDrafter(propose, name) for name, propose in bad]
+    return ((name, known[name]) for name in names if name in known)
+
+
+def check(engine: Engine, asked: list[dict[str, Any]], names: list[str], n_tokens: int) -> dict[str, int]:
+    """Number of texts that differ, by drafter."""
+    different = dict.fromkeys(names, 0)
+    own = engine.speculator.drafters if engine.speculator is not None else []
+    for i, prompt in enumerate(asked):
+        for request in REQUESTS:
+            texts = {}
+            for name, drafters in [("plain", []), *sets_of_drafters(engine, own, names)]:
+                engine.speculator = (
+                    Speculator(engine.session, drafters, FixedCosts(), engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
+                    if drafters
+                    else None
+                )
+                answer = engine.chat().send(prompt["turns"][0], max_tokens=n_tokens, **request)
+                for _ in answer:
+                    pass
+                texts[name] = answer.completion.tokens
+                if texts[name] != texts["plain"]:
+                    different[name] += 1
+                    print(f"DIFFERENT: {prompt['id']} {request} {name}", file=sys.stderr, flush=True)
+        print(f"{i + 1} of {len(asked)} prompts, {sum(different.values())} differences", file=sys.stderr, flush=True)
+    return different
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="a draft model")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
+    parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
+    parser.add_argument("--drafters", default="suffix,recycling,model,all,random,malicious")
+    arguments = parser.parse_args()
+    names = arguments.drafters.split(",")
+    if arguments.draft is None:
+        names = [name for name in names if name != "model"]
+    asked = prompts(arguments.prompts, arguments.skip, arguments.every)
+    with edgeinfer.load(arguments.model, draft=str(arguments.draft) if arguments.draft else "auto") as engine:
+        different = check(engine, asked, names, arguments.tokens)
+    record = {"benchmark": "same text", "machine": machine(), "model": arguments.model.name, "prompts": len(asked)}
+    print(json.dumps(record | {"different": different}))
+    sys.exit(1 if any(different.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

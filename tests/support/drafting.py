@@ -1,0 +1,97 @@
+"""Drafters that are wrong in every way, for tests that the text does not care."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgeinfer.drafters.base import Context
+from edgeinfer.speculation.cost import CostCurve, CostModel
+from edgeinfer.speculation.tree import DraftTree
+from edgeinfer.types import Logits
+
+
+def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
+    """Costs by number of tokens; as they are, nearly every draft pays."""
+    return CostModel(CostCurve(0, {n: milliseconds(n) / 1e3 for n in range(1, 33)}, 0, {}))
+
+
+class FixedCosts(CostModel):
+    """Costs that stay as they are whatever comes: with these every draft pays, a model's too."""
+
+    def __init__(self) -> None:
+        super().__init__(CostCurve(0, {n: 10.0 + 0.01 * n for n in range(1, 33)}, 0, {}))
+
+    def observe(self, n: int, n_past: int, milliseconds: float) -> None:
+        """Nothing is learnt."""
+
+
+class FunctionDrafter:
+    """Proposes what a function says; counts how often it was asked."""
+
+    def __init__(self, propose: Callable[[Context, int], DraftTree], name: str = "function") -> None:
+        self.name = name
+        self.n_asked = 0
+        self._propose = propose
+
+    def start(self, context: Context) -> None: ...
+
+    def propose(self, context: Context, limit: int) -> DraftTree:
+        self.n_asked += 1
+        return self._propose(context, limit)
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def random_tree(n_vocab: int, chance: random.Random, limit: int) -> DraftTree:
+    """A tree of any shape, whose drafter is sure of it."""
+    n = chance.randint(0, limit)
+    parents = [chance.randint(-1, node - 1) for node in range(n)]
+    return DraftTree([chance.randrange(n_vocab) for _ in range(n)], parents, [0.99] * n, [0] * n)
+
+
+def knowing(text: Sequence[int], n_vocab: int, chance: random.Random, limit: int, at: int) -> DraftTree:
+    """A tree that knows what comes and says so in some places, with wrong siblings and wrong turns."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    above = -1
+    for token in text[at : at + max(0, limit // 3)]:
+        for _ in range(chance.randint(0, 2)):
+            tokens.append(chance.randrange(n_vocab))
+            parents.append(above)
+        tokens.append(token if chance.random() < 0.9 else chance.randrange(n_vocab))
+        parents.append(above)
+        above = len(tokens) - 1
+    n = min(len(tokens), limit)
+    return DraftTree(tokens[:n], parents[:n], [0.95] * n, [1] * n)
+
+
+def _raising(context: Context, limit: int) -> DraftTree:
+    raise RuntimeError("a drafter that fails")
+
+
+def _forgetful(context: Context, limit: int) -> DraftTree:
+    context.tokens.clear()
+    return DraftTree([1], [-1], [1.0], [0])
+
+
+MALICIOUS: dict[str, Callable[[Context, int], DraftTree]] = {
+    "raises": _raising,
+    "tokens that do not exist": lambda context, limit: DraftTree([10**6], [-1], [1.0], [0]),
+    "negative tokens": lambda context, limit: DraftTree([-5], [-1], [1.0], [0]),
+    "no integers": lambda context, limit: DraftTree([1.5], [-1], [1.0], [0]),  # type: ignore[list-item]
+    "p is NaN": lambda context, limit: DraftTree([1], [-1], [float("nan")], [0]),
+    "p above 1": lambda context, limit: DraftTree([1], [-1], [1e9], [0]),
+    "parents ahead": lambda context, limit: DraftTree([1, 2], [1, 0], [1.0, 1.0], [0, 0]),
+    "a parent of itself": lambda context, limit: DraftTree([1], [0], [1.0], [0]),
+    "uneven": lambda context, limit: DraftTree([1, 2, 3], [-1], [1.0], [0]),
+    "too large": lambda context, limit: DraftTree([1] * 500, [-1] * 500, [1.0] * 500, [0] * 500),
+    "kinds that do not exist": lambda context, limit: DraftTree([1], [-1], [1.0], [10**9]),
+    "not a tree": lambda context, limit: None,  # type: ignore[return-value]
+    "arrays of two dimensions": lambda context, limit: DraftTree(np.zeros((2, 2)), [-1], [1.0], [0]),  # type: ignore
+    "empties the text it was shown": _forgetful,
+}

@@ -1,0 +1,569 @@
+"""Speculation on tiny models: whatever is drafted, the tokens are those of decoding one by one."""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from drafting import MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, random_tree
+from parts import missing
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer import devices
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.engine import open_backend
+from edgeinfer.errors import BackendUnavailable, Interrupted, NumericalError, ShapeError
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.sampling import SamplingParams, sample
+from edgeinfer.speculation.cost import (
+    MAX_TOKENS,
+    CostCurve,
+    CostModel,
+    cost_key,
+    default_folder,
+    load_curve,
+    measure_costs,
+    save_curve,
+)
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.policy import ChanceTable, Proposal, Reward, choose, rate_of_chain
+from edgeinfer.speculation.tree import DraftTree, checked
+from edgeinfer.speculation.verify import accept
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+REQUESTS = [
+    {"temperature": 0.0},
+    *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
+    {"temperature": 0.0, "repeat_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temperature": 0.9, "seed": 4, "presence_penalty": 0.7, "penalty_last_n": 8},
+    {"temperature": 2.0, "seed": 5, "top_k": 0, "min_p": 0.0},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native():
+    try:
+        open_backend("native")
+    except BackendUnavailable as error:
+        missing("native", str(error))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory):
+    """The same floats in another type: it mostly agrees with the model."""
+    return write_tiny_model(tmp_path_factory.mktemp("draft") / "draft.gguf", tensor_type="Q8_0", n_embd=256)
+
+
+@pytest.fixture
+def opened():
+    """Loads engines without stop tokens, which a random model draws at random, and closes them."""
+    engines = []
+
+    def load(path, **options):
+        engines.append(edgeinfer.load(path, **options))
+        engines[-1].tokenizer.stop_ids = frozenset()
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def plain(opened, model):
+    return opened(model, draft="none")
+
+
+def with_drafters(engine, *drafters, costs=None, draft_max=MAX_TOKENS - 1):
+    engine.speculator = Speculator(engine.session, drafters, costs or FixedCosts(), engine.tokenizer.n_vocab, draft_max)
+    return engine
+
+
+def tokens_of(engine, request, n=48, prompt=PROMPT, **more):
+    return engine.generate(prompt, max_tokens=n, **request, **more).tokens
+
+
+# ---- The same text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["auto", "suffix", "recycling", "FILE", ["suffix", "FILE"]], ids=str)
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_each_drafter_gives_the_tokens_of_plain_decoding(opened, plain, model, draft_model, draft, request_):
+    named = [str(draft_model) if one == "FILE" else one for one in ([draft] if isinstance(draft, str) else draft)]
+    engine = opened(model, draft=named[0] if isinstance(draft, str) else named)
+    engine.speculator.costs = FixedCosts()
+    for prompt in (PROMPT, PROMPT + " again", "something else"):
+        assert tokens_of(engine, request_, prompt=prompt) == tokens_of(plain, request_, prompt=prompt)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_change_no_token(opened, plain, model, seed):
+    chance, engine = random.Random(seed), opened(model)
+    n_vocab = engine.tokenizer.n_vocab
+    with_drafters(engine, FunctionDrafter(lambda context, limit: random_tree(n_vocab, chance, limit)))
+    for request in REQUESTS:
+        assert tokens_of(engine, request) == tokens_of(plain, request)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_that_know_the_text_are_accepted_and_change_no_token(opened, plain, model, seed):
+    chance, engine = random.Random(seed), opened(model, n_batch=16)
+    n_vocab = engine.tokenizer.n_vocab
+    for request in REQUESTS:
+        text = engine.tokenize(PROMPT) + list(tokens_of(plain, request))
+
+        def propose(context, limit, text=text):
+            return knowing(text, n_vocab, chance, limit, len(context.tokens))
+
+        with_drafters(engine, FunctionDrafter(propose))
+        completion = engine.generate(PROMPT, max_tokens=48, **request)
+        assert list(completion.tokens) == text[-48:]
+        speculation = completion.timings.speculation
+        assert speculation.tokens_per_step > 2 and speculation.dropped == {}
+        assert speculation.tokens == 47 and sum(of.accepted for of in speculation.by_depth) == 47 - speculation.steps
+
+
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_a_malicious_drafter_does_no_harm(opened, plain, model, name):
+    bad = FunctionDrafter(MALICIOUS[name], "bad")
+    engine = with_drafters(opened(model), bad)
+    for request in REQUESTS[:2]:
+        completion = engine.generate(PROMPT, max_tokens=24, **request)
+        assert completion.tokens == tokens_of(plain, request, 24)
+        if name == "empties the text it was shown":
+            continue
+        assert list(completion.timings.speculation.dropped) == ["bad"]
+    if name != "empties the text it was shown":
+        assert bad.n_asked == 2, "once a request: then it sits out"
+
+
+def test_a_drafter_that_fails_half_way_leaves_the_answer_as_it_is(opened, plain, model):
+    text = opened(model).tokenize(PROMPT) + list(tokens_of(plain, {"temperature": 0.0}))
+
+    def propose(context, limit):
+        if len(context.tokens) > len(text) - 30:
+            raise MemoryError("gone")
+        return knowing(text, 40, random.Random(1), limit, len(context.tokens))
+
+    engine = with_drafters(opened(model), FunctionDrafter(propose, "mortal"))
+    completion = engine.generate(PROMPT, max_tokens=48, temperature=0.0)
+    assert list(completion.tokens) == text[-48:]
+    assert completion.timings.speculation.dropped == {"mortal": "MemoryError: gone"}
+    assert completion.timings.speculation.by_drafter["mortal"].accepted > 0
+
+
+@pytest.mark.parametrize("failure", ["raises", "NaN", "closed", "cut file"])
+def test_a_draft_model_killed_mid_answer_changes_no_token(
+    opened, plain, model, draft_model, tmp_path, monkeypatch, failure
+):
+    copy = tmp_path / "draft.gguf"
+    copy.write_bytes(draft_model.read_bytes())
+    engine = opened(model, draft=["suffix", str(copy)])
+    engine.speculator.costs = FixedCosts()
+    drafter = engine.speculator.drafters[-1]
+    expected = tokens_of(plain, {"temperature": 0.0}, 60)
+    original, n_calls = drafter.session.forward, 0
+
+    def forward(*args, **options):
+        nonlocal n_calls
+        n_calls += 1
+        output = original(*args, **options)
+        if n_calls > 6 and failure == "raises":
+            raise OSError("the disk is gone")
+        if n_calls > 6 and failure == "closed":
+            drafter.session.close()
+        if n_calls > 6 and failure == "NaN":
+            output.logits[:] = np.nan
+        return output
+
+    drafter.session.forward = forward
+    if failure == "cut file":
+        copy.write_bytes(b"")
+    completion = engine.generate(PROMPT, max_tokens=60, temperature=0.0)
+    assert completion.tokens == expected and n_calls > 6
+    for _ in range(2):
+        dropped = completion.timings.speculation.dropped
+        assert list(dropped) == ([] if failure == "cut file" else ["model"]), dropped
+        completion = engine.generate(PROMPT + " again", max_tokens=20, temperature=0.0)
+        assert completion.tokens == tokens_of(plain, {"temperature": 0.0}, 20, PROMPT + " again")
+
+
+@pytest.mark.parametrize("max_tokens", range(0, 8))
+def test_nothing_is_drafted_past_max_tokens(opened, plain, model, max_tokens):
+    text = opened(model).tokenize(PROMPT) + list(tokens_of(plain, {"temperature": 0.0}))
+    engine = opened(model)
+    chance = random.Random(1)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    completion = engine.generate(PROMPT, max_tokens=max_tokens, temperature=0.0)
+    assert list(completion.tokens) == text[-48:][:max_tokens]
+    if max_tokens:
+        assert engine.session.n_past == len(text) - 48 + max_tokens - 1  # the last token was not forwarded
+
+
+@pytest.mark.parametrize("room", range(1, 10))
+@pytest.mark.parametrize("n_batch", [1, 2, 5, 512])
+def test_a_context_that_is_nearly_full_is_filled_to_the_end(opened, plain, model, room, n_batch):
+    n_prompt = len(plain.tokenize(PROMPT))
+    expected = tokens_of(plain, {"temperature": 0.0}, room)
+    small = opened(model, n_ctx=n_prompt + room, n_batch=n_batch)
+    chance = random.Random(room)
+    with_drafters(small, FunctionDrafter(lambda c, limit: random_tree(small.tokenizer.n_vocab, chance, limit)))
+    completion = small.generate(PROMPT, temperature=0.0)
+    assert completion.tokens == expected and completion.finish_reason == "length"
+
+
+def test_stop_strings_and_stop_tokens_end_where_plain_decoding_ends(opened, plain, model):
+    whole = plain.generate(PROMPT, max_tokens=48, temperature=0.0)
+    text = plain.tokenize(PROMPT) + list(whole.tokens)
+    engine = opened(model)
+    chance = random.Random(3)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    for start in range(3, 40, 3):
+        stop = plain.detokenize(whole.tokens[start : start + 2], skip_special=True)
+        if not stop.isascii() or not stop:
+            continue
+        for one in (engine, plain):
+            one.tokenizer.stop_ids = frozenset()
+        assert tokens_of(engine, {"temperature": 0.0}, stop=stop) == tokens_of(plain, {"temperature": 0.0}, stop=stop)
+    for token in set(whole.tokens[2:]):
+        for one in (engine, plain):
+            one.tokenizer.stop_ids = frozenset([token])
+        mine, theirs = (one.generate(PROMPT, max_tokens=48, temperature=0.0) for one in (engine, plain))
+        assert (mine.tokens, mine.finish_reason) == (theirs.tokens, theirs.finish_reason)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
+@pytest.mark.parametrize("call", [2, 3, 5])
+@pytest.mark.parametrize("where", ["forward", "before commit", "after commit"])
+def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_as_new(opened, plain, model, monkeypatch, where, call, kind):
+    request = {"temperature": 0.8, "seed": 2}
+    expected = tokens_of(plain, request)
+    text = plain.tokenize(PROMPT) + list(expected)
+    engine, chance, n_calls = opened(model), random.Random(1), 0
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    name = "forward" if where == "forward" else "commit"
+    original = getattr(engine.session, name)
+
+    def failing(*args, **options):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == call and where != "after commit":
+            raise kind
+        result = original(*args, **options)
+        if n_calls == call:
+            raise kind
+        return result
+
+    monkeypatch.setattr(engine.session, name, failing)
+    stream = engine.stream(PROMPT, max_tokens=48, **request)
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    else:
+        assert list(stream)[-1].finish_reason == "interrupted"
+    monkeypatch.undo()
+    assert expected[: len(stream.completion.tokens)] == stream.completion.tokens
+    assert tokens_of(engine, request) == expected
+
+
+def test_a_stream_left_in_the_middle_of_a_step_frees_the_engine(opened, plain, model):
+    engine, request = opened(model), {"temperature": 0.0}
+    text = plain.tokenize(PROMPT) + list(tokens_of(plain, request))
+    chance = random.Random(1)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    for n in range(1, 12):
+        with engine.stream(PROMPT, **request) as stream:
+            for _ in range(n):
+                next(stream)
+        assert list(stream.completion.tokens) == text[-48:][:n]
+        assert list(tokens_of(engine, request)) == text[-48:]
+
+
+def test_sampling_with_drafts_follows_the_targets_distribution(opened, model):
+    """Chi-squared over seeds, of the token after the first, where the tree holds the likeliest ones."""
+    engine, n_draws = opened(model, draft="none"), 1500
+    params = SamplingParams(temperature=1.5, top_k=6, top_p=1.0, min_p=0.0)
+    prompt = engine.tokenize(PROMPT)
+    first = engine.generate(prompt, max_tokens=1, temperature=0.0).tokens[0]
+    engine.session.truncate(0)
+    logits = engine.session.forward([*prompt, first]).logits[0][: engine.tokenizer.n_vocab]
+    likely = np.argsort(-logits)[:6]
+    weights = np.exp((logits[likely].astype(float) - logits[likely[0]]) / params.temperature)
+    expected = n_draws * weights / weights.sum()
+    engine.session.truncate(0)
+    tree = DraftTree([int(token) for token in likely[:4]], [-1] * 4, [0.5, 0.3, 0.1, 0.05], [0, 1, 2, 3])
+    with_drafters(engine, FunctionDrafter(lambda context, limit: tree))
+    text = prompt + [first]
+    counts, accepted = Counter(), 0
+    for seed in range(n_draws):
+        completion = engine.generate(text[:-1], max_tokens=3, params=params, seed=seed)
+        if completion.tokens[0] != first:  # the first token is drawn too: only the texts that go on like this one count
+            continue
+        counts[completion.tokens[1]] += 1
+        accepted += completion.timings.speculation.steps == 1
+    n = sum(counts.values())
+    expected *= n / n_draws
+    assert set(counts) <= {int(token) for token in likely} and accepted > 0
+    statistic = sum((counts[int(token)] - of) ** 2 / of for token, of in zip(likely, expected, strict=True))
+    assert n > 100 and statistic < 20.5  # the 99.9 % quantile at 5 degrees of freedom
+
+
+# ---- The parts -------------------------------------------------------------------------------------------------------
+
+
+def test_accept_walks_to_the_first_token_that_was_not_drafted():
+    rows = np.array([[0, 9, 0], [9, 0, 0], [0, 0, 9], [9, 0, 0]], dtype=np.float32)
+    text = [7]
+    params = SamplingParams(temperature=0.0)
+
+    def draw(logits, text):
+        return sample(logits, params, len(text), text)
+
+    verdict = accept(rows, {(0, 1): 2, (0, 2): 1, (2, 2): 3}, draw, text, ())
+    assert verdict == ([1, 2, 0], [0, 2, 3]) and text == [7, 1, 2, 0]
+
+
+def test_accept_ends_the_path_before_logits_that_are_not_numbers():
+    rows = np.array([[0, 9, 0], [np.nan, 0, 0]], dtype=np.float32)
+    text: list[int] = []
+    params = SamplingParams(temperature=0.0)
+
+    def draw(logits, text):
+        return sample(logits, params, len(text), text)
+
+    assert accept(rows, {(0, 1): 1}, draw, text, ()) == ([1], [0])
+    with pytest.raises(NumericalError):
+        accept(rows[1:], {}, draw, text, ())
+
+
+def test_checked_takes_numpy_and_refuses_what_is_no_tree():
+    tree = checked(DraftTree(np.array([3, 4]), np.array([-1, 0]), np.array([0.5, 1.0]), np.array([0, 1])), 10, 4)
+    assert tree == DraftTree([3, 4], [-1, 0], [0.5, 1.0], [0, 1]) and type(tree.tokens[0]) is int
+    for bad in (
+        DraftTree([10], [-1], [0.5], [0]),
+        DraftTree([1, 1], [-1, 1], [0.5, 0.5], [0, 0]),
+        DraftTree([1], [-1], [float("nan")], [0]),
+        DraftTree([1] * 5, [-1] * 5, [0.1] * 5, [0] * 5),
+    ):
+        with pytest.raises(ShapeError):
+            checked(bad, 10, 4)
+
+
+def proposal(tokens, parents, p):
+    return Proposal("d", DraftTree(tokens, parents, p, [0] * len(tokens)), ChanceTable())
+
+
+def test_the_policy_finds_the_optimum_that_a_search_over_all_trees_finds():
+    chance = random.Random(1)
+    for _ in range(300):
+        n = chance.randint(1, 7)
+        parents = [chance.randint(-1, node - 1) for node in range(n)]
+        p = [chance.random() for _ in range(n)]
+        slope = chance.choice([0.01, 0.1, 0.3, 1.0])
+        milliseconds = [0.0] + [1.0 + slope * (m - 1) for m in range(1, 40)]
+        reach = []
+        for node in range(n):
+            reach.append(p[node] * (1.0 if parents[node] < 0 else reach[parents[node]]))
+        best = 1.06 / milliseconds[1]
+        for mask in range(1, 1 << n):
+            nodes = [node for node in range(n) if mask >> node & 1]
+            if all(parents[node] < 0 or mask >> parents[node] & 1 for node in nodes):
+                best = max(best, (1 + sum(reach[node] for node in nodes)) / milliseconds[len(nodes) + 1])
+        choice = choose([proposal(list(range(n)), parents, p)], milliseconds, 31, 31)
+        rate = choice.expected / milliseconds[len(choice.tokens) + 1]
+        assert rate == pytest.approx(best) or (not choice.tokens and best == 1.06)
+
+
+def test_plain_decoding_wins_where_a_token_costs_as_much_as_it_may_give():
+    milliseconds = [float(n) for n in range(40)]
+    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], milliseconds, 31, 31).tokens == []
+    flat = [1.0] * 40
+    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 31).tokens == [1, 2]
+    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 1).tokens == [1]
+    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 1, 31).tokens == [1]
+
+
+def test_drafts_of_several_drafters_are_merged():
+    flat = [1.0] * 40
+    choice = choose([proposal([1, 2], [-1, 0], [0.9, 0.5]), proposal([1, 3], [-1, 0], [0.6, 0.4])], flat, 31, 31)
+    assert (choice.tokens, choice.parents, choice.depths) == ([1, 2, 3], [-1, 0, 0], [0, 1, 1])
+    # 0.9, then 0.5, and of the other half 0.4
+    assert choice.expected == pytest.approx(1 + 0.9 + 0.45 + 0.9 * 0.4 * 0.5)
+
+
+def test_chances_are_learnt_by_kind_and_depth_and_old_ones_fade():
+    table = ChanceTable()
+    tree = DraftTree([5, 6, 9], [-1, 0, -1], [0.5, 0.5, 0.5], [1, 1, 2])
+    for _ in range(200):
+        table.learn(tree, [5, 7])
+    assert table.chance(1, 0, 0.5) > 0.85 and table.chance(1, 1, 0.5) < 0.1 and table.chance(2, 0, 0.5) < 0.1
+    assert table.chance(1, 0, 0.5) / table.trust <= 1.0 and table.chance(7, 1, 0.25) == 0.25
+    for _ in range(200):
+        table.learn(tree, [9, 7])
+    assert table.chance(1, 0, 0.5) < 0.1 and table.chance(2, 0, 0.5) > 0.1
+
+
+def test_a_chain_that_costs_goes_on_as_long_as_a_node_gives_more_than_the_rest():
+    milliseconds = [0.0] + [1.0 + 0.1 * (n - 1) for n in range(1, 40)]
+    reward = Reward(milliseconds, draft=0.3)
+    reach: list[float] = []
+    while reward.goes_on(reach, 0.8):
+        reach.append(0.8 ** (len(reach) + 1))
+    rates = [(1 + sum(0.8**i for i in range(1, k + 1))) / (milliseconds[k + 1] + 0.3 * k) for k in range(31)]
+    assert len(reach) == int(np.argmax(rates))
+    assert rate_of_chain(0.8, 0.3, milliseconds, 31) == pytest.approx(max(rates))
+
+
+# ---- Costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_measured_within_its_budget_and_leaves_the_session_empty(plain):
+    curve = measure_costs(plain.session, 0.5)
+    assert plain.session.n_past == 0 and set(curve.near) >= {1, 2, 4} and min(curve.near.values()) > 0
+    assert measure_costs(plain.session, 0.0).near.keys() == {1}
+
+
+def test_costs_between_and_behind_what_was_measured_lie_on_straight_lines():
+    costs = CostModel(CostCurve(0, {1: 0.010, 2: 0.012, 4: 0.020, 8: 0.040}, 100, {1: 0.012, 8: 0.056}))
+    near = list(costs.milliseconds(0))
+    assert near[0] == 0.0 and near[1:5] == pytest.approx([10, 12, 16, 20]) and near[16] == pytest.approx(80)
+    far = costs.milliseconds(96)
+    assert far[1] == pytest.approx(10 + 0.02 * 96) and far[8] == pytest.approx(40 + 0.16 * 96)
+    assert costs.of_chain(64, 0) == pytest.approx(2 * near[32])
+
+
+def test_a_slower_machine_is_noticed_and_a_hiccup_is_not():
+    costs = cost_model(lambda n: 10.0 + n)
+    before = list(costs.milliseconds(0))
+    costs.observe(1, 0, 5000.0)
+    assert costs.milliseconds(0)[1] < 1.1 * before[1]
+    for _ in range(60):
+        costs.observe(1, 0, 2.0 * before[1])
+    now = costs.milliseconds(0)
+    assert now[1] == pytest.approx(2.0 * before[1], rel=0.1) and now[8] > 1.3 * before[8]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"7",
+        b"null",
+        b"[" * 100000,
+        b'{"near": {"1": 1.0}}',
+        json.dumps({"n_near": 0, "near": {"1": -1.0}, "n_far": 0, "far": {}}).encode(),
+        json.dumps({"n_near": 0, "near": {"1": float("nan")}, "n_far": 0, "far": {}}).encode(),
+        json.dumps({"n_near": 0, "near": {"2": 1.0}, "n_far": 0, "far": {}}).encode(),
+        json.dumps({"n_near": 0, "near": {"1": 1.0}, "n_far": 0, "far": {"1": 1.0}}).encode(),
+        json.dumps({"n_near": 0, "near": [1], "n_far": 0, "far": {}}).encode(),
+        json.dumps({"n_near": 0, "near": {"99": 1.0, "1": 1.0}, "n_far": 0, "far": {}}).encode(),
+    ],
+)
+def test_a_cost_file_that_is_damaged_is_as_none(tmp_path, content):
+    (tmp_path / "key.json").write_bytes(content)
+    assert load_curve("key", tmp_path) is None
+
+
+def test_a_cost_file_is_written_whole_and_read_back(tmp_path):
+    curve = CostCurve(0, {1: 0.01, 4: 0.02}, 64, {1: 0.011})
+    folder = tmp_path / "costs"
+    save_curve("key", curve, folder)
+    assert load_curve("key", folder) == curve and [path.name for path in folder.iterdir()] == ["key.json"]
+    assert load_curve("another", folder) is None
+    (tmp_path / "file").write_text("")
+    save_curve("key", curve, tmp_path / "file")  # no folder can be made there: nothing happens
+
+
+def test_the_key_tells_models_and_machines_apart(plain, tmp_path):
+    other = write_tiny_model(tmp_path / "other.gguf", n_ff=512)
+    with ModelFile.open(plain.path) as one, ModelFile.open(other) as two:
+        keys = {cost_key(one, "cpu", 1), cost_key(one, "cpu", 2), cost_key(one, "x", 1), cost_key(two, "cpu", 1)}
+        assert len(keys) == 4 and cost_key(one, "cpu", 1) in keys
+
+
+def test_the_curve_is_measured_once_and_then_read(opened, model, monkeypatch):
+    opened(model)
+    monkeypatch.setattr("edgeinfer.speculation.opening.measure_costs", lambda *a: pytest.fail("measured again"))
+    opened(model)
+    for path in default_folder().iterdir():
+        path.write_bytes(b"{")
+    monkeypatch.undo()
+    assert opened(model).speculator is not None
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_by_default_the_free_drafters_draft_and_are_in_the_plan(opened, model):
+    engine = opened(model)
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
+    assert engine.memory_plan.use.drafters > 1_000_000
+    assert opened(model, draft_max=0).speculator is None
+    completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
+    assert completion.timings.speculation.tokens == 39 and completion.timings.speculation.plain_seconds > 0
+
+
+def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
+    with_model, without = opened(model, draft=str(draft_model)), opened(model)
+    with ModelFile.open(draft_model) as file:
+        n_threads = with_model.device.n_threads
+        plan = NativeBackend().plan(file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads)
+    assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total > 0
+
+
+@pytest.mark.parametrize("why", ["no file", "no model", "other vocabulary", "no room"])
+def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
+    opened, plain, model, draft_model, tmp_path, monkeypatch, why
+):
+    path, expected = draft_model, ""
+    if why == "no file":
+        path, expected = tmp_path / "nothing.gguf", "nothing.gguf"
+    elif why == "no model":
+        path, expected = tmp_path / "text.gguf", "text.gguf"
+        path.write_text("no model")
+    elif why == "other vocabulary":
+        path, expected = write_tiny_model(tmp_path / "spm.gguf", vocabulary="spm"), "vocabulary"
+    else:
+        n_bytes = opened(model).memory_plan.use.total
+        monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
+        expected = "are left"
+    with pytest.warns(RuntimeWarning, match=expected):
+        engine = opened(model, draft=str(path))
+    assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
+
+
+def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(opened, model):
+    assert opened(model, backend="reference").speculator is None
+    with pytest.warns(RuntimeWarning, match="nothing is drafted"):
+        opened(model, backend="reference", draft="suffix")
+
+
+def test_the_draft_model_reads_nothing_twice(opened, model, draft_model):
+    engine = opened(model, draft=[str(draft_model)])
+    engine.speculator.costs = FixedCosts()
+    session = engine.speculator.drafters[-1].session
+    fed, original = [], session.forward
+
+    def forward(tokens, *args, **options):
+        fed.append((session.n_past, len(tokens)))
+        return original(tokens, *args, **options)
+
+    session.forward = forward
+    completion = engine.generate(PROMPT, max_tokens=60, temperature=0.0)
+    accepted = completion.timings.speculation.by_drafter["model"].accepted
+    assert accepted > 20
+    # A token is fed once, but for drafted ones that were wrong.
+    n_text = completion.usage.prompt_tokens + 60
+    wrong = completion.timings.speculation.wasted
+    assert sum(n for _, n in fed) <= n_text + wrong
+    assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
