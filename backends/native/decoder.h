@@ -24,7 +24,7 @@ struct LayerAttention {
     int rope, window;
 };
 
-enum class Activation : int { Silu, GeluTanh };
+enum class Activation : int { Silu, GeluTanh, Relu2 };
 enum class QKNorm : int { None, PerHead, Whole };
 
 // Sizes and recipe, as models/spec.py describes them. Scales of 1 and caps of 0 change nothing.
@@ -48,6 +48,7 @@ struct DecoderConfig {
 // Norms and biases are null where the model has none.
 struct LayerWeights {
     const float *attn_norm = nullptr, *ffn_norm = nullptr, *attn_post_norm = nullptr, *ffn_post_norm = nullptr;
+    const float *attn_sub_norm = nullptr, *ffn_sub_norm = nullptr;
     const float *q_norm = nullptr, *k_norm = nullptr;
     Matrix q, k, v, attn_output, gate, up, down;
     const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *attn_output_bias = nullptr;
@@ -64,6 +65,8 @@ struct Embedding {
 enum class Role : int {
     AttnNorm,
     AttnPostNorm,
+    AttnSubNorm,
+    FfnSubNorm,
     FfnPostNorm,
     QNorm,
     KNorm,
@@ -145,8 +148,8 @@ private:
     void rotate_and_store(const Pass& pass, int thread, const LayerWeights& w, int index);
     void attend(const Pass& pass, int thread, int index);
     AttentionRow attention_row(const Pass& pass, int thread, int index, int c, int head, int r);
-    void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias,
-                        const float* post_norm);
+    void add_projection(const Pass& pass, int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w,
+                        const float* bias, const float* post_norm);
     void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
     void head(const Pass& pass, int thread);
     template <class Task>

@@ -62,7 +62,8 @@ size_t matrix_source_bytes(int ggml_type, int n_out, int n_in) {
     int n_inputs;
     size_t n_bytes;
     block_size(ggml_type, n_inputs, n_bytes);
-    return static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes;
+    return static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes +
+           tail_bytes(static_cast<Format>(ggml_type));
 }
 
 // Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
@@ -102,6 +103,7 @@ void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
 void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
     const DecoderConfig& config = decoder.config();
     const Format format = format_of(ggml_type, config.n_embd);
+    if (format == Format::I2_S) throw nb::value_error("I2_S has no rows that can be read alone");
     if (source.size() != matrix_source_bytes(ggml_type, config.n_vocab, config.n_embd)) {
         throw nb::value_error("source has another size");
     }
@@ -188,25 +190,29 @@ public:
             throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
         }
         std::vector<int8_t> q(n * n_in);
-        std::vector<float> scales(n * n_in / 32 + 1);
-        std::vector<int32_t> sums(n * n_in / 32 + 1);
+        std::vector<float> scales(n * (n_in / 32 + 1));
+        std::vector<int32_t> sums(n * (n_in / 32 + 1));
         std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
         in.x = x.data();
         in.ldx = n_in;
-        in.q32 = in.q256 = q.data();
-        in.scale32 = in.scale256 = scales.data();
-        in.sum32 = sums.data();
+        in.q32 = in.q256 = in.q_token = q.data();
+        in.scale32 = in.scale256 = in.scale_token = scales.data();
+        in.sum32 = in.sum_token = sums.data();
         in.sums16 = sums16.data();
         in.sums32 = sums32.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
             if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
+            if (input_kind(matrix_.format) == InputKind::Int8ByToken) kernels.quantize_token(in, c);
         }
         kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), y.data(),
                        static_cast<size_t>(matrix_.n_out));
     }
+
+    const uint8_t* data() const { return memory_.data(); }
+    size_t n_bytes() const { return matrix_.group_bytes * static_cast<size_t>(matrix_.n_groups()); }
 
 private:
     Memory memory_;
@@ -220,6 +226,13 @@ NB_MODULE(_core, m) {
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def("packed_bytes", &packed_bytes, "ggml_type"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
+
+    m.def(
+        "holds_trits",
+        [](int ggml_type, Bytes source) {
+            return holds_trits(static_cast<Format>(ggml_type), source.data(), source.size());
+        },
+        "ggml_type"_a, "source"_a, "Whether no code of a TQ1_0, TQ2_0 or I2_S matrix is 3, which stands for no trit.");
 
     m.def(
         "measure_limits",
@@ -236,6 +249,8 @@ NB_MODULE(_core, m) {
         .value("attn_norm", Role::AttnNorm)
         .value("attn_post_norm", Role::AttnPostNorm)
         .value("ffn_post_norm", Role::FfnPostNorm)
+        .value("attn_sub_norm", Role::AttnSubNorm)
+        .value("ffn_sub_norm", Role::FfnSubNorm)
         .value("attn_q_norm", Role::QNorm)
         .value("attn_k_norm", Role::KNorm)
         .value("attn_q", Role::Q)
@@ -253,7 +268,10 @@ NB_MODULE(_core, m) {
         .value("output_norm", Role::OutputNorm)
         .value("output", Role::Output);
 
-    nb::enum_<Activation>(m, "Activation").value("silu", Activation::Silu).value("gelu_tanh", Activation::GeluTanh);
+    nb::enum_<Activation>(m, "Activation")
+        .value("silu", Activation::Silu)
+        .value("gelu_tanh", Activation::GeluTanh)
+        .value("relu2", Activation::Relu2);
     nb::enum_<QKNorm>(m, "QKNorm")
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)
@@ -352,6 +370,7 @@ NB_MODULE(_core, m) {
             },
             "All packed weights, read-only, without a copy.")
         .def_prop_ro("n_past", &Decoder::n_past)
+        .def_prop_ro("is_mapped", &Decoder::is_mapped, "Whether the weights were given packed.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weight_bytes(); })
         .def_prop_ro("kv_bytes", [](const Decoder& decoder) { return decoder.kv_bytes(); })
@@ -359,5 +378,12 @@ NB_MODULE(_core, m) {
 
     nb::class_<PackedMatrix>(m, "PackedMatrix")
         .def(nb::init<int, int, int, Bytes>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
-        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a);
+        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a)
+        .def_prop_ro(
+            "data",
+            [](const PackedMatrix& matrix) {
+                return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(matrix.data(), {matrix.n_bytes()},
+                                                                          nb::find(matrix));
+            },
+            "The packed bytes, read-only, without a copy.");
 }

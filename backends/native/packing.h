@@ -15,5 +15,11 @@ size_t packed_group_bytes(Format format, int n_in);
 // Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group.
 void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group);
 
-// The weights of one row as floats.
+// Bytes behind the blocks of a matrix: I2_S has one f32 scale there, and room.
+size_t tail_bytes(Format format);
+
+// Whether no code of a ternary matrix is 3, which stands for no trit. n_bytes: of the matrix with its tail.
+bool holds_trits(Format format, const uint8_t* source, size_t n_bytes);
+
+// The weights of one row as floats. Not for I2_S, whose scale does not lie in the row.
 void dequantize_row(Format format, const uint8_t* row, int n_in, float* out);

@@ -24,14 +24,22 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.errors import (
+    BackendUnavailable,
+    EdgeInferError,
+    Interrupted,
+    ModelFileError,
+    ShapeError,
+    UnsupportedModel,
+)
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
-    GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S".split()
 )
+TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S})
 
 
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
@@ -271,6 +279,7 @@ class NativeSession:
                 n_out, n_in = part.shape
                 decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
                 if packed is None:
+                    _check_trits(model, part)
                     self._pack(model, _core.Role[role], layer, part)
             done += part.data.nbytes
             if progress is not None:
@@ -307,6 +316,11 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
     """What a reference to a tensor means. Raises UnsupportedModel for a matrix without a kernel."""
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
+    if info.type == GGMLType.I2_S and (isinstance(ref, TensorRows) or info.shape[-1] % info.type.block_elements):
+        raise UnsupportedModel(
+            f"{model.path}: tensor {name} {info.shape} is I2_S, which must be a whole matrix with rows of a multiple of "
+            f"{info.type.block_elements}: convert it to TQ2_0"
+        )
     if len(info.shape) == 2 and info.type not in MATRIX_TYPES:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} has type {info.type.name}, which the native engine lacks; it has "
@@ -318,6 +332,20 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
     shape = (ref.last - ref.first, *info.shape[1:])
     first_byte = ref.first * row_bytes
     return _Part(name, info.type, shape, data[first_byte : ref.last * row_bytes], first_byte)
+
+
+def _check_trits(model: ModelFile, part: _Part) -> None:
+    """Raises ModelFileError if a ternary matrix holds what is no trit, or no scale."""
+    if part.type not in TERNARY_TYPES:
+        return
+    if not _core.holds_trits(int(part.type), part.data):
+        raise ModelFileError(
+            f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is damaged, "
+            f"or not ternary"
+        )
+    scale = part.data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0] if part.type == GGMLType.I2_S else 0.0
+    if not np.isfinite(scale):
+        raise ModelFileError(f"{model.path}: tensor {part.name} must have a finite scale: found {scale}")
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
@@ -333,6 +361,8 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
 def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
     """Bytes of all packed weights. Raises UnsupportedModel."""
     _part(model, spec.token_embd)
+    if model.tensors[spec.token_embd].type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
     parts = (_part(model, ref) for _, _, ref in _weights(spec))
     return sum(_core.packed_bytes(int(part.type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
 

@@ -132,6 +132,11 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
     return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, all), _mm256_dpbusd_avx_epi32(sum.b, codes.b, all)};
 }
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+using Narrow = I32;
+constexpr int kNarrowChains = 4;
+EI_INLINE Narrow zero_narrow() { return set_i32(0); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 #else
 EI_INLINE __m256i dot4_half(__m256i codes, __m256i four) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, four), _mm256_set1_epi16(1));
@@ -146,6 +151,22 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
 // Codes up to 255, in two parts that fit.
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
     return dot4(dot4(sum, and_u8(codes, 0x7f), a), and_u8(codes, 0x80), a);
+}
+// 16-bit sums: 64 times 2 * 2 * 127 is 32512.
+using Narrow = Ints;
+constexpr int kNarrowChains = 1;
+EI_INLINE Narrow zero_narrow() { return set_i32(0); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    const __m256i all = _mm256_set1_epi32(four);
+    return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, all)),
+            _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, all))};
+}
+EI_INLINE I32 widen(I32 sum, Narrow narrow) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(narrow.a, one)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(narrow.b, one))};
 }
 #endif
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {

@@ -92,6 +92,11 @@ EI_INLINE __m512i broadcast_4_bytes(const void* p) {
 #ifdef __AVX512VNNI__
 EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) { return _mm512_dpbusd_epi32(sum, codes, broadcast_4_bytes(a)); }
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+using Narrow = I32;
+constexpr int kNarrowChains = 4;
+EI_INLINE Narrow zero_narrow() { return set_i32(0); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     return _mm512_dpwssd_epi32(sum, pairs, broadcast_4_bytes(a));
 }
@@ -104,6 +109,16 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
 // Codes up to 255, in two parts that fit.
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
     return dot4(dot4(sum, and_u8(codes, 0x7f), a), and_u8(codes, 0x80), a);
+}
+// 16-bit sums: 64 times 2 * 2 * 127 is 32512.
+using Narrow = __m512i;
+constexpr int kNarrowChains = 1;
+EI_INLINE Narrow zero_narrow() { return _mm512_setzero_si512(); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, broadcast_4_bytes(a)));
+}
+EI_INLINE I32 widen(I32 sum, Narrow narrow) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(narrow, _mm512_set1_epi16(1)));
 }
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, broadcast_4_bytes(a)));

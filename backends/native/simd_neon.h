@@ -195,6 +195,11 @@ EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
     return sub_i32(dot4(sum, and_u8(codes, 0x7f), a), top);
 }
 #endif
+using Narrow = I32;
+constexpr int kNarrowChains = 4;
+EI_INLINE Narrow zero_narrow() { return set_i32(0); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     int32_t two;
     std::memcpy(&two, a, 4);

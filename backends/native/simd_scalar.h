@@ -200,6 +200,12 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
 }
 // The same for codes up to 255.
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+// Sums of 64 dot products of codes up to 2, and a way to add them to wide ones; narrow where that is faster.
+using Narrow = I32;
+constexpr int kNarrowChains = 1;
+EI_INLINE Narrow zero_narrow() { return set_i32(0); }
+EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
+EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 // sum + the dot product of each lane's two 16-bit numbers with the two at a.
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     for (int i = 0; i < 16; i++) sum.v[i] += pairs.v[2 * i] * a[0] + pairs.v[2 * i + 1] * a[1];
