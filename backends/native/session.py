@@ -318,8 +318,8 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
     info, data = model.tensors[name], model.data(name)
     if info.type == GGMLType.I2_S and (isinstance(ref, TensorRows) or info.shape[-1] % info.type.block_elements):
         raise UnsupportedModel(
-            f"{model.path}: tensor {name} {info.shape} is I2_S, which must be a whole matrix with rows of a multiple of "
-            f"{info.type.block_elements}: convert it to TQ2_0"
+            f"{model.path}: tensor {name} {info.shape} is I2_S, which must be a whole matrix with rows of a "
+            f"multiple of {info.type.block_elements}: convert it to TQ2_0"
         )
     if len(info.shape) == 2 and info.type not in MATRIX_TYPES:
         raise UnsupportedModel(
@@ -340,8 +340,8 @@ def _check_trits(model: ModelFile, part: _Part) -> None:
         return
     if not _core.holds_trits(int(part.type), part.data):
         raise ModelFileError(
-            f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is damaged, "
-            f"or not ternary"
+            f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+            f"damaged, or not ternary"
         )
     scale = part.data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0] if part.type == GGMLType.I2_S else 0.0
     if not np.isfinite(scale):

@@ -90,11 +90,13 @@ def write_tiny_model(
 ) -> Path:
     """Write a model and give back its path.
 
-    n_embd: 256 for the types with blocks of 256 and the ternary ones, else 96.  n_layers: 2, or what it takes to have every kind of layer.
+    n_embd: 256 for the types with blocks of 256 and the ternary ones, else 96.  n_layers: 2, or what it takes to have
+    every kind of layer.
     head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill
     is padding.  tied: always so in gemma2 and bitnet.
-    tensor_type: of the matrices; norms and biases are F32, and with I2_S embeddings and output are F16.  types: other types by role ("attn_v", "output") or by
-    whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
+    tensor_type: of the matrices; norms and biases are F32, and with I2_S embeddings and output are F16.  types: other
+    types by role ("attn_v", "output") or by whole name ("blk.0.ffn_down.weight").
+    rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
     rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.
     qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
     metadata: further keys, written as they are, or other values for keys; None takes one away.
@@ -275,7 +277,8 @@ def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: F
 def quantize(tensor_type: str, weights: Floats) -> Bytes:
     """Rows (n_out, bytes a row) of the format that approximate weights (n_out, n_in), each block rounded to nearest.
 
-    I2_S, which has no rows, comes as (1, bytes). K-quants lie with llama.cpp's own to within some percent of the error; that searches for better scales.
+    I2_S, which has no rows, comes as (1, bytes). K-quants lie with llama.cpp's own to within some percent of the error;
+    that searches for better scales.
     """
     if tensor_type == "I2_S":
         return _i2_s(weights)
