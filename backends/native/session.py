@@ -316,11 +316,8 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
     """What a reference to a tensor means. Raises UnsupportedModel for a matrix without a kernel."""
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
-    if info.type == GGMLType.I2_S and (isinstance(ref, TensorRows) or info.shape[-1] % info.type.block_elements):
-        raise UnsupportedModel(
-            f"{model.path}: tensor {name} {info.shape} is I2_S, which must be a whole matrix with rows of a "
-            f"multiple of {info.type.block_elements}: convert it to TQ2_0"
-        )
+    if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
+        raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
     if len(info.shape) == 2 and info.type not in MATRIX_TYPES:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} has type {info.type.name}, which the native engine lacks; it has "

@@ -19,6 +19,7 @@ from edgeinfer.errors import (
     ContextOverflow,
     EdgeInferError,
     Interrupted,
+    InvalidGGUF,
     ModelFileError,
     ShapeError,
     UnsupportedModel,
@@ -339,3 +340,40 @@ def test_packed_weights_of_another_file_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError):
             opener(path)()
     assert list(tmp_path.glob("*.partial*")) == []
+
+
+def test_a_ternary_matrix_with_another_code_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "bitnet-b1.58", "I2_S")
+    with ModelFile.open(path) as file:
+        info = file.tensors["blk.1.ffn_up.weight"]
+    whole = path.read_bytes()
+    for at, value, words in [
+        (info.offset + 7, b"\x03", "tensor blk.1.ffn_up.weight is I2_S, whose codes are 0, 1 and 2: found 3"),
+        (info.offset + info.n_bytes - 32, np.float32(np.nan).tobytes(), "ffn_up.weight must have a finite scale"),
+    ]:
+        path.write_bytes(whole[:at] + value + whole[at + len(value) :])
+        with pytest.raises(ModelFileError, match=words):
+            opener(path)()
+
+
+def test_an_i2_s_matrix_without_whole_rows_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S", n_ff=192)
+    with pytest.raises(
+        InvalidGGUF, match="tensor 'blk.0.ffn_down.weight' dim 0 .* multiple of the 128 elements of a I2_S"
+    ):
+        opener(path)()
+    path = write_tiny_model(tmp_path / "m.gguf", "phi3", "I2_S")
+    with pytest.raises(UnsupportedModel, match="tensor blk.0.attn_qkv.weight is I2_S, which cannot be cut"):
+        opener(path)()
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S", types={"token_embd": "I2_S"})
+    with pytest.raises(UnsupportedModel, match="token_embd.weight is I2_S, whose rows cannot be read one by one"):
+        opener(path)()
+
+
+def test_an_i2_s_file_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S")
+    with ModelFile.open(path) as file:
+        info = max(file.tensors.values(), key=lambda info: info.offset if info.type.name == "I2_S" else 0)
+    path.write_bytes(path.read_bytes()[: info.offset + info.n_bytes - 4])
+    with pytest.raises(ModelFileError, match=f"tensor .{info.name}. offset"):
+        ModelFile.open(path)
