@@ -359,7 +359,7 @@ def test_a_ternary_matrix_with_another_code_is_refused_by_name(tmp_path: Path) -
 def test_an_i2_s_matrix_without_whole_rows_is_refused_by_name(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S", n_ff=192)
     with pytest.raises(
-        InvalidGGUF, match="tensor 'blk.0.ffn_down.weight' dim 0 .* multiple of the 128 elements of a I2_S"
+        InvalidGGUF, match="blk.0.ffn_down.weight. dim 0 .* multiple of the 128 elements"
     ):
         opener(path)()
     path = write_tiny_model(tmp_path / "m.gguf", "phi3", "I2_S")
