@@ -174,13 +174,13 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
 }
 
-void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source) {
+void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale) {
     const Matrix& m = matrix(role, layer);
     uint8_t* data =
         weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
     pool_.run([&](int thread) {
         pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
-            pack_group(m.format, source, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
+            pack_group(m.format, source, scale, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
         });
     });
 }

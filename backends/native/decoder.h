@@ -96,8 +96,9 @@ public:
 
     // Makes room for a matrix (n_out, n_in); layer is ignored for Output.
     void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
-    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them.
-    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source);
+    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. scale:
+    // of I2_S, which has one for all rows.
+    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale);
     Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);

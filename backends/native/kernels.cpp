@@ -500,5 +500,6 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME, matmul,        quantize32,      quantize256, quantize_token, rms_norm, swiglu,
-                         geglu,  relu2_glu,     scale_and_cap, store_key_value, attention,   read,     multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,     matmul,    quantize32, quantize256,  quantize_token,
+                         rms_norm,        swiglu,    geglu,      relu2_glu,    scale_and_cap,
+                         store_key_value, attention, read,       multiply_adds};

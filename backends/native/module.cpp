@@ -62,8 +62,7 @@ size_t matrix_source_bytes(int ggml_type, int n_out, int n_in) {
     int n_inputs;
     size_t n_bytes;
     block_size(ggml_type, n_inputs, n_bytes);
-    return static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes +
-           tail_bytes(static_cast<Format>(ggml_type));
+    return static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes;
 }
 
 // Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
@@ -80,7 +79,7 @@ void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out
     decoder.set_matrix(role, layer, format, n_out, n_in);
 }
 
-void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source) {
+void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source, float scale) {
     if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
     if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     const Matrix& m = decoder.matrix(role, layer);
@@ -92,7 +91,7 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes sour
         throw nb::value_error("rows must be whole groups of 16 within the matrix, or its last ones");
     }
     nb::gil_scoped_release release;
-    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data());
+    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data(), scale);
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
@@ -169,14 +168,15 @@ void truncate_to(Decoder& decoder, int n_past) {
 // One matrix alone, for tests and benchmarks of the kernels.
 class PackedMatrix {
 public:
-    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source) : memory_(packed_bytes(ggml_type, n_out, n_in)) {
+    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source, float scale)
+        : memory_(packed_bytes(ggml_type, n_out, n_in)) {
         const Format format = format_of(ggml_type, n_in);
         if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) {
             throw nb::value_error("source has another size");
         }
         matrix_ = {format, n_out, n_in, packed_group_bytes(format, n_in), memory_.data()};
         for (int g = 0; g < matrix_.n_groups(); g++) {
-            pack_group(format, source.data(), n_out, n_in, g,
+            pack_group(format, source.data(), scale, n_out, n_in, g,
                        memory_.data() + static_cast<size_t>(g) * matrix_.group_bytes);
         }
     }
@@ -232,7 +232,8 @@ NB_MODULE(_core, m) {
         [](int ggml_type, Bytes source) {
             return holds_trits(static_cast<Format>(ggml_type), source.data(), source.size());
         },
-        "ggml_type"_a, "source"_a, "Whether no code of a TQ1_0, TQ2_0 or I2_S matrix is 3, which stands for no trit.");
+        "ggml_type"_a, "source"_a,
+        "Whether no code of some rows of a TQ1_0, TQ2_0 or I2_S matrix is 3, which stands for no trit.");
 
     m.def(
         "measure_limits",
@@ -344,7 +345,7 @@ NB_MODULE(_core, m) {
             },
             "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a)
-        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a)
+        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
@@ -370,14 +371,13 @@ NB_MODULE(_core, m) {
             },
             "All packed weights, read-only, without a copy.")
         .def_prop_ro("n_past", &Decoder::n_past)
-        .def_prop_ro("is_mapped", &Decoder::is_mapped, "Whether the weights were given packed.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weight_bytes(); })
         .def_prop_ro("kv_bytes", [](const Decoder& decoder) { return decoder.kv_bytes(); })
         .def_prop_ro("activation_bytes", [](const Decoder& decoder) { return decoder.activation_bytes(); });
 
     nb::class_<PackedMatrix>(m, "PackedMatrix")
-        .def(nb::init<int, int, int, Bytes>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
+        .def(nb::init<int, int, int, Bytes, float>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a, "scale"_a = 1.0f)
         .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a)
         .def_prop_ro(
             "data",

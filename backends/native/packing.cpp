@@ -220,13 +220,13 @@ void pack_row_tq(Format format, const uint8_t* source, int n_in, int row, uint8_
     }
 }
 
-// A scale a row, the one behind all rows; rows past n_out have weights of 0.
-void pack_group_i2(const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
+// The scale once a row; rows past n_out have weights of 0.
+void pack_group_i2(const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
     const size_t row_bytes = static_cast<size_t>(n_in) / 4;
     std::memset(group, 0, 64);
     std::memset(group + 64, 0x55, packed_group_bytes(Format::I2_S, n_in) - 64);
     for (int row = 0; row < kRows && g * kRows + row < n_out; row++) {
-        std::memcpy(group + 4 * row, source + static_cast<size_t>(n_out) * row_bytes, 4);
+        std::memcpy(group + 4 * row, &scale, 4);
         pack_row_i2(source + static_cast<size_t>(g * kRows + row) * row_bytes, n_in, row, group + 64);
     }
 }
@@ -349,8 +349,8 @@ size_t packed_group_bytes(Format format, int n_in) {
     }
 }
 
-void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
-    if (format == Format::I2_S) return pack_group_i2(source, n_out, n_in, g, group);
+void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+    if (format == Format::I2_S) return pack_group_i2(source, scale, n_out, n_in, g, group);
     const size_t stride = row_bytes(format, n_in);
     const int first = g * kRows;
     if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(format, n_in));
@@ -381,13 +381,11 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
     }
 }
 
-size_t tail_bytes(Format format) { return format == Format::I2_S ? 32 : 0; }
-
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes) {
     const size_t period = format == Format::I2_S ? kBytesI2 : kBytesTQ2;
     const size_t codes = format == Format::TQ2_0 ? kBytesTQ2 - 2 : kBytesI2;
     uint8_t threes = 0;
-    for (size_t at = 0; format != Format::TQ1_0 && at + period <= n_bytes - tail_bytes(format); at += period) {
+    for (size_t at = 0; format != Format::TQ1_0 && at + period <= n_bytes; at += period) {
         for (size_t i = 0; i < codes; i++) {
             const uint8_t byte = source[at + i];
             threes |= static_cast<uint8_t>(byte & (byte >> 1) & 0x55);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -279,7 +280,6 @@ class NativeSession:
                 n_out, n_in = part.shape
                 decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
                 if packed is None:
-                    _check_trits(model, part)
                     self._pack(model, _core.Role[role], layer, part)
             done += part.data.nbytes
             if progress is not None:
@@ -294,7 +294,12 @@ class NativeSession:
         n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
         for first in range(0, n_out, n_rows):
             piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            self._open().pack_rows(role, layer, first, part.data[piece])
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
+                raise ModelFileError(
+                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+                    f"damaged, or not ternary"
+                )
+            self._open().pack_rows(role, layer, first, part.data[piece], part.scale)
             model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
 
 
@@ -302,7 +307,7 @@ class NativeSession:
 class _Part:
     """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
 
-    first_byte: of data, in the tensor.
+    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.
     """
 
     name: str
@@ -310,6 +315,7 @@ class _Part:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     first_byte: int = 0
+    scale: float = 1.0
 
 
 def _part(model: ModelFile, ref: TensorRef) -> _Part:
@@ -323,6 +329,8 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
             f"{model.path}: tensor {name} has type {info.type.name}, which the native engine lacks; it has "
             f"{', '.join(sorted(known.name for known in MATRIX_TYPES))}"
         )
+    if info.type == GGMLType.I2_S:
+        return _Part(name, info.type, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
     if not isinstance(ref, TensorRows):
         return _Part(name, info.type, info.shape, data)
     row_bytes = info.n_bytes // info.shape[0]
@@ -331,18 +339,12 @@ def _part(model: ModelFile, ref: TensorRef) -> _Part:
     return _Part(name, info.type, shape, data[first_byte : ref.last * row_bytes], first_byte)
 
 
-def _check_trits(model: ModelFile, part: _Part) -> None:
-    """Raises ModelFileError if a ternary matrix holds what is no trit, or no scale."""
-    if part.type not in TERNARY_TYPES:
-        return
-    if not _core.holds_trits(int(part.type), part.data):
-        raise ModelFileError(
-            f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
-            f"damaged, or not ternary"
-        )
-    scale = part.data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0] if part.type == GGMLType.I2_S else 0.0
-    if not np.isfinite(scale):
-        raise ModelFileError(f"{model.path}: tensor {part.name} must have a finite scale: found {scale}")
+def _scale(model: ModelFile, name: str) -> float:
+    """The scale of an I2_S tensor. Raises ModelFileError."""
+    scale = float(model.data(name)[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0])
+    if not math.isfinite(scale):
+        raise ModelFileError(f"{model.path}: tensor {name} must have a finite scale: found {scale}")
+    return scale
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:

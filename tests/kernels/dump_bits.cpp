@@ -54,11 +54,6 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
     if (format == Format::TQ2_0 || format == Format::I2_S) {  // no code is 3
         for (uint8_t& byte : data) byte = static_cast<uint8_t>(byte & ~((byte & 0x55) << 1));
     }
-    if (format == Format::I2_S) {
-        const float scale[8] = {numbers.uniform()};
-        data.insert(data.end(), reinterpret_cast<const uint8_t*>(scale), reinterpret_cast<const uint8_t*>(scale + 8));
-        return data;
-    }
     const auto small_f16 = [&](uint8_t* p) { p[1] = static_cast<uint8_t>(0x20 | (p[1] & 0x83)); };  // 2^-7 or so
     for (uint8_t* p = data.data(); p < data.data() + data.size(); p += n_bytes) {
         switch (format) {
@@ -69,6 +64,7 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
             }
             case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
             case Format::Q6_K: small_f16(p + 208); break;
+            case Format::I2_S: break;
             case Format::TQ1_0:
             case Format::TQ2_0: small_f16(p + n_bytes - 2); break;
             case Format::Q4_K:
@@ -113,7 +109,8 @@ void matrices(const Kernels& kernels) {
         Matrix m{format, n_out, n_in, packed_group_bytes(format, n_in), nullptr};
         std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
         for (int g = 0; g < 3; g++)
-            pack_group(format, source.data(), n_out, n_in, g, packed.data() + m.group_bytes * static_cast<size_t>(g));
+            pack_group(format, source.data(), 0.3f, n_out, n_in, g,
+                       packed.data() + m.group_bytes * static_cast<size_t>(g));
         m.data = packed.data();
         InputArrays arrays;
         const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
@@ -183,7 +180,7 @@ void decoder(const Kernels& kernels, KvType kv_type) {
                     : format;
             kept.push_back(source_of(f, n_out, n_in, numbers));
             d.set_matrix(role, layer, f, n_out, n_in);
-            d.pack_rows(role, layer, 0, n_out, kept.back().data());
+            d.pack_rows(role, layer, 0, n_out, kept.back().data(), 0.3f);
         };
         const auto vector = [&](Role role, int layer, int n) {
             const std::vector<float> values = numbers.floats(static_cast<size_t>(n));

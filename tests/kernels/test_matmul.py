@@ -7,7 +7,7 @@ from tiny_models import quantize
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.reference import round_activations
-from edgeinfer.gguf import GGMLType
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
 BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128}
@@ -18,7 +18,11 @@ def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.nda
     """The matrix as the engine has it, and its weights as float32."""
     data = np.ascontiguousarray(quantize(format, weights)).reshape(-1).view(np.uint8)
     kind = GGMLType[format]
-    return _core.PackedMatrix(int(kind), *weights.shape, data), dequantize(kind, data, weights.shape)
+    floats = dequantize(kind, data, weights.shape)
+    if format == "I2_S":  # whose scale stands behind the rows
+        scale = float(data[-I2_S_TAIL_BYTES:].view("<f4")[0])
+        return _core.PackedMatrix(int(kind), *weights.shape, data[:-I2_S_TAIL_BYTES], scale), floats
+    return _core.PackedMatrix(int(kind), *weights.shape, data), floats
 
 
 def multiply(matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int) -> np.ndarray:

@@ -14,13 +14,10 @@ from edgeinfer.gguf import GGMLType
 ANY_COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 
 
-def i2_s(trits: np.ndarray, scale: float) -> np.ndarray:
-    """A matrix as bitnet.cpp stores it."""
+def i2_s(trits: np.ndarray) -> np.ndarray:
+    """A matrix as bitnet.cpp stores it, without the scale behind it."""
     codes = (trits + 1).astype(np.uint8).reshape(-1, 4, 32)
-    tail = np.zeros(8, dtype=np.float32)
-    tail[0] = scale
-    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
-    return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])
+    return (codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]).reshape(-1)
 
 
 def tq(format: str, trits: np.ndarray, scale: float) -> np.ndarray:
@@ -29,8 +26,8 @@ def tq(format: str, trits: np.ndarray, scale: float) -> np.ndarray:
 
 
 def product(format: str, trits: np.ndarray, x: np.ndarray, isa: str) -> np.ndarray:
-    source = i2_s(trits, 0.25) if format == "I2_S" else tq(format, trits, 0.25)
-    matrix = _core.PackedMatrix(int(GGMLType[format]), *trits.shape, source)
+    source = i2_s(trits) if format == "I2_S" else tq(format, trits, 0.25)
+    matrix = _core.PackedMatrix(int(GGMLType[format]), *trits.shape, source, 0.25)
     y = np.full((len(x), len(trits)), np.nan, dtype=np.float32)
     matrix.multiply(isa, x.astype(np.float32), y)
     return y
@@ -79,7 +76,7 @@ def test_the_largest_sums_of_a_tile_do_not_overflow(format: str, isa: str) -> No
 @pytest.mark.parametrize("n_out, n_in", [(1, 128), (16, 256), (37, 640)])
 def test_i2_s_is_packed_as_packing_draws_it(n_out: int, n_in: int, rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (n_out, n_in), dtype=np.int8)
-    matrix = _core.PackedMatrix(int(GGMLType.I2_S), n_out, n_in, i2_s(trits, 0.37))
+    matrix = _core.PackedMatrix(int(GGMLType.I2_S), n_out, n_in, i2_s(trits), 0.37)
     assert_array_equal(matrix.data, pack_two_bit(trits, np.full(n_out, 0.37, dtype=np.float32)).reshape(-1))
 
 
@@ -106,7 +103,7 @@ def test_tokens_are_rounded_by_their_largest_input_as_bitnet_does(rng: np.random
 
 def test_a_code_that_is_no_trit_is_found(rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (3, 256), dtype=np.int8)
-    for format, source in [("I2_S", i2_s(trits, 1)), ("TQ2_0", tq("TQ2_0", trits, 1))]:
+    for format, source in [("I2_S", i2_s(trits)), ("TQ2_0", tq("TQ2_0", trits, 1))]:
         kind = int(GGMLType[format])
         for at in (0, 70, 3 * 64 - 1):
             broken = source.copy()
