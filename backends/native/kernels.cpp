@@ -264,12 +264,19 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
 }
 
 template <class FORMAT>
+constexpr int most_columns() {
+    if constexpr (requires { FORMAT::kMostColumns; }) return FORMAT::kMostColumns;
+    return kMaxColumns;
+}
+
+template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+    constexpr int kMost = most_columns<FORMAT>();
     for (int g = first; g < last; g++) {
         const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
         const int row = g * kRows;
         for (int c = 0; c < n;) {
-            const int nc = n - c < kMaxColumns ? n - c : kMaxColumns;
+            const int left = n - c, passes = (left + kMost - 1) / kMost, nc = (left + passes - 1) / passes;
             switch (nc) {
                 case 1: columns<FORMAT, 1>(w, group, row, x, c, y, ldy); break;
                 case 2: columns<FORMAT, 2>(w, group, row, x, c, y, ldy); break;

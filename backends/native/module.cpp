@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -211,6 +213,7 @@ public:
                        static_cast<size_t>(matrix_.n_out));
     }
 
+    const Matrix& matrix() const { return matrix_; }
     const uint8_t* data() const { return memory_.data(); }
     size_t n_bytes() const { return matrix_.group_bytes * static_cast<size_t>(matrix_.n_groups()); }
 
@@ -218,6 +221,45 @@ private:
     Memory memory_;
     Matrix matrix_;
 };
+
+// Seconds to multiply each of these matrices, one after the other, with n columns of made-up activations, which are
+// prepared once before. For benchmarks.
+double time_products(const std::vector<const PackedMatrix*>& matrices, const std::string& isa, int n_threads, int n) {
+    if (matrices.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and columns are needed");
+    const Kernels& kernels = kernels_of(isa);
+    size_t most_in = 0, most_out = 0;
+    for (const PackedMatrix* packed : matrices) {
+        most_in = std::max(most_in, static_cast<size_t>(packed->matrix().n_in));
+        most_out = std::max(most_out, static_cast<size_t>(packed->matrix().n_groups() * kRows));
+    }
+    const size_t columns = static_cast<size_t>(n);
+    std::vector<float> y(columns * most_out), scales(columns * (most_in / 32 + 1), 0.01f);
+    std::vector<int8_t> q(columns * most_in);
+    for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
+    std::vector<int32_t> sums(columns * (most_in / 32 + 1), 5);
+    std::vector<int16_t> short_sums(columns * (most_in / 16 + 1), 5);
+    Inputs in;
+    in.q32 = in.q256 = in.q_token = q.data();
+    in.scale32 = in.scale256 = in.scale_token = scales.data();
+    in.sum32 = in.sum_token = sums.data();
+    in.sums16 = in.sums32 = short_sums.data();
+    nb::gil_scoped_release release;
+    Pool pool(n_threads);
+    const auto started = std::chrono::steady_clock::now();
+    pool.run([&](int thread) {
+        for (const PackedMatrix* packed : matrices) {
+            const Matrix& m = packed->matrix();
+            Inputs of_matrix = in;
+            of_matrix.n_in = m.n_in;
+            const int each = std::max(1, m.n_groups() / (16 * n_threads));  // as the decoder cuts them
+            pool.for_tasks(thread, (m.n_groups() + each - 1) / each, [&](int task) {
+                kernels.matmul(m, of_matrix, n, task * each, std::min(m.n_groups(), (task + 1) * each), y.data(),
+                               most_out);
+            });
+        }
+    });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
 
 }  // namespace
 
@@ -386,4 +428,6 @@ NB_MODULE(_core, m) {
                                                                           nb::find(matrix));
             },
             "The packed bytes, read-only, without a copy.");
+    m.def("time_products", &time_products, "matrices"_a, "isa"_a, "n_threads"_a, "n"_a,
+          "Seconds to multiply each of these matrices with n columns, one after the other.");
 }

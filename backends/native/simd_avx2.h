@@ -134,6 +134,7 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 using Narrow = I32;
 constexpr int kNarrowChains = 4;
+constexpr int kNarrowColumns = 8;
 EI_INLINE Narrow zero_narrow() { return set_i32(0); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
@@ -155,13 +156,16 @@ EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
 // 16-bit sums: 64 times 2 * 2 * 127 is 32512.
 using Narrow = Ints;
 constexpr int kNarrowChains = 1;
+constexpr int kNarrowColumns = 6;
 EI_INLINE Narrow zero_narrow() { return set_i32(0); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
     int32_t four;
     std::memcpy(&four, a, 4);
     const __m256i all = _mm256_set1_epi32(four);
-    return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, all)),
-            _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, all))};
+    sum.a = _mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, all));
+    sum.b = _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, all));
+    asm("" : "+x"(sum.a), "+x"(sum.b));  // or GCC adds up the products first, for which there are no registers
+    return sum;
 }
 EI_INLINE I32 widen(I32 sum, Narrow narrow) {
     const __m256i one = _mm256_set1_epi16(1);

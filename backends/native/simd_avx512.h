@@ -94,6 +94,7 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) { return _mm512_dpbusd_ep
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 using Narrow = I32;
 constexpr int kNarrowChains = 4;
+constexpr int kNarrowColumns = 8;
 EI_INLINE Narrow zero_narrow() { return set_i32(0); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
@@ -113,6 +114,7 @@ EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
 // 16-bit sums: 64 times 2 * 2 * 127 is 32512.
 using Narrow = __m512i;
 constexpr int kNarrowChains = 1;
+constexpr int kNarrowColumns = 8;
 EI_INLINE Narrow zero_narrow() { return _mm512_setzero_si512(); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
     return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, broadcast_4_bytes(a)));

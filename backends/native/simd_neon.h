@@ -197,6 +197,7 @@ EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
 #endif
 using Narrow = I32;
 constexpr int kNarrowChains = 4;
+constexpr int kNarrowColumns = 8;
 EI_INLINE Narrow zero_narrow() { return set_i32(0); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }

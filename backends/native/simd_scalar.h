@@ -200,9 +200,11 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
 }
 // The same for codes up to 255.
 EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-// Sums of 64 dot products of codes up to 2, and a way to add them to wide ones; narrow where that is faster.
+// Sums of 64 dot products of codes up to 2, and a way to add them to wide ones; narrow where that is faster. Chains: how
+// many it takes so that none waits for another. Columns: as many as have room for their sums in registers.
 using Narrow = I32;
 constexpr int kNarrowChains = 1;
+constexpr int kNarrowColumns = 8;
 EI_INLINE Narrow zero_narrow() { return set_i32(0); }
 EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
 EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }

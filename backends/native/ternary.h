@@ -38,6 +38,8 @@ EI_INLINE void dot_trits(const uint8_t* lines, int n_lines, const int8_t* const 
 
 // I2_S: a scale a row, and activations with a scale a token.
 struct TernaryRows {
+    static constexpr int kMostColumns = kNarrowColumns;
+
     template <int NC>
     static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
         const int8_t* a[NC];
@@ -59,6 +61,8 @@ struct TernaryRows {
 
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
 struct TernaryTiles {
+    static constexpr int kMostColumns = kNarrowColumns;
+
     template <int NC>
     static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
