@@ -224,7 +224,8 @@ def _i2_s(data: _Bytes) -> _Floats:
     scale = data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")
     shift = np.array([6, 4, 2, 0], dtype=np.uint8)[:, None]
     codes = data[:-I2_S_TAIL_BYTES].reshape(-1, 1, 32) >> shift & 3
-    return (codes.astype(np.float32) - 1) * scale
+    weights: _Floats = (codes.astype(np.float32) - 1) * scale
+    return weights
 
 
 # Each turns blocks (n, block_bytes) into weights (n, block_elements).

@@ -167,7 +167,7 @@ def tiny_transformer(kind: str, folder: Path, rng: np.random.Generator) -> Any:
 
     torch._dynamo.config.disable = True  # its functions are compiled otherwise, for minutes
     torch.manual_seed(int(rng.integers(1 << 30)))
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256, "initializer_range": 0.3}
     if kind == "bitnet":
         config = transformers.BitNetConfig(**sizes, tie_word_embeddings=True)
@@ -219,11 +219,12 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path, rng: np.r
         np.sqrt(np.mean((logits_of(backend, tmp_path / "m.gguf", tokens) - theirs) ** 2, axis=1)) / theirs.std()
         for backend in (NativeBackend(), ReferenceBackend())
     )
-    assert np.median(native) < 0.05 and np.median(native) < 0.5 * np.median(floats)
+    assert native.min() < 1e-3  # where none tips over
+    assert np.median(native) < 0.02 and np.median(native) < 0.4 * np.median(floats)
     ours = logits_of(NativeBackend(), tmp_path / "m.gguf", tokens)
     first, second = np.sort(theirs, axis=1)[:, [-1, -2]].T
-    clear = first - second > 0.4 * theirs.std()
-    assert clear.mean() > 0.2
+    clear = first - second > 0.1 * theirs.std()
+    assert clear.mean() > 0.5
     assert_array_equal(ours.argmax(axis=1)[clear], theirs.argmax(axis=1)[clear])
 
 
