@@ -51,8 +51,8 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama
 	@$(PIP) install --quiet --group dev
 	@touch $@
 
-# It has no binary packages and compiles for some minutes. Only the oracle and the peer of tests and benchmarks: where
-# it cannot be had, what needs it is skipped and says so.
+# It has no binary packages and compiles for some minutes. Runs what the native engine lacks, and is the oracle and the
+# peer of tests and benchmarks: where it cannot be had, what needs it is skipped and says so.
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
 	@$(PIP) install --quiet '$(LLAMA)' || echo "== llama-cpp-python cannot be had here; its tests are skipped"

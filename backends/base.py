@@ -7,24 +7,33 @@ Positions are logical: token i of a chain sits at position n_past + i, a node of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.errors import ContextOverflow, ShapeError, UnsupportedModel
+from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec, query_factors
+from edgeinfer.models import ModelSizes, ModelSpec, query_factors
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 
 
 class Session(Protocol):
-    """A loaded model with its KV cache on one device. Not thread-safe: one call at a time."""
+    """A loaded model with its KV cache on one device. Not thread-safe: one call at a time.
 
-    spec: ModelSpec
+    is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
+    what the cache held before.
+    """
+
+    is_exact: bool
     n_ctx: int
+
+    @property
+    def spec(self) -> ModelSizes:
+        """Sizes of the model; all there is to know of it where the backend follows a ModelSpec."""
+        ...
 
     @property
     def n_past(self) -> int:
@@ -84,20 +93,27 @@ class Backend(Protocol):
 
     name: str
 
+    def read_spec(self, model: ModelFile) -> ModelSizes:
+        """What the backend wants to know of a model; the `spec` of the other methods. Raises UnsupportedModel."""
+        ...
+
     def plan(
         self,
         model: ModelFile,
-        spec: ModelSpec,
+        spec: Any,
         n_ctx: int,
         n_batch: int = 512,
         n_threads: int = 1,
         cache_type: CacheType = "f16",
     ) -> MemoryPlan:
-        """Bytes that `load` would take, without loading. Raises UnsupportedModel for a cache that it cannot have."""
+        """Bytes that `load` would take, without loading.
+
+        Raises UnsupportedModel, and InvalidArgument for a cache that the model or the backend cannot have.
+        """
         ...
 
     def load(
-        self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+        self, model: ModelFile, spec: Any, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> Session:
         """Make a session. Raises UnsupportedModel, BackendUnavailable."""
         ...
@@ -173,9 +189,9 @@ def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]
 
 
 def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
-    """Raises UnsupportedModel if the model's heads do not fit a cache of that type."""
+    """Raises InvalidArgument if the model's heads do not fit a cache of that type."""
     if cache_type == "q8_0" and spec.head_dim % 32:
-        raise UnsupportedModel(
+        raise InvalidArgument(
             f"a q8_0 KV cache needs heads of a multiple of 32 numbers: found {spec.head_dim}; use f16"
         )
 

@@ -28,7 +28,7 @@ from edgeinfer.backends.base import (
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
-from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]
@@ -49,6 +49,10 @@ class ReferenceBackend:
     def __init__(self, activations: Activations = "float32") -> None:
         self.activations = activations
 
+    def read_spec(self, model: ModelFile) -> ModelSpec:
+        """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
+        return read_spec(model)
+
     def plan(
         self,
         model: ModelFile,
@@ -61,7 +65,8 @@ class ReferenceBackend:
         """Bytes of the weights in float32, the KV cache, and the activations of n_batch tokens.
 
         The cache is in float16; for q8_0 in float32, rounded to 8 bits.
-        Raises UnsupportedModel for a tensor type that `dequantize` does not know, or heads that q8_0 does not fit.
+        Raises UnsupportedModel for a tensor type that `dequantize` does not know, InvalidArgument for heads that q8_0
+        does not fit.
         """
         check_cache(cache_type, spec)
         for name in spec.tensor_shapes():
@@ -105,6 +110,8 @@ class Weights:
 
 class ReferenceSession:
     """See edgeinfer.backends.base.Session."""
+
+    is_exact = True
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
         self.spec = spec

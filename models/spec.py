@@ -109,7 +109,18 @@ class LayerTensors:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSizes:
+    """What a session tells of its model on any backend. n_ctx_train: positions that the model was trained with."""
+
+    architecture: str
+    n_vocab: int
+    n_ctx_train: int
+    n_layers: int
+    n_embd: int
+
+
+@dataclass(frozen=True)
+class ModelSpec(ModelSizes):
     """Sizes, tensor names and layer recipe of a decoder-only transformer.
 
     With norm(x) = x where the layer has no such tensor, a token becomes a row of logits by
@@ -128,11 +139,6 @@ class ModelSpec:
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
     """
 
-    architecture: str
-    n_vocab: int
-    n_ctx_train: int
-    n_layers: int
-    n_embd: int
     n_ff: int
     n_heads: int
     n_kv_heads: int

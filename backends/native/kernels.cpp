@@ -3,14 +3,23 @@
 // linker keeps for all.
 #include "kernels.h"
 
+#include <utility>
+
 #include ISA_HEADER
 
 namespace {
 
 // ---- matrix products -------------------------------------------------------------------------------------------
 
-constexpr int kMaxColumns = 8;      // at once: their sums fill the registers
 constexpr size_t kPrefetch = 4736;  // bytes ahead of the weight stream
+
+// f<0>(), f<1>(), ... f<N - 1>()
+template <int N, class F>
+EI_INLINE void for_each(const F& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        (f.template operator()<I>(), ...);
+    }(std::make_integer_sequence<int, N>());
+}
 
 // With one or two columns the hardware's prefetchers keep up with the stream, and are better left alone; with more,
 // the arithmetic between two lines holds them back.
@@ -21,37 +30,40 @@ EI_INLINE void prefetch(const uint8_t* p, int n_lines) {
     }
 }
 
-// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c.
-template <int BITS, int NC>
-EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-    if constexpr (BITS == 8) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            const U8 q = load_u8(lines + 64 * i);
-            for (int c = 0; c < NC; c++) sum[c] = dot4_wide(sum[c], q, a[c] + 4 * i);
+// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. Calls
+// add(c, dot) with the sums of column c, once or a few times.
+template <int BITS, int NC, class Add>
+EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], const Add& add) {
+    Dot d[NC];
+    const auto line = [&]<int I>(const auto& one) {  // the Ith of eight
+        for (int c = 0; c < NC; c++) {
+            d[c] = one(I % kDots<BITS> ? d[c] : dot_zero(), c);
+            if ((I + 1) % kDots<BITS> == 0) add(c, d[c]);
         }
+    };
+    if constexpr (BITS == 8) {
+        const auto of_bytes = [&]<int I>() {
+            const U8 q = codes8(load_u8(lines + 64 * I));
+            line.template operator()<I>([&](Dot sum, int c) { return dot8(sum, q, a[c] + 4 * I); });
+        };
+        for_each<8>(of_bytes);
     } else {
         U8 fifth;
         if constexpr (BITS == 5) {
             fifth = load_u8(lines);
             lines += 64;
         }
-        const auto pair = [&]<int I>() {
+        const auto of_nibbles = [&]<int I>() {
             const U8 q = load_u8(lines + 64 * I);
             U8 low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
             if constexpr (BITS == 5) {
                 low = or_u8(low, and_u8(shl_u16<4 - I>(fifth), 0x10));
                 high = or_u8(high, and_u8(shr_u16<I>(fifth), 0x10));
             }
-            for (int c = 0; c < NC; c++) {
-                sum[c] = dot4(sum[c], low, a[c] + 4 * I);
-                sum[c] = dot4(sum[c], high, a[c] + 16 + 4 * I);
-            }
+            line.template operator()<2 * I>([&](Dot sum, int c) { return dot(sum, low, a[c] + 4 * I); });
+            line.template operator()<2 * I + 1>([&](Dot sum, int c) { return dot(sum, high, a[c] + 16 + 4 * I); });
         };
-        pair.template operator()<0>();
-        pair.template operator()<1>();
-        pair.template operator()<2>();
-        pair.template operator()<3>();
+        for_each<4>(of_nibbles);
     }
 }
 
@@ -86,7 +98,7 @@ struct Blocks32 {
             I32 sum[NC];
             for (int c = 0; c < NC; c++) sum[c] = set_i32(-OFFSET * as[c][b]);
             prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
-            dot32<BITS, NC>(group, a, sum);
+            dot32<BITS, NC>(group, a, [&](int c, Dot d) { sum[c] = add_dot(sum[c], d); });
             const F32 d = load_f16(scales);
             F32 m;
             if constexpr (MIN) m = load_f16(scales + 32);
@@ -124,15 +136,10 @@ struct Tiles45K {
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
             const uint8_t* lines = tile + 320;
             for (int j = 0; j < 8; j++) {
-                I32 sum[NC];
-                for (int c = 0; c < NC; c++) sum[c] = set_i32(0);
                 prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
-                dot32<BITS, NC>(lines, a, sum);
-                const I32 scale = load_u8_as_i32(tile + 64 + 16 * j);
-                for (int c = 0; c < NC; c++) {
-                    total[c] = add_i32(total[c], mul_i32(sum[c], scale));
-                    a[c] += 32;
-                }
+                const Scale scale = load_scale(tile + 64 + 16 * j);
+                dot32<BITS, NC>(lines, a, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
+                for (int c = 0; c < NC; c++) a[c] += 32;
                 lines += kLines32<BITS>;
             }
             I32 mins[NC];
@@ -175,8 +182,8 @@ struct Tiles6K {
                 const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
                 prefetch<NC>(tile + 320 + 384 * p, 6);
                 for (int c = 0; c < NC; c++) offset[c] = dot2(offset[c], scales, as[c] + 2 * p);
-                half<NC>(tile, 2 * p, even_i16(scales), a, total);
-                half<NC>(tile, 2 * p + 1, odd_i16(scales), a, total);
+                half<NC>(tile, 2 * p, even_scale(scales), a, total);
+                half<NC>(tile, 2 * p + 1, odd_scale(scales), a, total);
             }
             const F32 d = load_f16(tile);
             for (int c = 0; c < NC; c++) {
@@ -191,7 +198,8 @@ struct Tiles6K {
 
     // The 16 inputs j of a tile.
     template <int NC>
-    static EI_INLINE void half(const uint8_t* tile, int j, I32 scale, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+    static EI_INLINE void half(const uint8_t* tile, int j, Scale scale, const int8_t* const (&a)[NC],
+                               I32 (&total)[NC]) {
         const uint8_t* lines = tile + 320 + 192 * j;
         const U8 q0 = load_u8(lines), q1 = load_u8(lines + 64), top = load_u8(lines + 128);
         const U8 v0 = or_u8(and_u8(q0, 0x0f), and_u8(shl_u16<4>(top), 0x30));
@@ -200,8 +208,10 @@ struct Tiles6K {
         const U8 v3 = or_u8(and_u8(shr_u16<4>(q1), 0x0f), and_u8(shr_u16<2>(top), 0x30));
         for (int c = 0; c < NC; c++) {
             const int8_t* at = a[c] + 16 * j;
-            I32 sum = dot4(dot4(dot4(dot4(set_i32(0), v0, at), v1, at + 4), v2, at + 8), v3, at + 12);
-            total[c] = add_i32(total[c], mul_i32(sum, scale));
+            const Dot first = dot(dot(dot_zero(), v0, at), v1, at + 4);
+            if constexpr (kDots<6> < 4) total[c] = add_dot_times(total[c], first, scale);
+            const Dot rest = kDots<6> < 4 ? dot_zero() : first;
+            total[c] = add_dot_times(total[c], dot(dot(rest, v2, at + 8), v3, at + 12), scale);
         }
     }
 };
@@ -263,32 +273,19 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
     for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
 }
 
-template <class FORMAT>
-constexpr int most_columns() {
-    if constexpr (requires { FORMAT::kMostColumns; }) return FORMAT::kMostColumns;
-    return kMaxColumns;
+// Columns c..n-1 in groups of NC at most.
+template <class FORMAT, int NC>
+EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, float* y,
+                           size_t ldy) {
+    for (; c + NC <= n; c += NC) columns<FORMAT, NC>(w, group, row, x, c, y, ldy);
+    if constexpr (NC > 1) all_columns<FORMAT, NC - 1>(w, group, row, x, c, n, y, ldy);
 }
 
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
-    constexpr int kMost = most_columns<FORMAT>();
     for (int g = first; g < last; g++) {
         const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
-        const int row = g * kRows;
-        for (int c = 0; c < n;) {
-            const int left = n - c, passes = (left + kMost - 1) / kMost, nc = (left + passes - 1) / passes;
-            switch (nc) {
-                case 1: columns<FORMAT, 1>(w, group, row, x, c, y, ldy); break;
-                case 2: columns<FORMAT, 2>(w, group, row, x, c, y, ldy); break;
-                case 3: columns<FORMAT, 3>(w, group, row, x, c, y, ldy); break;
-                case 4: columns<FORMAT, 4>(w, group, row, x, c, y, ldy); break;
-                case 5: columns<FORMAT, 5>(w, group, row, x, c, y, ldy); break;
-                case 6: columns<FORMAT, 6>(w, group, row, x, c, y, ldy); break;
-                case 7: columns<FORMAT, 7>(w, group, row, x, c, y, ldy); break;
-                default: columns<FORMAT, 8>(w, group, row, x, c, y, ldy); break;
-            }
-            c += nc;
-        }
+        all_columns<FORMAT, kColumnsAtOnce>(w, group, g * kRows, x, 0, n, y, ldy);
     }
 }
 
@@ -297,7 +294,7 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float*
         case Format::F32: return matmul_as<Floats<4, load_row_f32>>(w, x, n, first, last, y, ldy);
         case Format::F16: return matmul_as<Floats<2, load_row_f16>>(w, x, n, first, last, y, ldy);
         case Format::BF16: return matmul_as<Floats<2, load_row_bf16>>(w, x, n, first, last, y, ldy);
-        case Format::Q8_0: return matmul_as<Blocks32<8, 128, false>>(w, x, n, first, last, y, ldy);
+        case Format::Q8_0: return matmul_as<Blocks32<8, kOffset8, false>>(w, x, n, first, last, y, ldy);
         case Format::Q4_0: return matmul_as<Blocks32<4, 8, false>>(w, x, n, first, last, y, ldy);
         case Format::Q4_1: return matmul_as<Blocks32<4, 0, true>>(w, x, n, first, last, y, ldy);
         case Format::Q5_0: return matmul_as<Blocks32<5, 16, false>>(w, x, n, first, last, y, ldy);
@@ -488,17 +485,24 @@ int32_t read(const uint8_t* p, size_t n) {
         for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
     }
     const int8_t ones[4] = {1, 1, 1, 1};
-    return max_of(dot4_wide(set_i32(0), or_u8(or_u8(seen[0], seen[1]), or_u8(seen[2], seen[3])), ones));
+    return max_of(add_dot(set_i32(0), dot(dot_zero(), or_u8(or_u8(seen[0], seen[1]), or_u8(seen[2], seen[3])), ones)));
 }
 
 int32_t multiply_adds(const uint8_t* p, int n_rounds) {
-    I32 sum[12];
+    constexpr int kSums = 8;
+    static_assert(kMultiplyAdds == kSums * 8 * 64);
+    I32 sum[kSums];
     for (I32& s : sum) s = set_i32(0);
-    const int8_t* a = reinterpret_cast<const int8_t*>(p);
+    const int8_t* a = reinterpret_cast<const int8_t*>(p) + 512;
     for (int round = 0; round < n_rounds; round++) {
-        const U8 codes = load_u8(p + 64 * (round % 8));
-#pragma GCC unroll 12
-        for (int i = 0; i < 12; i++) sum[i] = dot4(sum[i], codes, a + 512 + 4 * i);
+        const U8 codes = and_u8(load_u8(p + 64 * (round % 8)), 0x0f);
+        for (int first = 0; first < kSums; first += kColumnsAtOnce) {  // as many at once as a matrix product has
+            Dot d[kColumnsAtOnce];
+            for (int i = 0; i < 8; i++) {
+                for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot(i ? d[c] : dot_zero(), codes, a + 32 * c + 4 * i);
+            }
+            for (int c = 0; c < kColumnsAtOnce; c++) sum[first + c] = add_dot(sum[first + c], d[c]);
+        }
     }
     for (const I32& s : sum) sum[0] = max_i32(sum[0], s);
     return max_of(sum[0]);

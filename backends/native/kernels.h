@@ -35,7 +35,7 @@ struct Attention {
     AttentionRow rows[kTaskRows];
 };
 
-constexpr int kMultiplyAdds = 12 * 64;
+constexpr int kMultiplyAdds = 8 * 8 * 64;
 
 struct Kernels {
     const char* name;

@@ -20,7 +20,7 @@ double seconds_of(const std::function<void()>& work) {
 
 Limits measure_limits(const Kernels& kernels, Pool& pool) {
     constexpr size_t kBytes = size_t{512} << 20, kChunk = size_t{1} << 20;
-    constexpr int kRounds = 6400000, kShares = 32;
+    constexpr int kRounds = 1280000, kShares = 32;
     const Memory memory(kBytes);
     std::memset(memory.data(), 1, kBytes);
     std::atomic<int32_t> seen{0};  // so that nothing is left out as unused

@@ -1,5 +1,6 @@
 #include "packing.h"
 
+#include <bit>
 #include <cstring>
 
 #include "float16.h"
@@ -41,56 +42,56 @@ Block32 block32(Format format) {
     }
 }
 
-// 32 codes of one row, as GGUF's 4- and 5-bit blocks hold them: low nibbles 0..15, high nibbles 16..31.
-void unpack_nibbles(const uint8_t* nibbles, uint8_t* codes) {
-    for (int i = 0; i < 16; i++) {
-        codes[i] = nibbles[i] & 15;
-        codes[16 + i] = nibbles[i] >> 4;
-    }
+static_assert(std::endian::native == std::endian::little);  // of words, the first byte is the first code
+
+uint32_t word_at(const uint8_t* p) {
+    uint32_t word;
+    std::memcpy(&word, p, 4);
+    return word;
 }
 
-// Writes 32 codes of one row into the lines of a block of 32.
-void place_codes(int bits, const uint8_t* codes, int row, uint8_t* lines) {
+// 32 codes of one row, four a word, a byte each.
+using Codes = uint32_t[8];
+
+int code_at(const Codes& codes, int i) { return static_cast<int>(codes[i / 4] >> 8 * (i % 4) & 255); }
+
+// Writes them into the lines of a block of 32.
+void place_codes(int bits, const Codes& codes, int row, uint8_t* lines) {
+    const auto place = [&](uint32_t word) {
+        std::memcpy(lines + 4 * row, &word, 4);
+        lines += 64;
+    };
     if (bits == 8) {
-        for (int i = 0; i < 8; i++) std::memcpy(lines + 64 * i + 4 * row, codes + 4 * i, 4);
+        for (const uint32_t word : codes) place(word);
         return;
     }
     if (bits == 5) {
-        for (int c = 0; c < 4; c++) {
-            uint8_t fifth = 0;
-            for (int i = 0; i < 4; i++) {
-                fifth |= static_cast<uint8_t>((codes[4 * i + c] >> 4) << i);
-                fifth |= static_cast<uint8_t>((codes[16 + 4 * i + c] >> 4) << (4 + i));
-            }
-            lines[4 * row + c] = fifth;
-        }
-        lines += 64;
+        uint32_t fifth = 0;
+        for (int i = 0; i < 8; i++) fifth |= (codes[i] >> 4 & 0x01010101) << i;
+        place(fifth);
     }
-    for (int i = 0; i < 4; i++) {
-        for (int c = 0; c < 4; c++) {
-            lines[64 * i + 4 * row + c] =
-                static_cast<uint8_t>((codes[4 * i + c] & 15) | (codes[16 + 4 * i + c] & 15) << 4);
-        }
-    }
+    for (int i = 0; i < 4; i++) place((codes[i] & 0x0f0f0f0f) | (codes[4 + i] & 0x0f0f0f0f) << 4);
 }
 
-void codes_of_block32(const Block32& layout, const uint8_t* block, uint8_t* codes) {
+void codes_of_block32(const Block32& layout, const uint8_t* block, Codes& codes) {
     const uint8_t* stored = block + layout.codes_at();
     if (layout.bits == 8) {
-        for (int i = 0; i < 32; i++) codes[i] = stored[i] ^ 0x80;  // signed to 128 above
+        for (int i = 0; i < 8; i++) codes[i] = word_at(stored + 4 * i) ^ 0x80808080;  // signed to 128 above
         return;
     }
-    unpack_nibbles(stored, codes);
+    for (int i = 0; i < 4; i++) {  // low nibbles 0..15, high nibbles 16..31
+        codes[i] = word_at(stored + 4 * i) & 0x0f0f0f0f;
+        codes[4 + i] = word_at(stored + 4 * i) >> 4 & 0x0f0f0f0f;
+    }
     if (layout.bits == 5) {
-        uint32_t high;
-        std::memcpy(&high, block + layout.high_at(), 4);
-        for (int i = 0; i < 32; i++) codes[i] |= static_cast<uint8_t>(((high >> i) & 1) << 4);
+        const uint32_t high = word_at(block + layout.high_at());
+        for (int i = 0; i < 8; i++) codes[i] |= ((high >> 4 * i & 15) * 0x00204081 & 0x01010101) << 4;  // a bit a byte
     }
 }
 
 void pack_row_block32(const Block32& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
     for (size_t b = 0; b < static_cast<size_t>(n_in) / 32; b++) {
-        uint8_t codes[32];
+        Codes codes;
         codes_of_block32(layout, source, codes);
         place_codes(layout.bits, codes, row, group + layout.lines_at(b));
         uint8_t* scales = group + layout.scales_at(b);
@@ -114,11 +115,11 @@ void scale_and_min(const uint8_t* packed, int j, uint8_t& scale, uint8_t& min) {
 }
 
 // The 32 codes of sub-block j.
-void codes_of_block45k(int bits, const uint8_t* block, int j, uint8_t* codes) {
+void codes_of_block45k(int bits, const uint8_t* block, int j, Codes& codes) {
     const uint8_t* nibbles = block + (bits == 5 ? 48 : 16) + 32 * (j / 2);
-    for (int i = 0; i < 32; i++) {
-        codes[i] = j % 2 ? nibbles[i] >> 4 : nibbles[i] & 15;
-        if (bits == 5) codes[i] |= static_cast<uint8_t>(((block[16 + i] >> j) & 1) << 4);
+    for (int i = 0; i < 8; i++) {
+        codes[i] = word_at(nibbles + 4 * i) >> (j % 2 ? 4 : 0) & 0x0f0f0f0f;
+        if (bits == 5) codes[i] |= (word_at(block + 16 + 4 * i) >> j & 0x01010101) << 4;
     }
 }
 
@@ -129,7 +130,7 @@ void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* t
         std::memcpy(tile + 32 + 2 * row, source + 2, 2);
         for (int j = 0; j < 8; j++) {
             scale_and_min(source + 4, j, tile[64 + 16 * j + row], tile[192 + 32 * (j / 2) + 2 * row + j % 2]);
-            uint8_t codes[32];
+            Codes codes;
             codes_of_block45k(bits, source, j, codes);
             place_codes(bits, codes, row, tile + 320 + lines * static_cast<size_t>(j));
         }
@@ -138,12 +139,12 @@ void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* t
     }
 }
 
-// GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d; the code of input k, 32 above the true.
-uint8_t code_of_6k(const uint8_t* block, int k) {
+// GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d. The low and the top bits of four codes
+// from input k on, a multiple of 4; codes are 32 above the true ones.
+void codes_of_block6k(const uint8_t* block, int k, uint32_t& low, uint32_t& top) {
     const int n = k / 128, g = k % 128 / 32, i = k % 32;
-    const uint8_t low = block[64 * n + 32 * (g & 1) + i];
-    const int top = (block[128 + 32 * n + i] >> (2 * g)) & 3;
-    return static_cast<uint8_t>((g < 2 ? low & 15 : low >> 4) | top << 4);
+    low = word_at(block + 64 * n + 32 * (g & 1) + i) >> (g < 2 ? 0 : 4) & 0x0f0f0f0f;
+    top = word_at(block + 128 + 32 * n + i) >> (2 * g) & 0x03030303;
 }
 
 void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
@@ -151,15 +152,11 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
         std::memcpy(tile + 2 * row, source + 208, 2);
         for (int j = 0; j < 16; j++) {
             tile[64 + 32 * (j / 2) + 2 * row + j % 2] = source[192 + j];
-            for (int c = 0; c < 4; c++) {
-                uint8_t code[4];
-                for (int g = 0; g < 4; g++) code[g] = code_of_6k(source, 16 * j + 4 * g + c);
-                uint8_t* line = tile + 320 + 192 * j + 4 * row + c;
-                line[0] = static_cast<uint8_t>((code[0] & 15) | (code[2] & 15) << 4);
-                line[64] = static_cast<uint8_t>((code[1] & 15) | (code[3] & 15) << 4);
-                line[128] = static_cast<uint8_t>(code[0] >> 4 | (code[1] >> 4) << 2 | (code[2] >> 4) << 4 |
-                                                 (code[3] >> 4) << 6);
-            }
+            uint32_t low[4], top[4];
+            for (int g = 0; g < 4; g++) codes_of_block6k(source, 16 * j + 4 * g, low[g], top[g]);
+            const uint32_t lines[3] = {low[0] | low[2] << 4, low[1] | low[3] << 4,
+                                       top[0] | top[1] << 2 | top[2] << 4 | top[3] << 6};
+            for (int u = 0; u < 3; u++) std::memcpy(tile + 320 + 192 * j + 64 * u + 4 * row, &lines[u], 4);
         }
         source += kBytes6K;
         tile += 3392;
@@ -263,10 +260,11 @@ void dequantize_45k(int bits, const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 256; b++) {
         const float d = read_f16(block), dmin = read_f16(block + 2);
         for (int j = 0; j < 8; j++) {
-            uint8_t scale, min, codes[32];
+            uint8_t scale, min;
+            Codes codes;
             scale_and_min(block + 4, j, scale, min);
             codes_of_block45k(bits, block, j, codes);
-            for (int i = 0; i < 32; i++) *out++ = d * scale * codes[i] - dmin * min;
+            for (int i = 0; i < 32; i++) *out++ = d * scale * code_at(codes, i) - dmin * min;
         }
         block += bits == 5 ? kBytes5K : kBytes4K;
     }
@@ -275,9 +273,12 @@ void dequantize_45k(int bits, const uint8_t* block, int n_in, float* out) {
 void dequantize_6k(const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 256; b++) {
         const float d = read_f16(block + 208);
-        for (int k = 0; k < 256; k++) {
-            *out++ = d * static_cast<float>(static_cast<int8_t>(block[192 + k / 16])) *
-                     static_cast<float>(code_of_6k(block, k) - 32);
+        for (int k = 0; k < 256; k += 4) {
+            const float scale = d * static_cast<float>(static_cast<int8_t>(block[192 + k / 16]));
+            uint32_t low, top;
+            codes_of_block6k(block, k, low, top);
+            for (int i = 0; i < 32; i += 8)
+                *out++ = scale * static_cast<float>(static_cast<int>((low | top << 4) >> i & 63) - 32);
         }
         block += kBytes6K;
     }
@@ -296,11 +297,11 @@ void dequantize_tq(Format format, const uint8_t* block, int n_in, float* out) {
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 32; b++) {
         const float d = read_f16(block), m = layout.min ? read_f16(block + 2) : 0.0f;
-        uint8_t codes[32];
+        Codes codes;
         codes_of_block32(layout, block, codes);
         const int offset = layout.bits == 8 ? 128 : layout.offset;
         for (int i = 0; i < 32; i++) {
-            const float value = d * static_cast<float>(codes[i] - offset);
+            const float value = d * static_cast<float>(code_at(codes, i) - offset);
             *out++ = layout.min ? value + m : value;
         }
         block += layout.n_bytes();

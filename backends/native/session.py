@@ -34,13 +34,14 @@ from edgeinfer.errors import (
     UnsupportedModel,
 )
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
-from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S".split()
 )
 TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S})
+VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 
 
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
@@ -84,6 +85,10 @@ class NativeBackend:
 
     name = "native"
 
+    def read_spec(self, model: ModelFile) -> ModelSpec:
+        """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
+        return read_spec(model)
+
     def plan(
         self,
         model: ModelFile,
@@ -96,7 +101,7 @@ class NativeBackend:
         """Bytes that a session takes: packed weights, KV cache, activations of a batch. Exact, not estimated.
 
         The cache takes its memory as the text grows; the plan has it whole.
-        Raises UnsupportedModel for a tensor type without a kernel, or heads that a q8_0 cache does not fit.
+        Raises UnsupportedModel for a tensor type without a kernel, InvalidArgument for heads that q8_0 does not fit.
         """
         check_cache(cache_type, spec)
         n_batch = min(n_batch, n_ctx)
@@ -124,6 +129,8 @@ class NativeBackend:
 
 class NativeSession:
     """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it."""
+
+    is_exact = True
 
     def __init__(
         self,
@@ -192,14 +199,16 @@ class NativeSession:
                 raise Interrupted("the forward pass was interrupted; the session is as it was before")
             if chunk_out is not out:
                 out[wanted] = chunk_out
-        self._parents, self._tokens = links, ids
+        self._tokens = ids
+        self._parents = links
         return Output(out, tapped if len(taps) else None)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
         rows = check_path(path, self._parents)
+        # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
+        self._text = self._text[: self.n_past] + self._tokens[rows].tolist()
         self._open().commit(rows)
-        self._text += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
     def truncate(self, n_past: int) -> None:
@@ -218,15 +227,17 @@ class NativeSession:
         """
         decoder = self._open()
         wanted = np.asarray(tokens).tolist()
-        self._aside = {number: self._aside[number] for number in decoder.aside()}
+        del self._text[decoder.n_past :]
+        self._aside = {number: self._aside[number] for number in decoder.aside() if number in self._aside}
         n_common = common_length(self._text, wanted)
         if len(self._text) - n_common >= WORTH_KEEPING:
             self._put_aside()
         lengths = {number: common_length(text, wanted) for number, text in self._aside.items()}
         best = max(lengths, key=lengths.__getitem__, default=-1)
         if lengths.get(best, 0) > n_common:
-            decoder.resume(best, lengths[best])
+            decoder.truncate(0)
             self._text = wanted[: lengths[best]]
+            decoder.resume(best, lengths[best])
         else:
             decoder.truncate(n_common)
             del self._text[n_common:]
@@ -275,7 +286,7 @@ class NativeSession:
         done = 0
         for role, layer, part in weights:
             if len(part.shape) == 1:
-                decoder.set_vector(_core.Role[role], layer, _vector(model, part))
+                decoder.set_vector(_core.Role[role], layer, _vector(part))
             else:
                 n_out, n_in = part.shape
                 decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
@@ -319,15 +330,16 @@ class _Part:
 
 
 def _part(model: ModelFile, ref: TensorRef) -> _Part:
-    """What a reference to a tensor means. Raises UnsupportedModel for a matrix without a kernel."""
+    """What a reference to a tensor means. Raises UnsupportedModel for a type that the engine lacks."""
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
     if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
-    if len(info.shape) == 2 and info.type not in MATRIX_TYPES:
+    known = MATRIX_TYPES if len(info.shape) == 2 else VECTOR_TYPES
+    if info.type not in known:
         raise UnsupportedModel(
-            f"{model.path}: tensor {name} has type {info.type.name}, which the native engine lacks; it has "
-            f"{', '.join(sorted(known.name for known in MATRIX_TYPES))}"
+            f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
+            f"has {', '.join(sorted(each.name for each in known))}"
         )
     if info.type == GGMLType.I2_S:
         return _Part(name, info.type, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
@@ -366,13 +378,10 @@ def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
     return sum(_core.packed_bytes(int(part.type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
 
 
-def _vector(model: ModelFile, part: _Part) -> NDArray[np.float32]:
-    """A norm or a bias as float32. Raises UnsupportedModel."""
-    if part.type == GGMLType.F32:
-        return np.frombuffer(part.data.tobytes(), dtype="<f4").astype(np.float32, copy=False)
-    if part.type == GGMLType.F16:
-        return np.frombuffer(part.data.tobytes(), dtype="<f2").astype(np.float32)
-    raise UnsupportedModel(f"{model.path}: tensor {part.name} must be F32 or F16: found {part.type.name}")
+def _vector(part: _Part) -> NDArray[np.float32]:
+    """A norm or a bias as float32."""
+    kind = "<f4" if part.type == GGMLType.F32 else "<f2"
+    return np.frombuffer(part.data.tobytes(), dtype=kind).astype(np.float32, copy=False)
 
 
 def _config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:

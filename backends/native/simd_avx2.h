@@ -16,8 +16,9 @@
 
 namespace {
 
-constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
-constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+constexpr int kColumnsAtOnce = 4;  // of a matrix product: their sums stay in registers
+constexpr int kRowsAtOnce = 2;     // of attention, likewise
+constexpr int kValuesAtOnce = 2;   // pieces of 16 numbers of a value, likewise
 
 struct F32 {
     __m256 a, b;
@@ -124,61 +125,93 @@ EI_INLINE U8 shl_u16(U8 v) {
     return {_mm256_slli_epi16(v.a, N), _mm256_slli_epi16(v.b, N)};
 }
 
-#ifdef __AVXVNNI__
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
+EI_INLINE __m256i broadcast_4_bytes(const void* p) {
     int32_t four;
-    std::memcpy(&four, a, 4);
-    const __m256i all = _mm256_set1_epi32(four);
-    return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, all), _mm256_dpbusd_avx_epi32(sum.b, codes.b, all)};
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
 }
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-using Narrow = I32;
-constexpr int kNarrowChains = 4;
-constexpr int kNarrowColumns = 8;
-EI_INLINE Narrow zero_narrow() { return set_i32(0); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
-#else
-EI_INLINE __m256i dot4_half(__m256i codes, __m256i four) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, four), _mm256_set1_epi16(1));
-}
-// Codes up to 127: two products of a code and an activation fit into 16 bits.
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
-    int32_t four;
-    std::memcpy(&four, a, 4);
-    const __m256i all = _mm256_set1_epi32(four);
-    return {_mm256_add_epi32(sum.a, dot4_half(codes.a, all)), _mm256_add_epi32(sum.b, dot4_half(codes.b, all))};
-}
-// Codes up to 255, in two parts that fit.
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
-    return dot4(dot4(sum, and_u8(codes, 0x7f), a), and_u8(codes, 0x80), a);
-}
-// 16-bit sums: 64 times 2 * 2 * 127 is 32512.
-using Narrow = Ints;
-constexpr int kNarrowChains = 1;
-constexpr int kNarrowColumns = 6;
-EI_INLINE Narrow zero_narrow() { return set_i32(0); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
-    int32_t four;
-    std::memcpy(&four, a, 4);
-    const __m256i all = _mm256_set1_epi32(four);
-    sum.a = _mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, all));
-    sum.b = _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, all));
-    asm("" : "+x"(sum.a), "+x"(sum.b));  // or GCC adds up the products first, for which there are no registers
-    return sum;
-}
-EI_INLINE I32 widen(I32 sum, Narrow narrow) {
-    const __m256i one = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(narrow.a, one)),
-            _mm256_add_epi32(sum.b, _mm256_madd_epi16(narrow.b, one))};
-}
-#endif
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
-    int32_t two;
-    std::memcpy(&two, a, 4);
-    const __m256i all = _mm256_set1_epi32(two);
+    const __m256i all = broadcast_4_bytes(a);
     return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, all)),
             _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, all))};
 }
 
 }  // namespace
+
+#ifdef __AVXVNNI__
+namespace {
+
+EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
+    const __m256i all = broadcast_4_bytes(a);
+    return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, all), _mm256_dpbusd_avx_epi32(sum.b, codes.b, all)};
+}
+
+}  // namespace
+
+#include "simd_dot32.h"
+
+namespace {
+
+constexpr int kOffset8 = 128;
+EI_INLINE U8 codes8(U8 stored) { return stored; }
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
+
+}  // namespace
+#else
+namespace {
+
+using Dot = Ints;  // 32 lanes of 16 bits
+using Scale = Ints;
+
+// Two products of a code and an activation, 2 * 127 * the largest code, as often as 16 bits hold them.
+template <int BITS>
+constexpr int kDots = BITS == 8 ? 1 : 128 >> BITS;
+
+EI_INLINE Dot dot_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// d + products, here and now: left to itself, GCC makes all products first, and has no registers to keep them in.
+EI_INLINE Dot add_products(Dot d, __m256i a, __m256i b) {
+    d = {_mm256_add_epi16(d.a, a), _mm256_add_epi16(d.b, b)};
+    __asm__ volatile("" : "+x"(d.a), "+x"(d.b));
+    return d;
+}
+EI_INLINE Dot dot(Dot d, U8 codes, const int8_t* a) {
+    const __m256i all = broadcast_4_bytes(a);
+    return add_products(d, _mm256_maddubs_epi16(codes.a, all), _mm256_maddubs_epi16(codes.b, all));
+}
+EI_INLINE I32 add_dot_times(I32 sum, Dot d, Scale scale) {
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(d.a, scale.a)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(d.b, scale.b))};
+}
+EI_INLINE I32 add_dot(I32 sum, Dot d) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return add_dot_times(sum, d, {one, one});
+}
+EI_INLINE Scale load_scale(const uint8_t* p) {
+    const I32 v = load_u8_as_i32(p), high = shl_i32(v, 16);
+    return {_mm256_or_si256(v.a, high.a), _mm256_or_si256(v.b, high.b)};
+}
+EI_INLINE Scale even_scale(I16 v) {
+    return {_mm256_shufflelo_epi16(_mm256_shufflehi_epi16(v.a, 0xa0), 0xa0),
+            _mm256_shufflelo_epi16(_mm256_shufflehi_epi16(v.b, 0xa0), 0xa0)};
+}
+EI_INLINE Scale odd_scale(I16 v) {
+    return {_mm256_shufflelo_epi16(_mm256_shufflehi_epi16(v.a, 0xf5), 0xf5),
+            _mm256_shufflelo_epi16(_mm256_shufflehi_epi16(v.b, 0xf5), 0xf5)};
+}
+
+// |w| times a with the sign of w: both fit where w is signed.
+constexpr int kOffset8 = 0;
+EI_INLINE U8 codes8(U8 stored) {
+    const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+    return {_mm256_xor_si256(stored.a, top), _mm256_xor_si256(stored.b, top)};
+}
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
+    const __m256i all = broadcast_4_bytes(a);
+    const auto products = [all](__m256i w) {
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(all, w));
+    };
+    return add_products(d, products(codes.a), products(codes.b));
+}
+
+}  // namespace
+#endif

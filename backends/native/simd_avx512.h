@@ -16,8 +16,9 @@
 
 namespace {
 
-constexpr int kRowsAtOnce = 6;    // of attention: their sums stay in registers
-constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value, likewise
+constexpr int kColumnsAtOnce = 8;  // of a matrix product: their sums stay in registers
+constexpr int kRowsAtOnce = 6;     // of attention, likewise
+constexpr int kValuesAtOnce = 4;   // pieces of 16 numbers of a value, likewise
 
 using F32 = __m512;
 using I32 = __m512i;
@@ -89,42 +90,63 @@ EI_INLINE __m512i broadcast_4_bytes(const void* p) {
     std::memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
 }
+EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
 #ifdef __AVX512VNNI__
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) { return _mm512_dpbusd_epi32(sum, codes, broadcast_4_bytes(a)); }
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-using Narrow = I32;
-constexpr int kNarrowChains = 4;
-constexpr int kNarrowColumns = 8;
-EI_INLINE Narrow zero_narrow() { return set_i32(0); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
-EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     return _mm512_dpwssd_epi32(sum, pairs, broadcast_4_bytes(a));
-}
 #else
-// Codes up to 127: two products of a code and an activation fit into 16 bits.
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
-    const __m512i pairs = _mm512_maddubs_epi16(codes, broadcast_4_bytes(a));
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-}
-// Codes up to 255, in two parts that fit.
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
-    return dot4(dot4(sum, and_u8(codes, 0x7f), a), and_u8(codes, 0x80), a);
-}
-// 16-bit sums: 64 times 2 * 2 * 127 is 32512.
-using Narrow = __m512i;
-constexpr int kNarrowChains = 1;
-constexpr int kNarrowColumns = 8;
-EI_INLINE Narrow zero_narrow() { return _mm512_setzero_si512(); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) {
-    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, broadcast_4_bytes(a)));
-}
-EI_INLINE I32 widen(I32 sum, Narrow narrow) {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(narrow, _mm512_set1_epi16(1)));
-}
-EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, broadcast_4_bytes(a)));
-}
 #endif
+}
 
 }  // namespace
+
+#ifdef __AVX512VNNI__
+namespace {
+
+EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) { return _mm512_dpbusd_epi32(sum, codes, broadcast_4_bytes(a)); }
+
+}  // namespace
+
+#include "simd_dot32.h"
+
+namespace {
+
+constexpr int kOffset8 = 128;
+EI_INLINE U8 codes8(U8 stored) { return stored; }
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
+
+}  // namespace
+#else
+namespace {
+
+using Dot = __m512i;  // 32 lanes of 16 bits
+using Scale = __m512i;
+
+// Two products of a code and an activation, 2 * 127 * the largest code, as often as 16 bits hold them.
+template <int BITS>
+constexpr int kDots = BITS == 8 ? 1 : 128 >> BITS;
+
+EI_INLINE Dot dot_zero() { return _mm512_setzero_si512(); }
+EI_INLINE Dot dot(Dot d, U8 codes, const int8_t* a) {
+    return _mm512_add_epi16(d, _mm512_maddubs_epi16(codes, broadcast_4_bytes(a)));
+}
+EI_INLINE I32 add_dot(I32 sum, Dot d) { return _mm512_add_epi32(sum, _mm512_madd_epi16(d, _mm512_set1_epi16(1))); }
+EI_INLINE I32 add_dot_times(I32 sum, Dot d, Scale scale) { return _mm512_add_epi32(sum, _mm512_madd_epi16(d, scale)); }
+EI_INLINE Scale load_scale(const uint8_t* p) {
+    const __m512i v = load_u8_as_i32(p);
+    return _mm512_or_si512(v, _mm512_slli_epi32(v, 16));
+}
+EI_INLINE Scale even_scale(I16 v) { return _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(v, 0xa0), 0xa0); }
+EI_INLINE Scale odd_scale(I16 v) { return _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(v, 0xf5), 0xf5); }
+
+// |w| times a with the sign of w: both fit where w is signed.
+constexpr int kOffset8 = 0;
+EI_INLINE U8 codes8(U8 stored) { return _mm512_xor_si512(stored, _mm512_set1_epi8(static_cast<char>(0x80))); }
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
+    const __m512i all = broadcast_4_bytes(a);
+    const __m512i turned = _mm512_mask_sub_epi8(all, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), all);
+    return _mm512_add_epi16(d, _mm512_maddubs_epi16(_mm512_abs_epi8(codes), turned));
+}
+
+}  // namespace
+#endif

@@ -16,8 +16,9 @@
 
 namespace {
 
-constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
-constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+constexpr int kColumnsAtOnce = 4;  // of a matrix product: their sums stay in registers
+constexpr int kRowsAtOnce = 2;     // of attention, likewise
+constexpr int kValuesAtOnce = 2;   // pieces of 16 numbers of a value, likewise
 
 struct F32 {
     float32x4_t q[4];
@@ -177,30 +178,11 @@ EI_INLINE int8x16_t broadcast_4_bytes(const int8_t* a) {
     std::memcpy(&four, a, 4);
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
-#ifdef __ARM_FEATURE_MATMUL_INT8
-EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
-    const int8x16_t all = broadcast_4_bytes(a);
-    return map<I32>([all](int32x4_t s, uint8x16_t c) { return vusdotq_s32(s, c, all); }, sum, codes);
-}
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-#else
 // Codes up to 127 are the same as signed ones.
 EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
     const int8x16_t all = broadcast_4_bytes(a);
     return map<I32>([all](int32x4_t s, uint8x16_t c) { return vdotq_s32(s, vreinterpretq_s8_u8(c), all); }, sum, codes);
 }
-// Codes up to 255: the top bit alone is -128 as a signed code, so its products are taken off.
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) {
-    const I32 top = dot4(set_i32(0), and_u8(codes, 0x80), a);
-    return sub_i32(dot4(sum, and_u8(codes, 0x7f), a), top);
-}
-#endif
-using Narrow = I32;
-constexpr int kNarrowChains = 4;
-constexpr int kNarrowColumns = 8;
-EI_INLINE Narrow zero_narrow() { return set_i32(0); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     int32_t two;
     std::memcpy(&two, a, 4);
@@ -213,5 +195,17 @@ EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
         },
         sum, pairs);
 }
+
+}  // namespace
+
+#include "simd_dot32.h"
+
+namespace {
+
+constexpr int kOffset8 = 0;
+EI_INLINE U8 codes8(U8 stored) {
+    return map<U8>([](uint8x16_t c) { return veorq_u8(c, vdupq_n_u8(0x80)); }, stored);
+}
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
 }  // namespace

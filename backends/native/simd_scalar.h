@@ -12,8 +12,10 @@
 
 namespace {
 
-constexpr int kRowsAtOnce = 2;    // of attention: their sums stay in registers
-constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
+constexpr int kColumnsAtOnce =
+    8;                          // of a matrix product; the groups of AVX-512 here too, so that every machine tests them
+constexpr int kRowsAtOnce = 6;  // of attention
+constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value
 
 struct F32 {
     float v[16];
@@ -198,20 +200,23 @@ EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
     }
     return sum;
 }
-// The same for codes up to 255.
-EI_INLINE I32 dot4_wide(I32 sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-// Sums of 64 dot products of codes up to 2, and a way to add them to wide ones; narrow where that is faster. Chains: how
-// many it takes so that none waits for another. Columns: as many as have room for their sums in registers.
-using Narrow = I32;
-constexpr int kNarrowChains = 1;
-constexpr int kNarrowColumns = 8;
-EI_INLINE Narrow zero_narrow() { return set_i32(0); }
-EI_INLINE Narrow dot4_narrow(Narrow sum, U8 codes, const int8_t* a) { return dot4(sum, codes, a); }
-EI_INLINE I32 widen(I32 sum, Narrow narrow) { return add_i32(sum, narrow); }
 // sum + the dot product of each lane's two 16-bit numbers with the two at a.
 EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
     for (int i = 0; i < 16; i++) sum.v[i] += pairs.v[2 * i] * a[0] + pairs.v[2 * i + 1] * a[1];
     return sum;
 }
+
+}  // namespace
+
+// Dot: sums of products of codes and activations, in whatever the instructions give. One takes kDots<BITS> times dot()
+// with codes of so many bits; add_dot and add_dot_times make it part of a sum in 32 bits.
+#include "simd_dot32.h"
+
+namespace {
+
+// Codes of 8 bits, stored 128 above the true ones: what dot8 wants of them, and by how much it takes them too high.
+constexpr int kOffset8 = 128;
+EI_INLINE U8 codes8(U8 stored) { return stored; }
+EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
 }  // namespace

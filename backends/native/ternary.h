@@ -6,15 +6,16 @@
 
 namespace {
 
-constexpr int kTritLines = 16;  // as many as narrow sums can take
+// 64 sums of two codes times two activations, at most 508 each, fit into 16 bits.
+constexpr int kTritLines = 16;
 
 // Adds the products of up to kTritLines lines of 16 inputs with NC columns; a[c] points at the activations of column c.
 template <int NC>
 EI_INLINE void dot_trits(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-    constexpr int kParts = NC >= kNarrowChains ? 1 : kNarrowChains / NC;  // sums that do not wait for each other
-    Narrow part[kParts][NC];
+    constexpr int kParts = kDots<8> == 1 || NC >= 4 ? 1 : 4 / NC;  // where a sum waits some cycles for the one before
+    Dot part[kParts][NC];
     for (auto& sums : part) {
-        for (Narrow& s : sums) s = zero_narrow();
+        for (Dot& s : sums) s = dot_zero();
     }
     for (int i = 0; i < n_lines; i++) {
         prefetch<NC>(lines + 64 * i, 1);
@@ -22,24 +23,19 @@ EI_INLINE void dot_trits(const uint8_t* lines, int n_lines, const int8_t* const 
         const auto quarter = [&]<int J>() {
             const U8 codes = and_u8(shr_u16<2 * J>(line), 3);
             for (int c = 0; c < NC; c++) {
-                Narrow& s = part[J % kParts][c];
-                s = dot4_narrow(s, codes, a[c] + 16 * i + 4 * J);
+                Dot& s = part[J % kParts][c];
+                s = dot(s, codes, a[c] + 16 * i + 4 * J);
             }
         };
-        quarter.template operator()<0>();
-        quarter.template operator()<1>();
-        quarter.template operator()<2>();
-        quarter.template operator()<3>();
+        for_each<4>(quarter);
     }
     for (const auto& sums : part) {
-        for (int c = 0; c < NC; c++) sum[c] = widen(sum[c], sums[c]);
+        for (int c = 0; c < NC; c++) sum[c] = add_dot(sum[c], sums[c]);
     }
 }
 
 // I2_S: a scale a row, and activations with a scale a token.
 struct TernaryRows {
-    static constexpr int kMostColumns = kNarrowColumns;
-
     template <int NC>
     static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
         const int8_t* a[NC];
@@ -61,8 +57,6 @@ struct TernaryRows {
 
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
 struct TernaryTiles {
-    static constexpr int kMostColumns = kNarrowColumns;
-
     template <int NC>
     static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
         const int n_tiles = x.n_in / 256;

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
 
 ENVIRONMENT = {"auto_envvar_prefix": "EDGEINFER"}
@@ -51,9 +52,9 @@ class _Group(click.Group):
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # the reader of our output has gone; click ends without a word
             if ctx.params.get("debug"):
-                traceback.print_exc()
+                click.echo(visible(traceback.format_exc()), err=True, nl=False)
             message, exit_code = _explain(error)
-            click.echo(f"error: {message}", err=True)
+            click.echo(visible(f"error: {message}"), err=True)
             ctx.exit(exit_code)
 
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from edgeinfer.cli import ENVIRONMENT
-from edgeinfer.cli.terminal import ProgressBar
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.cli.options import warnings_as_notes
+from edgeinfer.cli.terminal import ProgressBar, visible
+from edgeinfer.errors import BackendUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
-    from edgeinfer.backends.base import Backend, Session
     from edgeinfer.bench import Report
+    from edgeinfer.engine import Loadable
     from edgeinfer.gguf import ModelFile
 
 
@@ -52,41 +53,43 @@ def bench(
     elif as_csv:
         _write_csv(result)
     else:
-        click.echo(_table(result))
+        click.echo(visible(_table(result)))
 
 
 def _run(model: Path | None, threads: int | None, rounds: int, against: str | None) -> Report:
     from edgeinfer import bench as benchmark
     from edgeinfer import devices
-    from edgeinfer.backends.native import NativeBackend, best_isa
+    from edgeinfer.backends.native import best_isa
     from edgeinfer.engine import default_model
     from edgeinfer.gguf import ModelFile
-    from edgeinfer.models import read_spec
+    from edgeinfer.types import Device
 
     n_threads = threads or devices.default_n_threads()
-    backends: dict[str, Backend] = {"edgeinfer": NativeBackend()}
-    if against is not None:
-        from edgeinfer.backends.llama_cpp import LlamaCppBackend
-
-        backends[against] = LlamaCppBackend()
     with ExitStack() as opened, ProgressBar("loading") as bar:
         file = opened.enter_context(ModelFile.open(default_model() if model is None else model))
-        spec = read_spec(file)
-        sessions = {name: _session(backend, file, n_threads, bar) for name, backend in backends.items()}
-        for session in sessions.values():
-            opened.callback(session.close)
+        engines = _engines(file, n_threads, against)
+        sessions = {}
+        for name, loadable in engines.items():
+            sessions[name] = loadable.load(Device(n_threads), bar)
+            opened.callback(sessions[name].close)
         bar.close()
+        spec = next(iter(engines.values())).spec
         return benchmark.report(file, spec, sessions, best_isa(), n_threads, rounds)
 
 
-def _session(backend: Backend, file: ModelFile, n_threads: int, bar: ProgressBar) -> Session:
+def _engines(file: ModelFile, n_threads: int, against: str | None) -> dict[str, Loadable]:
+    """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
     from edgeinfer.bench import CONTEXT
-    from edgeinfer.models import read_spec
-    from edgeinfer.types import Device
+    from edgeinfer.engine import plan_model
 
-    spec = read_spec(file)
-    plan = backend.plan(file, spec, CONTEXT + 512, 512, n_threads)
-    return backend.load(file, spec, plan, Device(n_threads), bar)
+    with warnings_as_notes():
+        ours = plan_model(file, n_ctx=CONTEXT + 512, n_threads=n_threads)
+    if ours.backend.name == against:
+        raise InvalidArgument(f"{file.path} runs on {against} itself: there is nothing to compare, leave out --against")
+    name = "edgeinfer" if ours.backend.name == "native" else ours.backend.name
+    if against is None:
+        return {name: ours}
+    return {name: ours, against: plan_model(file, "llama.cpp", n_ctx=CONTEXT + 512, n_threads=n_threads)}
 
 
 def _table(result: Report) -> str:
@@ -104,14 +107,19 @@ def _table(result: Report) -> str:
         )
         faster = "".join(f"  {point.milliseconds[n] / point.milliseconds[ours]:.2f}x" for n in result.engines[1:])
         lines.append(f"{point.n:>3} {cells}{faster}")
+    bandwidth = f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read bandwidth"
+    peak = f"{limits.int8_multiply_adds_per_second / 1e9:.0f} G int8 multiply-adds a second"
+    decode, prefill = result.curve[0].tokens_per_second(ours), result.prefill.tokens_per_second(ours)
     lines += [
         "",
-        f"decode  {result.curve[0].tokens_per_second(ours):.1f} tok/s, {100 * result.bandwidth_share:.0f} % of "
-        f"{limits.read_bytes_per_second / 1e9:.1f} GB/s read bandwidth",
-        f"prefill {result.prefill.tokens_per_second(ours):.1f} tok/s, {100 * result.int8_share:.0f} % of "
-        f"{limits.int8_multiply_adds_per_second / 1e9:.0f} G int8 multiply-adds a second",
+        f"decode  {decode:.1f} tok/s, {_share(result.bandwidth_share)} {bandwidth}",
+        f"prefill {prefill:.1f} tok/s, {_share(result.int8_share)} {peak}",
     ]
     return "\n".join(lines)
+
+
+def _share(share: float | None) -> str:
+    return "the machine has" if share is None else f"{100 * share:.0f} % of"
 
 
 def _write_csv(result: Report) -> None:

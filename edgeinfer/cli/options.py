@@ -6,7 +6,8 @@ import os
 import stat
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,8 +29,21 @@ _MODEL_OPTIONS = (
     click.option(
         "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
     ),
+    click.option(
+        "--cache-type",
+        type=click.Choice(["f16", "q8_0"]),
+        default="f16",
+        show_default=True,
+        help="Numbers of the KV cache; q8_0 takes a little over half, and changes the text.",
+    ),
     click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
-    click.option("--backend", type=click.Choice(["auto", "native", "reference"]), default="auto", show_default=True),
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "native", "reference", "llama.cpp"]),
+        default="auto",
+        show_default=True,
+        help="What runs the model; auto is native, and llama.cpp for a model that native lacks.",
+    ),
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
@@ -56,7 +70,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c -t --backend; see open_engine."""
+    """Adds -m -c -t --cache-type --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -75,17 +89,29 @@ def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
     from edgeinfer.engine import load
 
-    with warnings.catch_warnings(record=True) as caught, ProgressBar("loading") as bar:
-        warnings.simplefilter("always", RuntimeWarning)
+    with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(
-            flags["model"], n_ctx=flags["ctx_size"], n_threads=flags["threads"], backend=flags["backend"], progress=bar
+            flags["model"],
+            n_ctx=flags["ctx_size"],
+            n_threads=flags["threads"],
+            backend=flags["backend"],
+            cache_type=flags["cache_type"],
+            progress=bar,
         )
-    for warning in caught:
-        note(str(warning.message))
     n_ctx_train = engine.session.spec.n_ctx_train
     if engine.n_ctx > n_ctx_train:
         note(f"the model was trained with {n_ctx_train} tokens of context; past them the text may lose its sense")
     return engine
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """What warns within becomes notes at the end, unless that is an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    for warning in caught:
+        note(str(warning.message))
 
 
 def sampling_params(flags: dict[str, Any]) -> SamplingParams:

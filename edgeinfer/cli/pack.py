@@ -8,6 +8,7 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.terminal import ProgressBar, note
+from edgeinfer.errors import UnsupportedModel
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -26,5 +27,8 @@ def pack(model: Path) -> None:
 
     with ModelFile.open(model) as file, ProgressBar("packing") as bar:
         target = packed_path(file.path)
-        n_bytes = NativeBackend().pack(file, read_spec(file), target, bar)
+        try:
+            n_bytes = NativeBackend().pack(file, read_spec(file), target, bar)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; only the native engine reads packed weights") from error
     note(f"{target}: {n_bytes / 1e6:.0f} MB")

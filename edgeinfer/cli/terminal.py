@@ -58,7 +58,8 @@ class Writer:
 
 def note(text: str) -> None:
     """Say something on stderr, dimmed where that is possible."""
-    click.echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else text, err=True)
+    text = visible(text)
+    click.echo(click.style(text, dim=True) if _has_colours(sys.stderr) else text, err=True)
 
 
 def _has_colours(stream: TextIO) -> bool:

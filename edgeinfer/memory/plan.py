@@ -5,22 +5,37 @@ from __future__ import annotations
 from edgeinfer.backends.base import Backend
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec
-from edgeinfer.types import MemoryPlan
+from edgeinfer.models import ModelSizes
+from edgeinfer.types import CacheType, MemoryPlan
 
 
 def plan_within(
-    backend: Backend, file: ModelFile, spec: ModelSpec, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
+    backend: Backend,
+    file: ModelFile,
+    spec: ModelSizes,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_threads: int,
+    budget_bytes: int,
+    cache_type: CacheType = "f16",
 ) -> MemoryPlan:
     """The backend's plan for these sizes.
 
     Raises BudgetExceeded if it is above the budget, with the shortfall and the largest n_ctx that fits.
     """
-    plan = backend.plan(file, spec, n_ctx, n_batch, n_threads)
+    plan = backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
     if plan.use.total <= budget_bytes:
         return plan
     fitting = largest_n_ctx(
-        backend, file, spec, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, budget_bytes=budget_bytes
+        backend,
+        file,
+        spec,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_threads=n_threads,
+        budget_bytes=budget_bytes,
+        cache_type=cache_type,
     )
     use = plan.use
     raise BudgetExceeded(
@@ -32,7 +47,15 @@ def plan_within(
 
 
 def largest_n_ctx(
-    backend: Backend, file: ModelFile, spec: ModelSpec, *, n_ctx: int, n_batch: int, n_threads: int, budget_bytes: int
+    backend: Backend,
+    file: ModelFile,
+    spec: ModelSizes,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_threads: int,
+    budget_bytes: int,
+    cache_type: CacheType = "f16",
 ) -> int:
     """Largest number of positions up to n_ctx whose plan keeps to the budget, 0 if there is none.
 
@@ -41,7 +64,7 @@ def largest_n_ctx(
     fits, too_many = 0, n_ctx + 1
     while too_many - fits > 1:  # more positions never take fewer bytes
         middle = (fits + too_many) // 2
-        if backend.plan(file, spec, middle, n_batch, n_threads).use.total <= budget_bytes:
+        if backend.plan(file, spec, middle, n_batch, n_threads, cache_type).use.total <= budget_bytes:
             fits = middle
         else:
             too_many = middle

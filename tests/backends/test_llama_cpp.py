@@ -12,20 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill, same_bits
 from numpy.typing import ArrayLike, NDArray
-from tiny_models import write_tiny_model
+from other_models import write_gpt2, write_lfm2, write_mamba
+from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
-from edgeinfer.backends import llama_cpp as backend_module
 from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession, open_library
+from edgeinfer.backends.llama_cpp import library as library_module
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -42,82 +42,6 @@ from edgeinfer.types import Device
 
 Open = Callable[..., LlamaCppSession]
 TOLERANCE = {"F32": 2e-2, "Q4_K": 0.15}
-
-
-# ---- models of architectures that edgeinfer.models does not know -----------------------------------------------
-
-
-def write_model(path: Path, architecture: str, keys: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Path:
-    """A model of random F32 tensors, without a vocabulary. keys: behind "architecture."."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_string("tokenizer.ggml.model", "none")
-    sizes = {"context_length": 256, "embedding_length": 64, "feed_forward_length": 96, "block_count": 2}
-    for key, value in {"vocab_size": 200, **sizes, **keys}.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
-        add(f"{architecture}.{key}", value)
-    rng = np.random.default_rng(7)
-    for name, shape in shapes.items():
-        x = rng.standard_normal(shape, dtype=np.float32)
-        deviation = 0.2 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
-        values = np.float32("norm.weight" in name) + np.float32(deviation) * x
-        writer.add_tensor(name, -np.abs(values) if name.endswith("ssm_a") else values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def of_layers(shapes: Mapping[str, Sequence[int]], layers: Sequence[int]) -> dict[str, Sequence[int]]:
-    return {f"blk.{layer}.{name}": shape for layer in layers for name, shape in shapes.items()}
-
-
-def write_gpt2(path: Path) -> Path:
-    """Learned positions, LayerNorm with biases, queries, keys and values in one matrix, no gate."""
-    layer = {
-        **{name: (64,) for name in ("attn_norm.weight", "attn_norm.bias", "ffn_norm.weight", "ffn_norm.bias")},
-        **{"attn_qkv.weight": (192, 64), "attn_qkv.bias": (192,), "attn_output.weight": (64, 64)},
-        **{"attn_output.bias": (64,), "ffn_up.weight": (96, 64), "ffn_up.bias": (96,), "ffn_down.weight": (64, 96)},
-        **{"ffn_down.bias": (64,)},
-    }
-    shapes = {"token_embd.weight": (200, 64), "position_embd.weight": (256, 64), "output.weight": (200, 64)}
-    norm = {"output_norm.weight": (64,), "output_norm.bias": (64,)}
-    keys = {"attention.head_count": 4, "attention.layer_norm_epsilon": 1e-5}
-    return write_model(path, "gpt2", keys, shapes | norm | of_layers(layer, (0, 1)))
-
-
-def write_mamba(path: Path) -> Path:
-    """No attention: one state for a whole text."""
-    layer = {
-        **{"attn_norm.weight": (64,), "ssm_in.weight": (256, 64), "ssm_conv1d.weight": (128, 4)},
-        **{"ssm_conv1d.bias": (128,), "ssm_x.weight": (4 + 2 * 8, 128), "ssm_dt.weight": (128, 4)},
-        **{"ssm_dt.bias": (128,), "ssm_a": (128, 8), "ssm_d": (128,), "ssm_out.weight": (64, 128)},
-    }
-    shapes = {"token_embd.weight": (200, 64), "output_norm.weight": (64,), "output.weight": (200, 64)}
-    keys = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 8, "ssm.time_step_rank": 4}
-    epsilon = {"attention.layer_norm_rms_epsilon": 1e-5}
-    return write_model(path, "mamba", keys | epsilon, shapes | of_layers(layer, (0, 1)))
-
-
-def write_lfm2(path: Path) -> Path:
-    """A hybrid: the first layer has a state, the second attention."""
-    both = {
-        **{"attn_norm.weight": (64,), "ffn_norm.weight": (64,), "ffn_gate.weight": (96, 64)},
-        **{"ffn_up.weight": (96, 64), "ffn_down.weight": (64, 96)},
-    }
-    state = {
-        "shortconv.conv.weight": (64, 3),
-        "shortconv.in_proj.weight": (192, 64),
-        "shortconv.out_proj.weight": (64, 64),
-    }
-    attention = {
-        **{"attn_q_norm.weight": (16,), "attn_k_norm.weight": (16,), "attn_q.weight": (64, 64)},
-        **{"attn_k.weight": (32, 64), "attn_v.weight": (32, 64), "attn_output.weight": (64, 64)},
-    }
-    shapes = {"token_embd.weight": (200, 64), "token_embd_norm.weight": (64,), "output.weight": (200, 64)}
-    keys = {"attention.head_count": 4, "attention.head_count_kv": [0, 2], "attention.layer_norm_rms_epsilon": 1e-5}
-    layers = of_layers(both, (0, 1)) | of_layers(state, (0,)) | of_layers(attention, (1,))
-    return write_model(path, "lfm2", keys | {"shortconv.l_cache": 3}, shapes | layers)
 
 
 def write_gemma3(path: Path) -> Path:
@@ -177,10 +101,10 @@ def n_tokens_run(
     assert context is not None
     decode = context.decode
 
-    def counted(batch: Any, *rest: Any) -> None:
-        runs.append(len(batch.outputs))
+    def counted(ids: NDArray[np.int32], *rest: Any) -> None:
+        runs.append(len(ids))
         before()
-        decode(batch, *rest)
+        decode(ids, *rest)
 
     monkeypatch.setattr(context, "decode", counted)
     return runs
@@ -395,18 +319,19 @@ def test_an_architecture_of_llama_cpp_alone_has_its_sizes_from_there(llama_cpp: 
     assert "gpt2" not in supported_architectures()
     with ModelFile.open(write_gpt2(tmp_path / "m.gguf")) as file:
         spec = LlamaCppBackend().read_spec(file)
-    assert (spec.architecture, spec.n_vocab, spec.n_ctx_train, spec.n_layers) == ("gpt2", 200, 256, 2)
-    assert (spec.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.layers) == (64, 4, 4, 16, ())
+    assert (spec.architecture, spec.n_vocab, spec.n_ctx_train, spec.n_layers) == ("gpt2", 291, 256, 2)
+    assert spec.n_embd == 64
 
 
-def test_a_spec_that_is_given_is_the_session_s(llama_cpp: ModuleType, tmp_path: Path) -> None:
-    backend = LlamaCppBackend()
-    file = ModelFile.open(write_llama(tmp_path / "m.gguf"))
-    other = ModelFile.open(write_tiny_model(tmp_path / "other.gguf", "llama", "F32", n_vocab=300))
-    plan = backend.plan(file, read_spec(file), 64)
-    assert backend.load(file, read_spec(file), plan, Device(1)).spec == read_spec(file)
-    with pytest.raises(InvalidArgument, match="300 tokens, the model 291"):
-        backend.load(file, read_spec(other), plan, Device(1))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_sizes_are_those_that_edgeinfer_reads(
+    llama_cpp: ModuleType, tmp_path: Path, architecture: Architecture
+) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, "F32", n_vocab=300)
+    with ModelFile.open(path) as file:
+        sizes, spec = LlamaCppBackend().read_spec(file), read_spec(file)
+    assert vars(sizes) == {name: getattr(spec, name) for name in vars(sizes)}
+    assert opener(path)().spec == sizes
 
 
 @pytest.mark.parametrize("tensor_type", ["F32", "Q4_0", "Q4_K"])
@@ -427,7 +352,7 @@ def test_the_plan_covers_what_llama_cpp_says_it_holds(
         assert use.weights <= plan.use.weights + 2**14
     else:
         assert use.weights == plan.use.weights
-    head_dim = session.spec.head_dim
+    head_dim = session.spec.n_embd // 4
     assert abs(use.kv_cache - 2 * 2 * 1024 * 2 * 2 * head_dim) < 2**14  # llama.cpp rounds n_ctx up to 256
     assert use.activations > MAX_OUTPUTS * 2000 * 4
     assert shares == sorted(shares) and shares[-1] == 1.0
@@ -788,12 +713,12 @@ def test_another_library_is_refused_only_if_its_structures_may_differ(
 ) -> None:
     other = SimpleNamespace(**vars(llama_cpp))
     other.__version__ = "0.4.0"
-    backend_module._check_layouts(other)
+    library_module._check_layouts(other)
     other.llama_batch = SimpleNamespace(n_tokens=None, token=None, embd=None, pos=None, n_seq_id=None, seq_id=None)
     with pytest.raises(BackendUnavailable, match=r"wants .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
-        backend_module._check_layouts(other)
+        library_module._check_layouts(other)
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/elsewhere")
-    backend_module._check_layouts(open_library())
-    monkeypatch.setattr(backend_module, "LIBRARY_VERSION", b"0.0.1")
+    library_module._check_layouts(open_library())
+    monkeypatch.setattr(library_module, "LIBRARY_VERSION", b"0.0.1")
     with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* wants 0.0.1"):
-        backend_module._check_layouts(open_library())
+        library_module._check_layouts(open_library())

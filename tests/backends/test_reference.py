@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import ArrayLike, NDArray
+from peer import clear_choices, llama_cpp_logits
 from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
 from edgeinfer.backends.reference import (
@@ -586,14 +587,6 @@ def test_a_closed_session_refuses_every_call(session: ReferenceSession) -> None:
 # ---- against llama.cpp -----------------------------------------------------------------------------------------
 
 
-def llama_cpp_logits(llama_cpp: ModuleType, path: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    model = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False)
-    model.eval(tokens.tolist())
-    logits: NDArray[np.float32] = model.scores[: len(tokens)].copy()
-    model.close()
-    return logits
-
-
 def both_logits(
     llama_cpp: ModuleType, path: Path, rng: np.random.Generator, n: int = 100
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -749,8 +742,7 @@ def test_every_recipe_agrees_with_llama_cpp(
 ) -> None:
     ours, theirs = both_logits(llama_cpp, RECIPES[recipe].write(tmp_path), rng, n=200)
     assert_as_close_as_f16_attention(ours, theirs)
-    first, second = np.sort(theirs, axis=1)[:, [-1, -2]].T
-    clear = first - second > 0.5
+    clear = clear_choices(theirs)
     assert clear.mean() > 0.3
     assert_array_equal(ours.argmax(axis=1)[clear], theirs.argmax(axis=1)[clear])
 

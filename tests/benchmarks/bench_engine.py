@@ -1,11 +1,12 @@
 """The native engine against llama-cpp-python, in one process, round by round.
 
     python tests/benchmarks/bench_engine.py MODEL.gguf ... [--threads 1,2] [--rounds 9] [--no-peer]
+        [--context 64] [--sizes 1,2,4,8,16,512] [--busy]
 
 For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens behind a context of 64, with the
 logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines are timed in every round, the
-order swapped each time; the figures are medians. The process is pinned to as many cores as there are threads. One JSON
-line on stdout at the end.
+order swapped each time; the figures are medians. The process is pinned to as many cores as there are threads. --busy
+measures everything again beside a busy process on each of these cores. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,45 +32,53 @@ from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import Device
 
-CONTEXT = 64
-SIZES = (1, 2, 4, 8, 16, 512)
+N_BATCH = 512
 
 
 class Contender(Protocol):
-    """One engine with a context of 64 tokens behind it."""
+    """One engine with a context behind it. tokens: (n,) int32, the context and then what is passed."""
+
+    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray, n_context: int) -> None: ...
 
     def seconds(self, n: int) -> float: ...
 
 
 class Ours:
-    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray) -> None:
+    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray, n_context: int) -> None:
         self.file = ModelFile.open(path)
         spec = read_spec(self.file)
         backend = NativeBackend()
-        plan = backend.plan(self.file, spec, 1024, 512, n_threads)
+        plan = backend.plan(self.file, spec, len(tokens), N_BATCH, n_threads)
         self.session = backend.load(self.file, spec, plan, Device(n_threads))
-        self.tokens = tokens
-        self.session.forward(tokens[:CONTEXT])
-        self.session.commit(range(CONTEXT))
+        self.behind = tokens[n_context:]
+        self.session.forward(tokens[:n_context], logits=[])
+        self.session.commit(range(n_context))
 
     def seconds(self, n: int) -> float:
-        batch = self.tokens[CONTEXT : CONTEXT + n]
+        batch = self.behind[:n]
         started = time.perf_counter()
         self.session.forward(batch, logits="all" if n <= 16 else "last")
         return time.perf_counter() - started
 
 
 class LlamaCpp:
-    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray) -> None:
+    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray, n_context: int) -> None:
         import llama_cpp
 
         self.lib = llama_cpp
         self.model = llama_cpp.Llama(
-            str(path), n_ctx=1024, n_batch=512, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
+            str(path),
+            n_ctx=len(tokens),
+            n_batch=N_BATCH,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+            verbose=False,
         )
         self.tokens = tokens
-        self.batch = llama_cpp.llama_batch_init(512, 0, 1)
-        self._decode(0, CONTEXT, "last")
+        self.n_context = n_context
+        self.batch = llama_cpp.llama_batch_init(N_BATCH, 0, 1)
+        for first in range(0, n_context, N_BATCH):
+            self._decode(first, min(N_BATCH, n_context - first), "last")
 
     def _decode(self, first: int, n: int, logits: str) -> float:
         batch = self.batch
@@ -88,8 +99,8 @@ class LlamaCpp:
         return elapsed
 
     def seconds(self, n: int) -> float:
-        elapsed = self._decode(CONTEXT, n, "all" if n <= 16 else "last")
-        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.model.ctx), 0, CONTEXT, -1)
+        elapsed = self._decode(self.n_context, n, "all" if n <= 16 else "last")
+        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.model.ctx), 0, self.n_context, -1)
         return elapsed
 
 
@@ -107,65 +118,89 @@ def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, 
     return {name: 1e3 * statistics.median(of) for name, of in times.items()}
 
 
-def bench(path: Path, n_threads: int, rounds: int, peer: bool) -> dict[str, Any]:
-    os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
-    makers: dict[str, Callable[..., Contender]] = {"edgeinfer": Ours}
-    if peer:
+@contextmanager
+def busy_cores(cores: Sequence[int]) -> Iterator[None]:
+    """A process that never waits on each of these cores."""
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    with ExitStack() as running:
+        for core in cores:
+            process = running.enter_context(subprocess.Popen([sys.executable, "-c", spin, str(core)]))
+            running.callback(process.kill)
+        time.sleep(0.5)
+        yield
+
+
+def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    cores = sorted(ALL_CORES)[:n_threads]
+    os.sched_setaffinity(0, cores)
+    makers: dict[str, type[Contender]] = {"edgeinfer": Ours}
+    if not arguments.no_peer:
         makers["llama.cpp"] = LlamaCpp
-    tokens = np.random.default_rng(1).integers(0, 40000, CONTEXT + 512).astype(np.int32)
-    contenders = {name: make(path, n_threads, tokens) for name, make in makers.items()}
+    n_tokens = arguments.context + max(arguments.sizes)
+    tokens = np.random.default_rng(1).integers(0, 40000, n_tokens).astype(np.int32)
+    contenders = {name: make(path, n_threads, tokens, arguments.context) for name, make in makers.items()}
     limits = MachineLimits.measure(best_isa(), n_threads)
-    rows = []
-    for n in SIZES:
-        ms = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
-        row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
-        row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
-        if peer:
-            row["speedup"] = round(ms["llama.cpp"] / ms["edgeinfer"], 3)
-        rows.append(row)
-    one = rows[0]["ms"]["edgeinfer"]
+    rows = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
+    result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
+    if arguments.busy:
+        with busy_cores(cores):
+            result["busy_rows"] = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
+    first, last = rows[0], rows[-1]
     for row in rows:
-        row["cost"] = round(row["ms"]["edgeinfer"] / one, 3)
+        row["cost"] = round(row["ms"]["edgeinfer"] / first["ms"]["edgeinfer"] * first["n"], 3)
     with ModelFile.open(path) as file:
         weight_bytes, multiply_adds = work_of_a_token(file, read_spec(file))
-    prefill = rows[-1]["ms"]["edgeinfer"]
-    return {
-        "model": path.name,
-        "n_threads": n_threads,
-        "rows": rows,
-        "weights_gb_s": round(weight_bytes / 1e6 / one, 1),
+    return result | {
+        "weights_gb_s": round(weight_bytes / 1e6 / first["ms"]["edgeinfer"], 1),
         "bandwidth_gb_s": round(limits.read_bytes_per_second / 1e9, 1),
-        "prefill_gmac_s": round(multiply_adds * SIZES[-1] / 1e6 / prefill),
+        "prefill_gmac_s": round(multiply_adds * last["n"] / 1e6 / last["ms"]["edgeinfer"]),
         "int8_peak_gmac_s": round(limits.int8_multiply_adds_per_second / 1e9),
     }
 
 
+def bench_size(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, Any]:
+    ms = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
+    row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
+    row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
+    if "llama.cpp" in ms:
+        row["speedup"] = round(ms["llama.cpp"] / ms["edgeinfer"], 3)
+    return row
+
+
 def show(result: dict[str, Any]) -> None:
     print(
-        f"\n{result['model']}, {result['n_threads']} thread(s): "
-        f"{result['weights_gb_s']} of {result['bandwidth_gb_s']} GB/s at n = 1, "
-        f"{result['prefill_gmac_s']} of {result['int8_peak_gmac_s']} GMAC/s in prefill",
+        f"\n{result['model']}, {result['n_threads']} thread(s), context {result['n_context']}: "
+        f"{result['weights_gb_s']} of {result['bandwidth_gb_s']} GB/s at n = {result['rows'][0]['n']}, "
+        f"{result['prefill_gmac_s']} of {result['int8_peak_gmac_s']} GMAC/s at n = {result['rows'][-1]['n']}",
         file=sys.stderr,
     )
-    for row in result["rows"]:
+    for row in [*result["rows"], *result.get("busy_rows", ())]:
         times = "  ".join(f"{name} {ms:9.2f} ms" for name, ms in row["ms"].items())
-        print(f"  n = {row['n']:3}  c(n) {row['cost']:6.2f}  {times}  {row.get('speedup', '')}", file=sys.stderr)
+        cost = f"c(n) {row['cost']:6.2f}" if "cost" in row else "beside busy"
+        print(f"  n = {row['n']:3}  {cost}  {times}  {row.get('speedup', '')}", file=sys.stderr)
 
 
 ALL_CORES = os.sched_getaffinity(0)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--threads", default="1,2", help="numbers of threads, comma-separated")
+    parser.add_argument("--threads", type=numbers, default=[1, 2], help="numbers of threads, comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--context", type=int, default=64, help="tokens before those that are timed")
+    parser.add_argument("--sizes", type=numbers, default=[1, 2, 4, 8, 16, 512], help="n, comma-separated")
+    parser.add_argument("--busy", action="store_true", help="again beside a busy process on each core")
     parser.add_argument("--no-peer", action="store_true", help="without llama-cpp-python")
     arguments = parser.parse_args()
     results = []
     for path in arguments.models:
-        for n_threads in map(int, arguments.threads.split(",")):
-            results.append(bench(path, n_threads, arguments.rounds, not arguments.no_peer))
+        for n_threads in arguments.threads:
+            results.append(bench(path, n_threads, arguments))
             show(results[-1])
     print(json.dumps({"benchmark": "engine", "machine": machine(), "results": results}))
 

@@ -113,7 +113,7 @@ def write_tiny_model(
     keys |= _KEYS.get(architecture, {})
     keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
     _add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (_add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
+    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
     for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
         _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
@@ -283,13 +283,15 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     if tensor_type == "I2_S":
         return _i2_s(weights)
     kind = gguf.GGMLQuantizationType[tensor_type]
-    if tensor_type not in BLOCK_256_TYPES:
+    if tensor_type == "IQ4_NL":
+        return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
+    if tensor_type not in (*BLOCK_256_TYPES, "Q2_K"):
         packed: NDArray[np.generic] = gguf.quantize(weights, kind)
         return np.ascontiguousarray(packed).view(np.uint8)
     if weights.shape[1] % 256:
         raise ValueError(f"{tensor_type} has blocks of 256: found rows of {weights.shape[1]}")
     blocks = weights.reshape(-1, 256)
-    packed_blocks = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
+    packed_blocks = {"Q2_K": _q2_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
     return packed_blocks.reshape(weights.shape[0], -1)
 
 
@@ -301,6 +303,19 @@ def _i2_s(weights: Floats) -> Bytes:
     tail = np.zeros(8, dtype=np.float32)
     tail[0] = scale
     return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])[None]
+
+
+def _q2_k(blocks: Floats) -> Bytes:
+    x = blocks.reshape(-1, 16, 16)
+    offset = np.maximum(-x.min(axis=2), 0)
+    d, steps = _split((x.max(axis=2) + offset) / 3, 15)
+    dmin, offsets = _split(offset, 15)
+    shifted = x + (dmin.astype(np.float32) * offsets)[:, :, None]
+    codes = np.rint(_divide(shifted, (d.astype(np.float32) * steps)[:, :, None])).clip(0, 3).astype(np.uint8)
+    scales = steps.astype(np.uint8) | offsets.astype(np.uint8) << 4
+    quarters = codes.reshape(-1, 2, 4, 32)  # halves of 128, in them four runs of 32
+    packed = quarters[:, :, 0] | quarters[:, :, 1] << 2 | quarters[:, :, 2] << 4 | quarters[:, :, 3] << 6
+    return np.hstack([scales, packed.reshape(-1, 64), d.view(np.uint8), dmin.view(np.uint8)])
 
 
 def _q4_k(blocks: Floats) -> Bytes:
@@ -351,6 +366,15 @@ def _q6_k(blocks: Floats) -> Bytes:
     return np.hstack(packed)
 
 
+_IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+def _iq4_nl(blocks: Floats) -> Bytes:
+    d = (np.abs(blocks).max(axis=1, keepdims=True) / 113).astype(np.float16)
+    codes = np.abs(_divide(blocks, d.astype(np.float32))[:, :, None] - _IQ4_NL).argmin(axis=2).astype(np.uint8)
+    return np.hstack([d.view(np.uint8), codes[:, :16] | codes[:, 16:] << 4])
+
+
 def _split(values: Floats, largest_code: int) -> tuple[NDArray[np.float16], Floats]:
     """(n, 1) f16 scales and integer codes (n, sub-blocks) whose product approximates values (n, sub-blocks)."""
     scale = (np.abs(values).max(axis=1, keepdims=True) / largest_code).astype(np.float16)
@@ -383,7 +407,7 @@ def _merges() -> tuple[list[str], list[str]]:
     return list(rules.values()), list(rules)
 
 
-def _add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+def add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     """256 byte tokens, as many merged tokens as fit, the special tokens, padding."""
     rules, merged = _merges()
     n_merges = min(len(rules), n_vocab - 256 - len(SPECIAL_TOKENS))

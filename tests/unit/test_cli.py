@@ -23,7 +23,7 @@ from edgeinfer import engine as engine_module
 from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
-from edgeinfer.errors import BackendLost, NumericalError
+from edgeinfer.errors import BackendLost, NumericalError, UnsupportedModel
 from edgeinfer.sampling import SamplingParams
 
 MAIN = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
@@ -34,8 +34,10 @@ import os, sys, time
 if os.isatty(0):
     os.close(os.open(os.ttyname(0), os.O_RDWR))
 import edgeinfer.engine, edgeinfer.tokenizer
+from edgeinfer.backends.llama_cpp import LlamaCppSession
 from edgeinfer.backends.reference import ReferenceSession
-forward = ReferenceSession.forward
+Session = LlamaCppSession if "llama.cpp" in sys.argv else ReferenceSession
+forward = Session.forward
 n_calls = 0
 def slow(*args, **options):
     global n_calls
@@ -44,7 +46,7 @@ def slow(*args, **options):
         print("TWENTY", file=sys.stderr, flush=True)
     time.sleep(0.01)
     return forward(*args, **options)
-ReferenceSession.forward = slow
+Session.forward = slow
 from_file = edgeinfer.tokenizer.Tokenizer.from_file
 def endless(file):
     tokenizer = from_file(file)
@@ -284,13 +286,14 @@ class Terminal(io.StringIO):
 
 
 EVIL = "a\x1b[31mred\x1b]0;title\x07\x9b2J\r\x00\x7f\u202egnp.exe\tok\n"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 def test_control_characters_reach_a_terminal_as_pictures_only():
     stream = Terminal()
     Writer(stream).write(EVIL)
     shown = stream.getvalue()
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", shown)
+    assert not CONTROL.search(shown)
     assert shown.startswith("a\u241b[31mred") and shown.endswith("gnp.exe\tok\n")
 
 
@@ -298,6 +301,32 @@ def test_a_pipe_gets_the_text_as_it_is():
     stream = io.StringIO()
     Writer(stream).write(EVIL)
     assert stream.getvalue() == EVIL
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_errors_command_no_terminal(model, monkeypatch, debug):
+    def load(*args, **options):
+        raise UnsupportedModel(EVIL)
+
+    monkeypatch.setattr(engine_module, "load", load)
+    result = CliRunner().invoke(cli.main, [*debug, "generate", "-m", model, "-p", "a"])
+    assert result.exit_code == EXIT_CODES["model"] and not CONTROL.search(result.stderr)
+    assert "error: a\u241b[31mred" in result.stderr and ("Traceback" in result.stderr) == bool(debug)
+
+
+def test_the_name_of_a_tensor_commands_no_terminal(tmp_path):
+    path = write_tiny_model(tmp_path / "m.gguf", rope_freqs=True)
+    path.write_bytes(path.read_bytes().replace(b"rope_freqs.weight", b"\x1b]0;evil\x07 a title"))
+    result = CliRunner().invoke(cli.main, ["generate", "-m", str(path), "-p", "a", "--backend", "reference"])
+    assert result.exit_code == EXIT_CODES["model"] and not CONTROL.search(result.stderr)
+    assert "first \u241b]0;evil\u2407 a title" in result.stderr
+
+
+def test_a_note_commands_no_terminal_whatever_its_colours(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    terminal.note(EVIL)
+    assert not CONTROL.search(sys.stderr.getvalue())
 
 
 def test_visible_leaves_text_alone():
@@ -363,10 +392,17 @@ def test_without_a_request_ctrl_c_is_a_keyboard_interrupt_and_the_old_handler_co
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture(params=["reference", "llama.cpp"])
+def backend(request):
+    if request.param == "llama.cpp":
+        request.getfixturevalue("llama_cpp")
+    return request.param
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_ctrl_c_in_a_one_shot_gives_what_there_is_and_leaves_with_130(model, tmp_path, command, flags):
-    arguments = [command, "-m", model, "--backend", "reference", "-p", "hello", "-s", "1", *flags]
+def test_ctrl_c_in_a_one_shot_gives_what_there_is_and_leaves_with_130(model, tmp_path, backend, command, flags):
+    arguments = [command, "-m", model, "--backend", backend, "-p", "hello", "-s", "1", *flags]
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_MAIN, *arguments],
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
@@ -492,6 +528,20 @@ def test_a_conversation_at_a_terminal(model, tmp_path):
         person.type("\x04")
         assert person.leave() == 0
     assert (tmp_path / "talk.jsonl").read_text() == '{"role": "system", "content": "be brief"}\n'
+
+
+def test_a_conversation_through_llama_cpp(llama_cpp, model, tmp_path):
+    with sitting_at(model, tmp_path, "--backend", "llama.cpp") as person:
+        assert "| llama.cpp, " in person.see("Ctrl-D leaves")
+        person.say("hello")
+        person.see("TWENTY")
+        person.type("\x03")
+        person.see("stopped; what there is of the answer is kept")
+        person.say("/stats")
+        assert "engine   llama.cpp, " in person.see("memory   ")
+        person.see("0 cached")
+        person.say("/exit")
+        assert person.leave() == 0
 
 
 def test_ctrl_c_stops_an_answer_keeps_it_and_the_chat_goes_on(model, tmp_path):

@@ -15,6 +15,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer import engine as engine_module
+from edgeinfer.backends.base import common_length
 from edgeinfer.engine import default_model, open_backend
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -40,8 +41,14 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
-@pytest.fixture(params=["reference", "native"])
+# For what holds only where logits depend on the text alone: the cache is kept, and batches can be cut elsewhere.
+exact = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+
+
+@pytest.fixture(params=["reference", "native", "llama.cpp"])
 def backend(request):
+    if request.param == "llama.cpp":
+        request.getfixturevalue("llama_cpp")
     try:
         open_backend(request.param)
     except BackendUnavailable as error:
@@ -111,6 +118,7 @@ def test_without_a_seed_one_is_drawn_and_reported(engine):
     assert engine.generate(PROMPT, max_tokens=30, params=first.params).text == first.text
 
 
+@exact
 def test_a_text_goes_on_the_same_from_any_of_its_tokens(engine):
     """The noise belongs to the place in the text, not to the number of draws."""
     whole = engine.generate(PROMPT, max_tokens=30, seed=1).tokens
@@ -149,6 +157,7 @@ def test_rows_of_the_embedding_without_a_token_are_never_drawn(engine, monkeypat
     assert max(engine.generate(PROMPT, max_tokens=30, temperature=9.0, top_k=0, seed=1).tokens) < 40
 
 
+@exact
 def test_the_cut_into_batches_changes_no_text(fresh):
     long_prompt = PROMPT * 3
     whole = fresh().generate(long_prompt, max_tokens=12, seed=1)
@@ -159,18 +168,38 @@ def test_the_cut_into_batches_changes_no_text(fresh):
 # ---- The KV cache --------------------------------------------------------------------------------------------------
 
 
-def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh):
+@exact
+def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh, backend):
     prompts = [PROMPT, PROMPT + " again", "something else", PROMPT[:9], PROMPT, PROMPT]
     cached = []
     for prompt in prompts:
         completion = engine.generate(prompt, max_tokens=15, seed=4)
         cached.append(completion.usage.cached_tokens)
         assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
-    # Another text in between leaves nothing; a prompt that is all there forwards its last token for the logits.
-    assert cached[:4] == [0, engine.count(PROMPT), 0, 0] and cached[5] == engine.count(PROMPT) - 1
-    assert 0 < cached[4] <= engine.count(PROMPT[:9])
+    whole, start = engine.count(PROMPT), common_length(engine.tokenize(PROMPT[:9]), engine.tokenize(PROMPT))
+    # A prompt that is all there forwards its last token for the logits. Native has the texts before too.
+    assert cached == [0, whole, 0, *((start - 1, whole - 1) if backend == "native" else (0, start)), whole - 1]
 
 
+@pytest.mark.parametrize("backend", ["native", "llama.cpp"], indirect=True)
+def test_a_q8_0_cache_takes_less_and_gives_a_text_of_its_own(fresh):
+    whole, small = fresh(n_ctx=512), fresh(n_ctx=512, cache_type="q8_0")
+    assert small.memory_plan.use.kv_cache < 0.6 * whole.memory_plan.use.kv_cache
+    texts = [small.generate(PROMPT * 4, max_tokens=20, seed=2).tokens for _ in range(2)]
+    assert texts[0] == texts[1]
+    with pytest.raises(InvalidArgument, match="cache_type must be f16 or q8_0: found 'q4'"):
+        fresh(cache_type="q4")
+
+
+@pytest.mark.parametrize("backend", ["llama.cpp"], indirect=True)
+def test_a_session_that_is_not_exact_starts_every_text_anew(engine, fresh):
+    for prompt in (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT):
+        completion = engine.generate(prompt, max_tokens=15, seed=4)
+        assert completion.usage.cached_tokens == 0
+        assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
+
+
+@exact
 def test_the_tokens_of_an_answer_are_reused_by_a_prompt_that_contains_it(engine):
     prompt = engine.tokenize(PROMPT)
     answer = engine.generate(prompt, max_tokens=10, **GREEDY)
@@ -215,7 +244,7 @@ def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypat
         assert list(stream)[-1].finish_reason == "interrupted"
     assert stream.completion.finish_reason == "interrupted"
     monkeypatch.undo()
-    expected = fresh().generate(PROMPT, max_tokens=20, seed=2)
+    expected = fresh(n_batch=8).generate(PROMPT, max_tokens=20, seed=2)
     assert expected.tokens[: len(stream.completion.tokens)] == stream.completion.tokens
     assert engine.generate(PROMPT, max_tokens=20, seed=2).tokens == expected.tokens
 
@@ -460,6 +489,7 @@ def test_interrupt_from_another_thread_ends_a_generate(engine):
     assert completion.finish_reason == "interrupted" and len(completion.tokens) in (4, 5)
 
 
+@exact
 def test_interrupt_ends_the_reading_of_a_prompt_and_keeps_what_is_read(fresh):
     engine = fresh(n_batch=8)
     stream = engine.stream(PROMPT * 2, seed=1, progress=lambda share: engine.interrupt())
@@ -550,6 +580,7 @@ def test_the_context_manager_closes_the_engine(model, backend):
         engine.generate(PROMPT)
 
 
+@exact
 def test_usage_and_timings_agree(engine):
     engine.generate(PROMPT, max_tokens=1)
     completion = engine.generate(PROMPT + " and more", max_tokens=8, **GREEDY)
@@ -630,8 +661,8 @@ def test_auto_falls_back_to_the_reference_with_a_warning(model, monkeypatch):
     monkeypatch.setitem(engine_module._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
     with pytest.raises(BackendUnavailable, match="native"):
         edgeinfer.load(model, backend="native")
-    with pytest.warns(RuntimeWarning, match="far slower"), edgeinfer.load(model) as engine:
-        assert engine.backend == "reference"
+    with pytest.warns(RuntimeWarning, match="far slower") as warned, edgeinfer.load(model) as engine:
+        assert engine.backend == "reference" and warned[0].filename == __file__
 
 
 def test_importing_edgeinfer_imports_nothing_heavy():

@@ -17,6 +17,7 @@ ROWS = [  # a part may import from its own row and from those above it here
     {"cli"},
 ]
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
+HEAVY = {"llama_cpp": "edgeinfer.backends.llama_cpp.library", "matplotlib": "edgeinfer.cli.bench"}  # and their owners
 ROOT_FOLDERS = {"backends", "exporters", "hls", "models", "tests"}  # none of them is a package of its own
 
 
@@ -45,6 +46,13 @@ def imported(source: str) -> Iterator[str]:
             yield from ("." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names)
 
 
+def imports_by_name(source: str) -> Iterator[str]:
+    """Names that a source hands to importlib.import_module as they are."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield from (part.value for part in node.args if isinstance(part, ast.Constant))
+
+
 def misnamed(source: str) -> list[str]:
     """Imports that load a module a second time under another name, or work in an editable install only."""
 
@@ -70,6 +78,13 @@ def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
     source = modules()[module].read_text()
     assert upward(module, source) == [], "see ROWS; a new part needs a place there"
     assert misnamed(source) == []
+
+
+@pytest.mark.parametrize("library, owner", HEAVY.items())
+def test_a_heavy_library_is_imported_by_its_owner_alone(library: str, owner: str) -> None:
+    sources = {module: path.read_text() for module, path in modules().items()}
+    names = {module: (*imported(source), *imports_by_name(source)) for module, source in sources.items()}
+    assert [module for module in names if any(name.split(".")[0] == library for name in names[module])] == [owner]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)

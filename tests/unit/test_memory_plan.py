@@ -14,7 +14,7 @@ FILE = SimpleNamespace(path="some.gguf")
 class Planner:
     """1000 bytes of weights, 10 a position, 5 a token of a batch."""
 
-    def plan(self, model, spec, n_ctx, n_batch, n_threads):
+    def plan(self, model, spec, n_ctx, n_batch, n_threads, cache_type):
         return MemoryPlan(n_ctx, n_batch, MemoryUse(weights=1000, kv_cache=10 * n_ctx, activations=5 * n_batch))
 
 

@@ -1,0 +1,58 @@
+"""The thread that calls into llama.cpp, and the byte that stops it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Worker:
+    """One thread that calls functions one after the other, and the flag that stops the one that runs."""
+
+    def __init__(self) -> None:
+        self.flag = ctypes.create_string_buffer(2)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="llama.cpp")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called since the last function was."""
+        return bool(self.flag.value)
+
+    def stop(self) -> None:
+        """Ask the function that runs to stop; from any thread and signal handler."""
+        self.flag[0] = b"\x01"
+
+    def call(self, function: Callable[..., _T], *args: object, meanwhile: Callable[[], None] | None = None) -> _T:
+        """What the function gives or raises. What is raised here meanwhile, Ctrl-C above all, stops and awaits it.
+
+        meanwhile: called in this thread every 50 ms.
+        """
+        self.flag[0] = b"\x00"
+        future: Future[_T] | None = None
+        try:
+            future = self._threads.submit(function, *args)
+            while meanwhile is not None and not wait([future], 0.05).done:
+                meanwhile()
+            return future.result()
+        except BaseException:
+            self.stop()
+            while future is not None and not future.done():
+                with suppress(KeyboardInterrupt):
+                    wait([future])
+            raise
+
+    def close(self) -> None:
+        """Stop what runs, and end the thread."""
+        self.stop()
+        self._threads.shutdown()
