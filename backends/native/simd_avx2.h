@@ -167,20 +167,23 @@ using Scale = Ints;
 template <int BITS>
 constexpr int kDots = BITS == 8 ? 1 : 128 >> BITS;
 
+// The sums, here and now: left to itself, GCC makes all products first, and has no registers to keep them in.
+EI_INLINE Ints now(Ints sums) {
+    __asm__ volatile("" : "+x"(sums.a), "+x"(sums.b));
+    return sums;
+}
+
 EI_INLINE Dot dot_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-// d + products, here and now: left to itself, GCC makes all products first, and has no registers to keep them in.
 EI_INLINE Dot add_products(Dot d, __m256i a, __m256i b) {
-    d = {_mm256_add_epi16(d.a, a), _mm256_add_epi16(d.b, b)};
-    __asm__ volatile("" : "+x"(d.a), "+x"(d.b));
-    return d;
+    return now({_mm256_add_epi16(d.a, a), _mm256_add_epi16(d.b, b)});
 }
 EI_INLINE Dot dot(Dot d, U8 codes, const int8_t* a) {
     const __m256i all = broadcast_4_bytes(a);
     return add_products(d, _mm256_maddubs_epi16(codes.a, all), _mm256_maddubs_epi16(codes.b, all));
 }
 EI_INLINE I32 add_dot_times(I32 sum, Dot d, Scale scale) {
-    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(d.a, scale.a)),
-            _mm256_add_epi32(sum.b, _mm256_madd_epi16(d.b, scale.b))};
+    return now({_mm256_add_epi32(sum.a, _mm256_madd_epi16(d.a, scale.a)),
+                _mm256_add_epi32(sum.b, _mm256_madd_epi16(d.b, scale.b))});
 }
 EI_INLINE I32 add_dot(I32 sum, Dot d) {
     const __m256i one = _mm256_set1_epi16(1);
