@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ShapeError, UnsupportedModel
-from edgeinfer.gguf import GGMLType
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
@@ -28,16 +28,18 @@ def dequantize(type: GGMLType, data: NDArray[np.uint8], shape: tuple[int, ...]) 
     check_type(type)
     if not shape or shape[-1] % type.block_elements:
         raise ShapeError(f"rows of {type.name} must be a multiple of {type.block_elements}: found shape {shape}")
-    n_bytes = math.prod(shape) // type.block_elements * type.block_bytes
+    n_bytes = type.n_bytes(math.prod(shape))
     if data.dtype != np.uint8 or data.shape != (n_bytes,):
         raise ShapeError(f"{type.name} {shape} needs {n_bytes} bytes: found {data.dtype} {data.shape}")
+    if type == GGMLType.I2_S:
+        return _i2_s(data).reshape(shape)
     return _WEIGHTS_OF[type](data.reshape(-1, type.block_bytes)).reshape(shape)
 
 
 def check_type(type: GGMLType) -> None:
     """Raises UnsupportedModel if there is no rule for this type."""
-    if type not in _WEIGHTS_OF:
-        known = ", ".join(sorted(known.name for known in _WEIGHTS_OF))
+    if type != GGMLType.I2_S and type not in _WEIGHTS_OF:
+        known = ", ".join(sorted(known.name for known in [*_WEIGHTS_OF, GGMLType.I2_S]))
         raise UnsupportedModel(f"tensor type {type.name} is not supported; supported: {known}")
 
 
@@ -181,6 +183,51 @@ def _q6_k(blocks: _Bytes) -> _Floats:
     return (scale[:, :, None] * codes).reshape(-1, 256)
 
 
+def _tq1_0(blocks: _Bytes) -> _Floats:
+    """w = d t, t in {-1, 0, 1}.
+
+    ::
+
+        | 32 bytes: t[i + 32 n] | 16 bytes: t[160 + i + 16 n] | 4 bytes: t[240 + i + 4 n] | d |        54 bytes
+        byte i = ceil(256 v / 243), where v has the digits t + 1 of n = 0, 1, ... in base three, the highest first;
+        digits are carried out at the top: digit n is 3 (byte 3^n mod 256) / 256, rounded down
+    """
+    digits = []
+    for first, last, n_digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8)[:n_digits, None]
+        shifted = blocks[:, None, first:last] * powers  # modulo 256
+        digits.append((shifted.astype(np.uint16) * 3 >> 8).reshape(len(blocks), -1))
+    return _f16(blocks[:, 52:]) * (np.hstack(digits).astype(np.float32) - 1)
+
+
+def _tq2_0(blocks: _Bytes) -> _Floats:
+    """w = d (q - 1), q in {0, 1, 2}.
+
+    ::
+
+        | 2 x 32 bytes | d |        66 bytes
+        byte i of the h-th 32: bits 2n, 2n + 1 = q[128h + 32n + i], n = 0..3
+    """
+    shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> shift & 3
+    return _f16(blocks[:, 64:]) * (codes.reshape(-1, 256).astype(np.float32) - 1)
+
+
+def _i2_s(data: _Bytes) -> _Floats:
+    """w = d (q - 1), q in {0, 1, 2}, with one float32 d for the whole tensor (bitnet.cpp).
+
+    ::
+
+        | 32 bytes | 32 bytes | ... | d | 28 bytes |
+        byte i of the b-th 32: bits 6 - 2n, 7 - 2n = q[128b + 32n + i], n = 0..3
+    """
+    scale = data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")
+    shift = np.array([6, 4, 2, 0], dtype=np.uint8)[:, None]
+    codes = data[:-I2_S_TAIL_BYTES].reshape(-1, 1, 32) >> shift & 3
+    weights: _Floats = (codes.astype(np.float32) - 1) * scale
+    return weights
+
+
 # Each turns blocks (n, block_bytes) into weights (n, block_elements).
 _WEIGHTS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
     GGMLType.F32: _f32,
@@ -194,4 +241,6 @@ _WEIGHTS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
     GGMLType.Q6_K: _q6_k,
+    GGMLType.TQ1_0: _tq1_0,
+    GGMLType.TQ2_0: _tq2_0,
 }

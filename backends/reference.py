@@ -27,7 +27,7 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.gguf import ModelFile
+from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
@@ -88,11 +88,16 @@ class ReferenceBackend:
         for done, (name, shape) in enumerate(names.items(), start=1):
             _check_type(model, name)
             kind = model.tensors[name].type
-            block = kind.block_elements if self.activations == "int8" else 1
-            weights[name] = Weights(dequantize(kind, model.data(name), shape), block)
+            weights[name] = Weights(dequantize(kind, model.data(name), shape), self._block(kind, shape))
             if progress is not None:
                 progress(done / len(names))
         return ReferenceSession(spec, plan, weights)
+
+    def _block(self, kind: GGMLType, shape: tuple[int, ...]) -> int:
+        """Block in which the input of such a matrix is rounded."""
+        if self.activations != "int8":
+            return 1
+        return shape[-1] if kind == GGMLType.I2_S else kind.block_elements
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,8 @@ class ReferenceSession:
             self._poll()
             seen = path if window is None else path[-window:]
             y[i] = attend(q[i], self._keys[layer, seen], self._values[layer, seen], spec.attention_soft_cap)
-        out = self._linear(names.attn_output, names.attn_output_bias, y.reshape(len(x), -1))
+        heads = self._norm(names.attn_sub_norm, y.reshape(len(x), -1))
+        out = self._linear(names.attn_output, names.attn_output_bias, heads)
         return self._norm(names.attn_post_norm, out)
 
     def _queries_keys_values(self, layer: int, h: Floats) -> tuple[Floats, Floats, Floats]:
@@ -239,7 +245,8 @@ class ReferenceSession:
         names = self.spec.layers[layer]
         h = self._norm(names.ffn_norm, x)
         gate, up = self._linear(names.ffn_gate, None, h), self._linear(names.ffn_up, None, h)
-        out = self._linear(names.ffn_down, None, ACTIVATIONS[self.spec.activation](gate) * up)
+        gated = self._norm(names.ffn_sub_norm, ACTIVATIONS[self.spec.activation](gate) * up)
+        out = self._linear(names.ffn_down, None, gated)
         return self._norm(names.ffn_post_norm, out)
 
     def _head(self, x: Floats) -> Floats:
@@ -332,6 +339,12 @@ def soft_cap(x: Floats, cap: float | None) -> Floats:
     return y
 
 
+def relu2(x: Floats) -> Floats:
+    """max(x, 0)^2 (So et al., arXiv:2109.08668)."""
+    y: Floats = np.square(np.maximum(x, np.float32(0)))
+    return y
+
+
 def silu(x: Floats) -> Floats:
     """x * sigmoid(x) = x / (1 + exp(-x))."""
     with np.errstate(over="ignore"):  # far below zero x / inf is right
@@ -352,7 +365,7 @@ def gelu_tanh(x: Floats) -> Floats:
     return y
 
 
-ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def round_activations(x: Floats, block: int) -> Floats:

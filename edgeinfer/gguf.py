@@ -38,6 +38,7 @@ MAX_DIMS = 4
 MAX_ELEMENTS = 1 << 48
 MAX_ALIGNMENT = 1 << 20
 DEFAULT_ALIGNMENT = 32
+I2_S_TAIL_BYTES = 32  # behind the last block of a tensor: its scale as float32, and room
 
 
 class GGMLType(IntEnum):
@@ -74,6 +75,7 @@ class GGMLType(IntEnum):
     BF16 = 30
     TQ1_0 = 34
     TQ2_0 = 35
+    I2_S = 36  # of bitnet.cpp; ggml has given the number up
     MXFP4 = 39
     NVFP4 = 40
     Q1_0 = 41
@@ -88,6 +90,11 @@ class GGMLType(IntEnum):
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return _BLOCKS[self][1]
+
+    def n_bytes(self, n_elements: int) -> int:
+        """Bytes of a tensor of whole blocks."""
+        tail = I2_S_TAIL_BYTES if self == GGMLType.I2_S else 0
+        return n_elements // self.block_elements * self.block_bytes + tail
 
 
 _BLOCKS = {  # elements, bytes: ggml-common.h, the block_* structs
@@ -122,6 +129,7 @@ _BLOCKS = {  # elements, bytes: ggml-common.h, the block_* structs
     GGMLType.BF16: (1, 2),
     GGMLType.TQ1_0: (256, 54),
     GGMLType.TQ2_0: (256, 66),
+    GGMLType.I2_S: (128, 32),
     GGMLType.MXFP4: (32, 17),
     GGMLType.NVFP4: (64, 36),
     GGMLType.Q1_0: (128, 18),
@@ -597,7 +605,7 @@ def _read_tensor_info(cursor: _Cursor, field: str) -> _Declared:
     if dims[0] % kind.block_elements:
         reason = f"must be a multiple of the {kind.block_elements} elements of a {kind.name} block: found {dims[0]}"
         cursor.refuse(f"{field} dim 0", dims_at, reason)
-    n_bytes = math.prod(dims) // kind.block_elements * kind.block_bytes
+    n_bytes = kind.n_bytes(math.prod(dims))
     relative_offset = cursor.u64(f"{field} offset")
     return _Declared(tuple(reversed(dims)), kind, n_bytes, relative_offset, cursor.at - 8)
 

@@ -43,6 +43,8 @@ _COMMON = {
 _SPECIAL = {
     "attn_post_norm": "post_attention_norm.weight",
     "ffn_post_norm": "post_ffw_norm.weight",
+    "attn_sub_norm": "attn_sub_norm.weight",
+    "ffn_sub_norm": "ffn_sub_norm.weight",
     "attn_q_norm": "attn_q_norm.weight",
     "attn_k_norm": "attn_k_norm.weight",
     "attn_q_bias": "attn_q.bias",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
-Activation = Literal["silu", "gelu_tanh"]  # x sigmoid(x); x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2
+# x sigmoid(x); x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2; max(x, 0)^2
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 QKNorm = Literal["per_head", "whole"]  # over the head_dim numbers of each head; over all heads of a token together
 
 
@@ -97,6 +98,8 @@ class LayerTensors:
     ffn_down: TensorRef
     attn_post_norm: TensorRef | None = None  # of what attention gives, before it is added
     ffn_post_norm: TensorRef | None = None  # of what the feed-forward network gives, before it is added
+    attn_sub_norm: TensorRef | None = None  # (n_heads * head_dim,), of what goes into attn_output
+    ffn_sub_norm: TensorRef | None = None  # (n_ff,), of what goes into ffn_down
     attn_q_norm: TensorRef | None = None  # (head_dim,) or (n_heads * head_dim,), see ModelSpec.qk_norm
     attn_k_norm: TensorRef | None = None
     attn_q_bias: TensorRef | None = None
@@ -127,9 +130,9 @@ class ModelSpec(ModelSizes):
             h = norm(x, attn_norm);  q, k, v = the three products with h, plus their biases
             q, k = rope(norm(q, attn_q_norm)), rope(norm(k, attn_k_norm))
             scores = cap(q * attention_scale * temperature(position) @ k, attention_soft_cap) over the window
-            a = softmax(scores) @ v @ attn_output + attn_output_bias
+            a = norm(softmax(scores) @ v, attn_sub_norm) @ attn_output + attn_output_bias
             x = x + residual_scale * norm(a, attn_post_norm)
-            h = norm(x, ffn_norm);  f = (activation(gate(h)) * up(h)) @ ffn_down
+            h = norm(x, ffn_norm);  f = norm(activation(gate(h)) * up(h), ffn_sub_norm) @ ffn_down
             x = x + residual_scale * norm(f, ffn_post_norm)
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
@@ -194,6 +197,8 @@ class ModelSpec(ModelSizes):
             "ffn_norm": (self.n_embd,),
             "attn_post_norm": (self.n_embd,),
             "ffn_post_norm": (self.n_embd,),
+            "attn_sub_norm": (q,),
+            "ffn_sub_norm": (self.n_ff,),
             "attn_q_norm": (q_norm,),
             "attn_k_norm": (kv_norm,),
             "attn_q_bias": (q,),

@@ -40,6 +40,9 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
     inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
     inputs.sums16 = cutter.take<int16_t>(n * n_in / 16);
     inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
+    inputs.q_token = cutter.take<int8_t>(n * n_in);
+    inputs.scale_token = cutter.take<float>(n);
+    inputs.sum_token = cutter.take<int32_t>(n);
     return inputs;
 }
 
@@ -88,7 +91,7 @@ struct Decoder::Buffers {
         inputs = take_inputs(cutter, n, most_in);
         for (int i = 0; i < n_threads; i++) {
             own_inputs.push_back(take_inputs(cutter, 1, most_in));
-            own_h.push_back(cutter.take<float>(ld_embd));
+            own_h.push_back(cutter.take<float>(most_in));
             own_head.push_back(cutter.take<float>(padded(c.head_dim)));
             scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
             sums.push_back(cutter.take<float>(kTaskRows * ld_value));
@@ -171,13 +174,13 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
 }
 
-void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source) {
+void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale) {
     const Matrix& m = matrix(role, layer);
     uint8_t* data =
         weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
     pool_.run([&](int thread) {
         pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
-            pack_group(m.format, source, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
+            pack_group(m.format, source, scale, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
         });
     });
 }
@@ -191,6 +194,8 @@ void Decoder::set_vector(Role role, int layer, const float* source, int n) {
         case Role::AttnNorm: w.attn_norm = data; break;
         case Role::AttnPostNorm: w.attn_post_norm = data; break;
         case Role::FfnPostNorm: w.ffn_post_norm = data; break;
+        case Role::AttnSubNorm: w.attn_sub_norm = data; break;
+        case Role::FfnSubNorm: w.ffn_sub_norm = data; break;
         case Role::QNorm: w.q_norm = data; break;
         case Role::KNorm: w.k_norm = data; break;
         case Role::QBias: w.q_bias = data; break;
@@ -268,10 +273,10 @@ void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int ind
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread, w);
     rotate_and_store(pass, thread, w, index);
     attend(pass, thread, index);
-    add_projection(pass, thread, b.attn, b.ld_q, w.attn_output, w.attn_output_bias, w.attn_post_norm);
+    add_projection(pass, thread, b.attn, b.ld_q, w.attn_sub_norm, w.attn_output, w.attn_output_bias, w.attn_post_norm);
     const Inputs ffn = normed_inputs(pass, thread, w.ffn_norm, nullptr, pass.n, {&w.gate, &w.up});
     feed_forward(pass, thread, w, ffn);
-    add_projection(pass, thread, b.gate, b.ld_ff, w.down, nullptr, w.ffn_post_norm);
+    add_projection(pass, thread, b.gate, b.ld_ff, w.ffn_sub_norm, w.down, nullptr, w.ffn_post_norm);
 }
 
 // x = the embeddings of the tokens, and the angles of their positions.
@@ -307,13 +312,15 @@ Inputs Decoder::inputs_of(const Pass& pass, int thread, int n_in, const float* x
 
 // Column c in the kinds that the readers want.
 void Decoder::prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const {
-    bool by32 = false, by256 = false;
+    bool by32 = false, by256 = false, by_token = false;
     for (const Matrix* reader : readers) {
         by32 = by32 || input_kind(reader->format) == InputKind::Int8By32;
         by256 = by256 || input_kind(reader->format) == InputKind::Int8By256;
+        by_token = by_token || input_kind(reader->format) == InputKind::Int8ByToken;
     }
     if (by32) kernels_.quantize32(inputs, c);
     if (by256) kernels_.quantize256(inputs, c);
+    if (by_token) kernels_.quantize_token(inputs, c);
 }
 
 // rms_norm(x) of n columns, or x itself without a norm, prepared for the readers; column i is row rows[i] of x, or row
@@ -508,15 +515,21 @@ AttentionRow Decoder::attention_row(const Pass& pass, int thread, int index, int
     return a;
 }
 
-// x += residual_scale * norm(w * y + bias) for the rows y.
-void Decoder::add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w,
+// x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
+void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w,
                              const float* bias, const float* post_norm) {
     const Buffers& b = *buffers_;
-    const Inputs inputs = inputs_of(pass, thread, w.n_in, y, ldy);
+    float* h = sub_norm && pass.alone() ? b.own_h[static_cast<size_t>(thread)] : y;  // other threads still read y
+    const Inputs inputs = inputs_of(pass, thread, w.n_in, h, ldy);
+    const auto column = [&](int c) {
+        const size_t at = static_cast<size_t>(c) * ldy;
+        if (sub_norm) kernels_.rms_norm(y + at, sub_norm, w.n_in, config_.norm_epsilon, h + at);
+        prepare(inputs, c, {&w});
+    };
     if (pass.alone()) {
-        prepare(inputs, 0, {&w});
-    } else if (input_kind(w.format) != InputKind::Float) {
-        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, {&w}); });
+        column(0);
+    } else if (sub_norm || input_kind(w.format) != InputKind::Float) {
+        for_tasks(pass, thread, pass.n, column);
     }
     const auto add = [&](int c, int first_row, int last_row) {
         float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
@@ -541,7 +554,9 @@ void Decoder::add_projection(const Pass& pass, int thread, const float* y, size_
 // gate = activation(gate) * up
 void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
-    const auto gated = config_.activation == Activation::Silu ? kernels_.swiglu : kernels_.geglu;
+    const auto gated = config_.activation == Activation::Silu       ? kernels_.swiglu
+                       : config_.activation == Activation::GeluTanh ? kernels_.geglu
+                                                                    : kernels_.relu2_glu;
     const Tasks tasks(w.gate.n_groups(), pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);

@@ -24,7 +24,7 @@ struct LayerAttention {
     int rope, window;
 };
 
-enum class Activation : int { Silu, GeluTanh };
+enum class Activation : int { Silu, GeluTanh, Relu2 };
 enum class QKNorm : int { None, PerHead, Whole };
 
 // Sizes and recipe, as models/spec.py describes them. Scales of 1 and caps of 0 change nothing.
@@ -48,6 +48,7 @@ struct DecoderConfig {
 // Norms and biases are null where the model has none.
 struct LayerWeights {
     const float *attn_norm = nullptr, *ffn_norm = nullptr, *attn_post_norm = nullptr, *ffn_post_norm = nullptr;
+    const float *attn_sub_norm = nullptr, *ffn_sub_norm = nullptr;
     const float *q_norm = nullptr, *k_norm = nullptr;
     Matrix q, k, v, attn_output, gate, up, down;
     const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *attn_output_bias = nullptr;
@@ -64,6 +65,8 @@ struct Embedding {
 enum class Role : int {
     AttnNorm,
     AttnPostNorm,
+    AttnSubNorm,
+    FfnSubNorm,
     FfnPostNorm,
     QNorm,
     KNorm,
@@ -93,8 +96,9 @@ public:
 
     // Makes room for a matrix (n_out, n_in); layer is ignored for Output.
     void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
-    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them.
-    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source);
+    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. scale:
+    // of I2_S, which has one for all rows.
+    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale);
     Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
@@ -145,8 +149,8 @@ private:
     void rotate_and_store(const Pass& pass, int thread, const LayerWeights& w, int index);
     void attend(const Pass& pass, int thread, int index);
     AttentionRow attention_row(const Pass& pass, int thread, int index, int c, int head, int r);
-    void add_projection(const Pass& pass, int thread, const float* y, size_t ldy, const Matrix& w, const float* bias,
-                        const float* post_norm);
+    void add_projection(const Pass& pass, int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w,
+                        const float* bias, const float* post_norm);
     void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
     void head(const Pass& pass, int thread);
     template <class Task>

@@ -250,6 +250,12 @@ EI_INLINE F32 load_row_f32(const void* p) { return load_f32(static_cast<const fl
 EI_INLINE F32 load_row_f16(const void* p) { return load_f16(p); }
 EI_INLINE F32 load_row_bf16(const void* p) { return load_bf16(p); }
 
+}  // namespace
+
+#include "ternary.h"
+
+namespace {
+
 EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
     if (n_rows >= kRows) {
         store_f32(y, v);
@@ -296,6 +302,9 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float*
         case Format::Q4_K: return matmul_as<Tiles45K<4>>(w, x, n, first, last, y, ldy);
         case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, y, ldy);
         case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, y, ldy);
+        case Format::TQ1_0:
+        case Format::TQ2_0: return matmul_as<TernaryTiles>(w, x, n, first, last, y, ldy);
+        case Format::I2_S: return matmul_as<TernaryRows>(w, x, n, first, last, y, ldy);
     }
 }
 
@@ -357,6 +366,23 @@ void quantize256(const Inputs& x, int c) {
     }
 }
 
+// As BitNet does it, which takes 1e-5 for the largest |x| where that is smaller.
+void quantize_token(const Inputs& x, int c) {
+    const size_t n_in = static_cast<size_t>(x.n_in), column = static_cast<size_t>(c);
+    const float* in = x.x + column * x.ldx;
+    int8_t* q = x.q_token + column * n_in;
+    const float largest = largest_magnitude(in, x.n_in);
+    const float most = largest < 1e-5f ? 1e-5f : largest;  // NaN stays
+    const F32 inverse = set_f32(127.0f / most);
+    int32_t sum = 0;
+    for (size_t i = 0; i < n_in; i += 16) {
+        store_i8(q + i, round_to_i32(mul_f32(load_f32(in + i), inverse)));
+        for (size_t k = i; k < i + 16; k++) sum += q[k];
+    }
+    x.scale_token[column] = most / 127.0f;
+    x.sum_token[column] = sum;
+}
+
 // ---- the rest of a layer ---------------------------------------------------------------------------------------
 
 // The one order in which 16 lanes are summed: 8 pairs a distance of 8 apart, then 4, 2, 1.
@@ -411,6 +437,13 @@ void geglu(float* gate, const float* up, int n) {
         const F32 slope = fma_f32(mul_f32(g, g), set_f32(7.13548139e-2f), set_f32(1.59576912f));
         const F32 e = exp_f32(mul_f32(sub_f32(set_f32(0.0f), g), slope));
         store_f32(gate + i, mul_f32(div_f32(g, add_f32(set_f32(1.0f), e)), load_f32(up + i)));
+    }
+}
+
+void relu2_glu(float* gate, const float* up, int n) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = max_f32(set_f32(0.0f), load_f32(gate + i));
+        store_f32(gate + i, mul_f32(mul_f32(g, g), load_f32(up + i)));
     }
 }
 
@@ -478,5 +511,6 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME, matmul,        quantize32,      quantize256, rms_norm, swiglu,
-                         geglu,       scale_and_cap, store_key_value, attention,   read,     multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,     matmul,    quantize32, quantize256,  quantize_token,
+                         rms_norm,        swiglu,    geglu,      relu2_glu,    scale_and_cap,
+                         store_key_value, attention, read,       multiply_adds};

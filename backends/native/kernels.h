@@ -44,12 +44,16 @@ struct Kernels {
     // Prepares column c of the inputs. x.n_in must be a multiple of 32, or 256.
     void (*quantize32)(const Inputs& x, int c);
     void (*quantize256)(const Inputs& x, int c);
+    // The whole column as one block; x.n_in must be a multiple of 16.
+    void (*quantize_token)(const Inputs& x, int c);
     // out = x / sqrt(mean(x^2) + epsilon) * w (Zhang and Sennrich, arXiv:1910.07467). Arrays padded with 0 to 16.
     void (*rms_norm)(const float* x, const float* w, int n, float epsilon, float* out);
     // gate = silu(gate) * up (Shazeer, arXiv:2002.05202). Arrays padded to 16.
     void (*swiglu)(float* gate, const float* up, int n);
     // gate = gelu(gate) * up with the tanh approximation (Hendrycks and Gimpel, arXiv:1606.08415). Arrays padded to 16.
     void (*geglu)(float* gate, const float* up, int n);
+    // gate = max(gate, 0)^2 * up (So et al., arXiv:2109.08668). Arrays padded to 16.
+    void (*relu2_glu)(float* gate, const float* up, int n);
     // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
     // Writes a key and a value (head_dim,) into a slot.

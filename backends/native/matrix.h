@@ -24,6 +24,12 @@
 //                  line u = 0, 1: low nibble = low bits at k = 16j + 4u + c, high nibble = at k = 16j + 8 + 4u + c
 //                  line 2:        bits 2g, 2g+1 = top bits at k = 16j + 4g + c                       (g = 0..3)
 //
+// Ternary, codes one above the weights, lines of 16 inputs
+//   line i, byte 4*row + c: bits 2j, 2j+1 = code at k = 16i + 4j + c                                  (j, c = 0..3)
+//   I2_S:          f32 scale[16] | lines (edgeinfer.backends.ternary.packing, two bits)
+//   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 16 lines | 16
+//                  lines
+//
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
 
@@ -42,11 +48,14 @@ enum class Format : int {
     Q4_K = 12,
     Q5_K = 13,
     Q6_K = 14,
-    BF16 = 30
+    BF16 = 30,
+    TQ1_0 = 34,
+    TQ2_0 = 35,
+    I2_S = 36
 };
 
 // What a matrix wants its inputs as.
-enum class InputKind : int { Float, Int8By32, Int8By256 };
+enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
 
@@ -61,25 +70,32 @@ struct Matrix {
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
-// each 16 and 32 q. Distances between columns are those of the arrays' element type.
+// each 16 and 32 q.  Int8ByToken: likewise for a whole column. Distances between columns are those of the arrays' element
+// type.
 struct Inputs {
     int n_in = 0;
     const float* x = nullptr;  // (n, ldx)
     size_t ldx = 0;
-    int8_t* q32 = nullptr;      // (n, n_in)
-    float* scale32 = nullptr;   // (n, n_in / 32)
-    int32_t* sum32 = nullptr;   // (n, n_in / 32)
-    int8_t* q256 = nullptr;     // (n, n_in)
-    float* scale256 = nullptr;  // (n, n_in / 256)
-    int16_t* sums16 = nullptr;  // (n, n_in / 16)
-    int16_t* sums32 = nullptr;  // (n, n_in / 32)
+    int8_t* q32 = nullptr;         // (n, n_in)
+    float* scale32 = nullptr;      // (n, n_in / 32)
+    int32_t* sum32 = nullptr;      // (n, n_in / 32)
+    int8_t* q256 = nullptr;        // (n, n_in)
+    float* scale256 = nullptr;     // (n, n_in / 256)
+    int16_t* sums16 = nullptr;     // (n, n_in / 16)
+    int16_t* sums32 = nullptr;     // (n, n_in / 32)
+    int8_t* q_token = nullptr;     // (n, n_in)
+    float* scale_token = nullptr;  // (n,)
+    int32_t* sum_token = nullptr;  // (n,)
 };
 
 constexpr InputKind input_kind(Format format) {
     switch (format) {
         case Format::Q4_K:
         case Format::Q5_K:
-        case Format::Q6_K: return InputKind::Int8By256;
+        case Format::Q6_K:
+        case Format::TQ1_0:
+        case Format::TQ2_0: return InputKind::Int8By256;
+        case Format::I2_S: return InputKind::Int8ByToken;
         case Format::F32:
         case Format::F16:
         case Format::BF16: return InputKind::Float;

@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -79,7 +81,7 @@ void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out
     decoder.set_matrix(role, layer, format, n_out, n_in);
 }
 
-void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source) {
+void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source, float scale) {
     if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
     if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     const Matrix& m = decoder.matrix(role, layer);
@@ -91,7 +93,7 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes sour
         throw nb::value_error("rows must be whole groups of 16 within the matrix, or its last ones");
     }
     nb::gil_scoped_release release;
-    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data());
+    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data(), scale);
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
@@ -102,6 +104,7 @@ void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
 void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
     const DecoderConfig& config = decoder.config();
     const Format format = format_of(ggml_type, config.n_embd);
+    if (format == Format::I2_S) throw nb::value_error("I2_S has no rows that can be read alone");
     if (source.size() != matrix_source_bytes(ggml_type, config.n_vocab, config.n_embd)) {
         throw nb::value_error("source has another size");
     }
@@ -167,14 +170,15 @@ void truncate_to(Decoder& decoder, int n_past) {
 // One matrix alone, for tests and benchmarks of the kernels.
 class PackedMatrix {
 public:
-    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source) : memory_(packed_bytes(ggml_type, n_out, n_in)) {
+    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source, float scale)
+        : memory_(packed_bytes(ggml_type, n_out, n_in)) {
         const Format format = format_of(ggml_type, n_in);
         if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) {
             throw nb::value_error("source has another size");
         }
         matrix_ = {format, n_out, n_in, packed_group_bytes(format, n_in), memory_.data()};
         for (int g = 0; g < matrix_.n_groups(); g++) {
-            pack_group(format, source.data(), n_out, n_in, g,
+            pack_group(format, source.data(), scale, n_out, n_in, g,
                        memory_.data() + static_cast<size_t>(g) * matrix_.group_bytes);
         }
     }
@@ -188,30 +192,74 @@ public:
             throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
         }
         std::vector<int8_t> q(n * n_in);
-        std::vector<float> scales(n * n_in / 32 + 1);
-        std::vector<int32_t> sums(n * n_in / 32 + 1);
+        std::vector<float> scales(n * (n_in / 32 + 1));
+        std::vector<int32_t> sums(n * (n_in / 32 + 1));
         std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
         in.x = x.data();
         in.ldx = n_in;
-        in.q32 = in.q256 = q.data();
-        in.scale32 = in.scale256 = scales.data();
-        in.sum32 = sums.data();
+        in.q32 = in.q256 = in.q_token = q.data();
+        in.scale32 = in.scale256 = in.scale_token = scales.data();
+        in.sum32 = in.sum_token = sums.data();
         in.sums16 = sums16.data();
         in.sums32 = sums32.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
             if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
+            if (input_kind(matrix_.format) == InputKind::Int8ByToken) kernels.quantize_token(in, c);
         }
         kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), y.data(),
                        static_cast<size_t>(matrix_.n_out));
     }
 
+    const Matrix& matrix() const { return matrix_; }
+    const uint8_t* data() const { return memory_.data(); }
+    size_t n_bytes() const { return matrix_.group_bytes * static_cast<size_t>(matrix_.n_groups()); }
+
 private:
     Memory memory_;
     Matrix matrix_;
 };
+
+// Seconds to multiply each of these matrices, one after the other, with n columns of made-up activations, which are
+// prepared once before. For benchmarks.
+double time_products(const std::vector<const PackedMatrix*>& matrices, const std::string& isa, int n_threads, int n) {
+    if (matrices.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and columns are needed");
+    const Kernels& kernels = kernels_of(isa);
+    size_t most_in = 0, most_out = 0;
+    for (const PackedMatrix* packed : matrices) {
+        most_in = std::max(most_in, static_cast<size_t>(packed->matrix().n_in));
+        most_out = std::max(most_out, static_cast<size_t>(packed->matrix().n_groups() * kRows));
+    }
+    const size_t columns = static_cast<size_t>(n);
+    std::vector<float> y(columns * most_out), scales(columns * (most_in / 32 + 1), 0.01f);
+    std::vector<int8_t> q(columns * most_in);
+    for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
+    std::vector<int32_t> sums(columns * (most_in / 32 + 1), 5);
+    std::vector<int16_t> short_sums(columns * (most_in / 16 + 1), 5);
+    Inputs in;
+    in.q32 = in.q256 = in.q_token = q.data();
+    in.scale32 = in.scale256 = in.scale_token = scales.data();
+    in.sum32 = in.sum_token = sums.data();
+    in.sums16 = in.sums32 = short_sums.data();
+    nb::gil_scoped_release release;
+    Pool pool(n_threads);
+    const auto started = std::chrono::steady_clock::now();
+    pool.run([&](int thread) {
+        for (const PackedMatrix* packed : matrices) {
+            const Matrix& m = packed->matrix();
+            Inputs of_matrix = in;
+            of_matrix.n_in = m.n_in;
+            const int each = std::max(1, m.n_groups() / (16 * n_threads));  // as the decoder cuts them
+            pool.for_tasks(thread, (m.n_groups() + each - 1) / each, [&](int task) {
+                kernels.matmul(m, of_matrix, n, task * each, std::min(m.n_groups(), (task + 1) * each), y.data(),
+                               most_out);
+            });
+        }
+    });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
 
 }  // namespace
 
@@ -220,6 +268,14 @@ NB_MODULE(_core, m) {
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def("packed_bytes", &packed_bytes, "ggml_type"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
+
+    m.def(
+        "holds_trits",
+        [](int ggml_type, Bytes source) {
+            return holds_trits(static_cast<Format>(ggml_type), source.data(), source.size());
+        },
+        "ggml_type"_a, "source"_a,
+        "Whether no code of some rows of a TQ1_0, TQ2_0 or I2_S matrix is 3, which stands for no trit.");
 
     m.def(
         "measure_limits",
@@ -236,6 +292,8 @@ NB_MODULE(_core, m) {
         .value("attn_norm", Role::AttnNorm)
         .value("attn_post_norm", Role::AttnPostNorm)
         .value("ffn_post_norm", Role::FfnPostNorm)
+        .value("attn_sub_norm", Role::AttnSubNorm)
+        .value("ffn_sub_norm", Role::FfnSubNorm)
         .value("attn_q_norm", Role::QNorm)
         .value("attn_k_norm", Role::KNorm)
         .value("attn_q", Role::Q)
@@ -253,7 +311,10 @@ NB_MODULE(_core, m) {
         .value("output_norm", Role::OutputNorm)
         .value("output", Role::Output);
 
-    nb::enum_<Activation>(m, "Activation").value("silu", Activation::Silu).value("gelu_tanh", Activation::GeluTanh);
+    nb::enum_<Activation>(m, "Activation")
+        .value("silu", Activation::Silu)
+        .value("gelu_tanh", Activation::GeluTanh)
+        .value("relu2", Activation::Relu2);
     nb::enum_<QKNorm>(m, "QKNorm")
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)
@@ -326,7 +387,7 @@ NB_MODULE(_core, m) {
             },
             "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a)
-        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a)
+        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
@@ -358,6 +419,15 @@ NB_MODULE(_core, m) {
         .def_prop_ro("activation_bytes", [](const Decoder& decoder) { return decoder.activation_bytes(); });
 
     nb::class_<PackedMatrix>(m, "PackedMatrix")
-        .def(nb::init<int, int, int, Bytes>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a)
-        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a);
+        .def(nb::init<int, int, int, Bytes, float>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a, "scale"_a = 1.0f)
+        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a)
+        .def_prop_ro(
+            "data",
+            [](const PackedMatrix& matrix) {
+                return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(matrix.data(), {matrix.n_bytes()},
+                                                                          nb::find(matrix));
+            },
+            "The packed bytes, read-only, without a copy.");
+    m.def("time_products", &time_products, "matrices"_a, "isa"_a, "n_threads"_a, "n"_a,
+          "Seconds to multiply each of these matrices with n columns, one after the other.");
 }

@@ -163,6 +163,71 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
     }
 }
 
+// Ternary codes, one above the weights. I2_S: runs of 128 in 32 bytes, the first in the top bits. TQ2_0: runs of 128 in 32
+// bytes, the first in the low bits; behind each 256 their f16 d. TQ1_0: five digits of base three in each of 32 and then of
+// 16 bytes, four in each of 4, f16 d; a byte is ceil(256 v / 243), so multiplying by 3 carries the first digit out.
+constexpr size_t kBytesTQ1 = 54, kBytesTQ2 = 66, kBytesI2 = 32;
+
+uint8_t digit_of_byte(uint8_t byte, int n) {
+    constexpr int kPowers[5] = {1, 3, 9, 27, 81};
+    return static_cast<uint8_t>((static_cast<uint8_t>(byte * kPowers[n]) * 3) >> 8);
+}
+
+uint8_t code_of_tq1(const uint8_t* block, int k) {
+    if (k < 160) return digit_of_byte(block[k % 32], k / 32);
+    if (k < 240) return digit_of_byte(block[32 + k % 16], (k - 160) / 16);
+    return digit_of_byte(block[48 + k % 4], (k - 240) / 4);
+}
+
+uint8_t code_of_tq2(const uint8_t* block, int k) { return (block[32 * (k / 128) + k % 32] >> (k % 128 / 32 * 2)) & 3; }
+
+uint8_t code_of_i2(const uint8_t* row, int k) { return (row[32 * (k / 128) + k % 32] >> (6 - k % 128 / 32 * 2)) & 3; }
+
+// Writes 16 codes of one row into its line.
+void place_trits(const uint8_t* codes, int row, uint8_t* line) {
+    for (int c = 0; c < 4; c++) {
+        line[4 * row + c] = static_cast<uint8_t>(codes[c] | codes[4 + c] << 2 | codes[8 + c] << 4 | codes[12 + c] << 6);
+    }
+}
+
+void pack_row_i2(const uint8_t* source, int n_in, int row, uint8_t* lines) {
+    for (int k = 0; k < n_in; k += 16) {
+        uint8_t codes[16];
+        for (int i = 0; i < 16; i++) codes[i] = code_of_i2(source, k + i);
+        place_trits(codes, row, lines + 4 * k);
+    }
+}
+
+// Where tile b of a row group has its scales and its lines.
+constexpr size_t kLinesTQ = 1024;
+size_t tq_scales_at(size_t b) { return b / 2 * (64 + 2 * kLinesTQ) + b % 2 * 32; }
+size_t tq_lines_at(size_t b) { return b / 2 * (64 + 2 * kLinesTQ) + 64 + b % 2 * kLinesTQ; }
+
+void pack_row_tq(Format format, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    const size_t n_bytes = format == Format::TQ1_0 ? kBytesTQ1 : kBytesTQ2;
+    const auto code_of = format == Format::TQ1_0 ? code_of_tq1 : code_of_tq2;
+    for (size_t b = 0; b < static_cast<size_t>(n_in) / 256; b++) {
+        std::memcpy(group + tq_scales_at(b) + 2 * row, source + n_bytes - 2, 2);
+        for (int k = 0; k < 256; k += 16) {
+            uint8_t codes[16];
+            for (int i = 0; i < 16; i++) codes[i] = code_of(source, k + i);
+            place_trits(codes, row, group + tq_lines_at(b) + 4 * k);
+        }
+        source += n_bytes;
+    }
+}
+
+// The scale once a row; rows past n_out have weights of 0.
+void pack_group_i2(const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+    const size_t row_bytes = static_cast<size_t>(n_in) / 4;
+    std::memset(group, 0, 64);
+    std::memset(group + 64, 0x55, packed_group_bytes(Format::I2_S, n_in) - 64);
+    for (int row = 0; row < kRows && g * kRows + row < n_out; row++) {
+        std::memcpy(group + 4 * row, &scale, 4);
+        pack_row_i2(source + static_cast<size_t>(g * kRows + row) * row_bytes, n_in, row, group + 64);
+    }
+}
+
 void pack_row_floats(size_t width, const uint8_t* source, int n_in, int row, uint8_t* group) {
     for (int k = 0; k < n_in; k++) {
         std::memcpy(group + (static_cast<size_t>(k) * kRows + static_cast<size_t>(row)) * width, source, width);
@@ -178,6 +243,8 @@ void pack_row(Format format, const uint8_t* source, int n_in, int row, uint8_t* 
         case Format::Q4_K: return pack_row_45k(4, source, n_in, row, group);
         case Format::Q5_K: return pack_row_45k(5, source, n_in, row, group);
         case Format::Q6_K: return pack_row_6k(source, n_in, row, group);
+        case Format::TQ1_0:
+        case Format::TQ2_0: return pack_row_tq(format, source, n_in, row, group);
         default: return pack_row_block32(block32(format), source, n_in, row, group);
     }
 }
@@ -217,6 +284,16 @@ void dequantize_6k(const uint8_t* block, int n_in, float* out) {
     }
 }
 
+void dequantize_tq(Format format, const uint8_t* block, int n_in, float* out) {
+    const size_t n_bytes = format == Format::TQ1_0 ? kBytesTQ1 : kBytesTQ2;
+    const auto code_of = format == Format::TQ1_0 ? code_of_tq1 : code_of_tq2;
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(block + n_bytes - 2);
+        for (int k = 0; k < 256; k++) *out++ = d * static_cast<float>(code_of(block, k) - 1);
+        block += n_bytes;
+    }
+}
+
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 32; b++) {
         const float d = read_f16(block), m = layout.min ? read_f16(block + 2) : 0.0f;
@@ -247,6 +324,9 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
         case Format::Q4_K: n_inputs = 256, n_bytes = kBytes4K; return true;
         case Format::Q5_K: n_inputs = 256, n_bytes = kBytes5K; return true;
         case Format::Q6_K: n_inputs = 256, n_bytes = kBytes6K; return true;
+        case Format::TQ1_0: n_inputs = 256, n_bytes = kBytesTQ1; return true;
+        case Format::TQ2_0: n_inputs = 256, n_bytes = kBytesTQ2; return true;
+        case Format::I2_S: n_inputs = 128, n_bytes = kBytesI2; return true;
     }
     return false;
 }
@@ -260,6 +340,9 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::Q4_K: return n / 256 * 2368;
         case Format::Q5_K: return n / 256 * 2880;
         case Format::Q6_K: return n / 256 * 3392;
+        case Format::TQ1_0:
+        case Format::TQ2_0: return tq_lines_at(n / 256 - 1) + kLinesTQ;
+        case Format::I2_S: return 64 + 4 * n;
         default: {
             const Block32 layout = block32(format);
             return layout.lines_at(n / 32 - 1) + layout.lines();
@@ -267,7 +350,8 @@ size_t packed_group_bytes(Format format, int n_in) {
     }
 }
 
-void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
+void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+    if (format == Format::I2_S) return pack_group_i2(source, scale, n_out, n_in, g, group);
     const size_t stride = row_bytes(format, n_in);
     const int first = g * kRows;
     if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(format, n_in));
@@ -292,6 +376,21 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
         case Format::Q4_K: return dequantize_45k(4, row, n_in, out);
         case Format::Q5_K: return dequantize_45k(5, row, n_in, out);
         case Format::Q6_K: return dequantize_6k(row, n_in, out);
+        case Format::TQ1_0:
+        case Format::TQ2_0: return dequantize_tq(format, row, n_in, out);
         default: return dequantize_block32(block32(format), row, n_in, out);
     }
+}
+
+bool holds_trits(Format format, const uint8_t* source, size_t n_bytes) {
+    const size_t period = format == Format::I2_S ? kBytesI2 : kBytesTQ2;
+    const size_t codes = format == Format::TQ2_0 ? kBytesTQ2 - 2 : kBytesI2;
+    uint8_t threes = 0;
+    for (size_t at = 0; format != Format::TQ1_0 && at + period <= n_bytes; at += period) {
+        for (size_t i = 0; i < codes; i++) {
+            const uint8_t byte = source[at + i];
+            threes |= static_cast<uint8_t>(byte & (byte >> 1) & 0x55);
+        }
+    }
+    return !threes;
 }

@@ -12,8 +12,11 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes);
 // Bytes of a row group; n_in must be a multiple of the format's block.
 size_t packed_group_bytes(Format format, int n_in);
 
-// Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group.
-void pack_group(Format format, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group);
+// Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group. scale: of I2_S.
+void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group);
 
-// The weights of one row as floats.
+// Whether no code of some rows of a ternary matrix is 3, which stands for no trit.
+bool holds_trits(Format format, const uint8_t* source, size_t n_bytes);
+
+// The weights of one row as floats. Not for I2_S, whose scale does not lie in the row.
 void dequantize_row(Format format, const uint8_t* row, int n_in, float* out);

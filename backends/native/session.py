@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,22 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.errors import (
+    BackendUnavailable,
+    EdgeInferError,
+    Interrupted,
+    ModelFileError,
+    ShapeError,
+    UnsupportedModel,
+)
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
-    GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S".split()
 )
+TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S})
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 
 
@@ -311,7 +320,12 @@ class NativeSession:
         n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
         for first in range(0, n_out, n_rows):
             piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            self._open().pack_rows(role, layer, first, part.data[piece])
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
+                raise ModelFileError(
+                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+                    f"damaged, or not ternary"
+                )
+            self._open().pack_rows(role, layer, first, part.data[piece], part.scale)
             model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
 
 
@@ -319,7 +333,7 @@ class NativeSession:
 class _Part:
     """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
 
-    first_byte: of data, in the tensor.
+    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.
     """
 
     name: str
@@ -327,24 +341,37 @@ class _Part:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     first_byte: int = 0
+    scale: float = 1.0
 
 
 def _part(model: ModelFile, ref: TensorRef) -> _Part:
     """What a reference to a tensor means. Raises UnsupportedModel for a type that the engine lacks."""
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
+    if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
+        raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
     known = MATRIX_TYPES if len(info.shape) == 2 else VECTOR_TYPES
     if info.type not in known:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
             f"has {', '.join(sorted(each.name for each in known))}"
         )
+    if info.type == GGMLType.I2_S:
+        return _Part(name, info.type, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
     if not isinstance(ref, TensorRows):
         return _Part(name, info.type, info.shape, data)
     row_bytes = info.n_bytes // info.shape[0]
     shape = (ref.last - ref.first, *info.shape[1:])
     first_byte = ref.first * row_bytes
     return _Part(name, info.type, shape, data[first_byte : ref.last * row_bytes], first_byte)
+
+
+def _scale(model: ModelFile, name: str) -> float:
+    """The scale of an I2_S tensor. Raises ModelFileError."""
+    scale = float(model.data(name)[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0])
+    if not math.isfinite(scale):
+        raise ModelFileError(f"{model.path}: tensor {name} must have a finite scale: found {scale}")
+    return scale
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
@@ -360,6 +387,8 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
 def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
     """Bytes of all packed weights. Raises UnsupportedModel."""
     _part(model, spec.token_embd)
+    if model.tensors[spec.token_embd].type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
     parts = (_part(model, ref) for _, _, ref in _weights(spec))
     return sum(_core.packed_bytes(int(part.type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
 

@@ -2,7 +2,7 @@ import gguf
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from tiny_models import BLOCK_32_TYPES, BLOCK_256_TYPES, TENSOR_TYPES, quantize
+from tiny_models import TENSOR_TYPES, quantize
 
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import ShapeError, UnsupportedModel
@@ -17,10 +17,12 @@ F16_FIELDS = {  # bytes at which a block has float16 numbers
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
 }
 
 
-@pytest.mark.parametrize("name", BLOCK_32_TYPES + BLOCK_256_TYPES)
+@pytest.mark.parametrize("name", F16_FIELDS)
 def test_every_code_and_scale_has_the_value_that_the_gguf_package_gives(name: str, rng: np.random.Generator) -> None:
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = rng.integers(0, 256, (3 * 7, n_bytes), dtype=np.uint8)
@@ -48,6 +50,16 @@ def test_one_block_of_q4_1_by_hand() -> None:
     assert weights.tolist() == [-2.5] * 16 + [4.5] * 16
 
 
+def test_one_run_of_i2_s_by_hand() -> None:
+    codes = np.full(32, 0b00_01_10_01, dtype=np.uint8)  # weights 0..31, 32..63, 64..95, 96..127
+    codes[5] = 0b10_01_01_00
+    tail = np.array([0.5, 7.0, 0, 0, 0, 0, 0, 0], dtype="<f4").view(np.uint8)
+    weights = dequantize(GGMLType.I2_S, np.concatenate([codes, tail]), (1, 128))[0]
+    expected = np.repeat([-0.5, 0, 0.5, 0], 32)
+    expected[[5, 37, 69, 101]] = [0.5, 0, 0, -0.5]
+    assert_array_equal(weights, expected)
+
+
 def test_the_result_is_a_copy_of_its_own() -> None:
     data = np.array([1.0, 2.0], dtype="<f4").view(np.uint8)
     data.flags.writeable = False
@@ -62,8 +74,8 @@ def test_data_at_an_odd_address_is_read() -> None:
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModel, match=r"TQ2_0 is not supported.*BF16.*Q4_K.*Q8_0"):
-        dequantize(GGMLType.TQ2_0, np.zeros(66, dtype=np.uint8), (256,))
+    with pytest.raises(UnsupportedModel, match=r"IQ1_M is not supported.*BF16.*I2_S.*Q4_K.*Q8_0"):
+        dequantize(GGMLType.IQ1_M, np.zeros(56, dtype=np.uint8), (256,))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +85,8 @@ def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
         ("Q4_K", 144, (2, 128), "multiple of 256"),
         ("Q4_0", 17, (32,), "18 bytes"),
         ("F32", 8, (3,), "12 bytes"),
+        ("I2_S", 32, (1, 128), "64 bytes"),
+        ("I2_S", 64, (2, 64), "multiple of 128"),
         ("F32", 4, (), r"shape \(\)"),
     ],
 )
@@ -87,6 +101,8 @@ def test_data_that_does_not_fit_its_shape_is_refused(
 # 32 numbers (about 2.1 deviations) has about 4.2 / 2**b / sqrt(12), with asymmetric ones and sub-scales a little less.
 ERRORS = {"Q8_0": 0.006, "Q4_0": 0.09, "Q4_1": 0.08, "Q5_0": 0.045, "Q5_1": 0.04, "Q4_K": 0.08, "Q5_K": 0.04}
 ERRORS |= {"F32": 0.0, "F16": 0.0003, "BF16": 0.002, "Q6_K": 0.02}
+# Three levels leave 0.44 at best (Max, 1960), and more where the outer ones are the largest of 256 numbers.
+ERRORS |= {"TQ1_0": 0.95, "TQ2_0": 0.95, "I2_S": 0.55}
 
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from exactness import comparisons, decode_one_by_one, prefill, same_bits
 from peer import clear_choices, llama_cpp_logits
-from tiny_models import ARCHITECTURES, BLOCK_256_TYPES, Architecture, write_tiny_model
+from tiny_models import (
+    ARCHITECTURES,
+    BLOCK_256_TYPES,
+    TERNARY_TYPES,
+    UNKNOWN_TO_LLAMA_CPP,
+    Architecture,
+    write_tiny_model,
+)
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
 from edgeinfer.backends.native.packed import packed_path
@@ -23,17 +30,21 @@ from edgeinfer.errors import (
     EdgeInferError,
     Interrupted,
     InvalidArgument,
+    InvalidGGUF,
     ModelFileError,
     ShapeError,
+    UnsupportedModel,
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import CacheType, Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+FORMATS += ["TQ1_0", "TQ2_0", "I2_S"]
 # Every format in two architectures, every architecture in a format of each kind.
 MODELS = [(architecture, format) for architecture in ("llama", "qwen2") for format in FORMATS]
 MODELS += [(name, format) for name in ARCHITECTURES[2:] for format in ("F32", "Q8_0", "Q4_K")]
+MODELS += [(name, "I2_S") for name in ARCHITECTURES if name.startswith("bitnet")]
 TOLERANCE = {"F32": 1e-3, "Q4_K": 0.04}  # of the spread of the logits; measured: 4e-4 and 2.5e-2
 Open = Callable[..., NativeSession]
 
@@ -58,7 +69,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 def whole_heads(format: str) -> int:
     """Size of a head that a q8_0 cache can hold, and whose heads together the format can."""
-    return 64 if format in BLOCK_256_TYPES else 32
+    return 64 if format in BLOCK_256_TYPES + TERNARY_TYPES else 32
 
 
 def some_tokens(open_session: Open, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -126,11 +137,11 @@ def test_logits_equal_the_reference(
         for ours, theirs in zip([a.logits, *a.hidden], [b.logits, *b.hidden], strict=True):
             errors[n].extend(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
     # Both round activations to int8 and the cache to f16 or int8. Sums that differ in their last bit tip such a
-    # rounding over now and then: by one step of 1/127, or of 1/2048 with floats only. All other rows differ by
-    # float32's rounding.
+    # rounding over now and then: by one step of 1/127, or of 1/2048 with floats only; a step of I2_S is that of the
+    # largest in a whole token. All other rows differ by float32's rounding.
     assert np.mean(np.array(errors[4]) < 5e-6) > 0.6
     only_floats = format in ("F32", "F16", "BF16") and cache_type == "f16"
-    assert np.max(errors[4] + errors[40]) < (1e-3 if only_floats else 3e-2)
+    assert np.max(errors[4] + errors[40]) < (1e-3 if only_floats else 6e-2 if format == "I2_S" else 3e-2)
 
 
 # Windows of 20 positions, as the tiny gemma2 and gemma3 have too.
@@ -138,7 +149,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"olmo2": {"n_layers": 4, "metadata": {"olm
 
 
 @pytest.mark.parametrize("format", ["F32", "Q4_K"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP])
 def test_200_tokens_agree_with_llama_cpp_where_the_choice_is_clear(
     llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, architecture: Architecture, format: str
 ) -> None:
@@ -364,3 +375,38 @@ def test_packed_weights_of_another_file_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError):
             opener(path)()
     assert list(tmp_path.glob("*.partial*")) == []
+
+
+def test_a_ternary_matrix_with_another_code_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "bitnet-b1.58", "I2_S")
+    with ModelFile.open(path) as file:
+        info = file.tensors["blk.1.ffn_up.weight"]
+    whole = path.read_bytes()
+    for at, value, words in [
+        (info.offset + 7, b"\x03", "tensor blk.1.ffn_up.weight is I2_S, whose codes are 0, 1 and 2: found 3"),
+        (info.offset + info.n_bytes - 32, np.float32(np.nan).tobytes(), "ffn_up.weight must have a finite scale"),
+    ]:
+        path.write_bytes(whole[:at] + value + whole[at + len(value) :])
+        with pytest.raises(ModelFileError, match=words):
+            opener(path)()
+
+
+def test_an_i2_s_matrix_without_whole_rows_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S", n_ff=192)
+    with pytest.raises(InvalidGGUF, match="blk.0.ffn_down.weight. dim 0 .* multiple of the 128 elements"):
+        opener(path)()
+    path = write_tiny_model(tmp_path / "m.gguf", "phi3", "I2_S")
+    with pytest.raises(UnsupportedModel, match="tensor blk.0.attn_qkv.weight is I2_S, which cannot be cut"):
+        opener(path)()
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S", types={"token_embd": "I2_S"})
+    with pytest.raises(UnsupportedModel, match="token_embd.weight is I2_S, whose rows cannot be read one by one"):
+        opener(path)()
+
+
+def test_an_i2_s_file_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "I2_S")
+    with ModelFile.open(path) as file:
+        info = max(file.tensors.values(), key=lambda info: info.offset if info.type.name == "I2_S" else 0)
+    path.write_bytes(path.read_bytes()[: info.offset + info.n_bytes - 4])
+    with pytest.raises(ModelFileError, match=f"tensor .{info.name}. offset"):
+        ModelFile.open(path)

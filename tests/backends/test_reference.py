@@ -13,7 +13,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
-from tiny_models import ARCHITECTURES, TENSOR_TYPES, Architecture, write_tiny_model
+from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
 from edgeinfer.backends.reference import (
     Activations,
@@ -22,6 +22,7 @@ from edgeinfer.backends.reference import (
     attend,
     gelu_tanh,
     query_scales,
+    relu2,
     rms_norm,
     rotate,
     round_activations,
@@ -34,6 +35,7 @@ from edgeinfer.gguf import ModelFile
 from edgeinfer.models import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
+IN_LLAMA_CPP = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]
 TEXT = np.array([72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100], dtype=np.int32)
 
 
@@ -121,6 +123,10 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_silu_of_0_and_ln_3() -> None:
     assert_allclose(silu(np.array([0, np.log(3)], dtype=np.float32)), [0, 0.75 * np.log(3)], rtol=1e-6)
+
+
+def test_the_square_of_relu() -> None:
+    assert relu2(np.array([-3, 0, 0.5, 4], dtype=np.float32)).tolist() == [0, 0, 0.25, 16]
 
 
 def test_gelu_is_x_times_the_share_of_a_gaussian_below_it_nearly() -> None:
@@ -459,8 +465,8 @@ def test_the_plan_is_what_the_session_holds(tiny_llama: Path) -> None:
 
 
 def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"blk.1.ffn_up.weight": "TQ2_0"})
-    message = r"m\.gguf: tensor blk\.1\.ffn_up\.weight: .*TQ2_0.*Q6_K"
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"blk.1.ffn_up.weight": "MXFP4"})
+    message = r"m\.gguf: tensor blk\.1\.ffn_up\.weight: .*MXFP4.*Q6_K"
     with ModelFile.open(path) as model:
         spec = read_spec(model)
         with pytest.raises(UnsupportedModel, match=message):
@@ -669,7 +675,7 @@ YARN_AS_OLMO_3_HAS_IT = YARN | {"yarn_attn_factor": 1 + 0.1 * math.log(4)}
 
 # What the keys of an architecture can ask for. The windows are 20, the texts 200.
 RECIPES: dict[str, Recipe] = {
-    **{architecture: Recipe(architecture) for architecture in ARCHITECTURES},
+    **{architecture: Recipe(architecture) for architecture in IN_LLAMA_CPP},
     "qwen3, wide heads": Recipe("qwen3", {"head_dim": 40}),
     "gemma2, caps and scaling": Recipe("gemma2", {"rope_scaling": LINEAR, "head_dim": 40}),
     "gemma2, defaults": Recipe(
@@ -772,6 +778,8 @@ def without_norms(spec: ModelSpec, *roles: str) -> ModelSpec:
         ("gemma2", lambda spec: replace(spec, attention_soft_cap=None)),
         ("gemma2", lambda spec: replace(spec, logit_soft_cap=None)),
         ("gemma2", lambda spec: replace(spec, activation="silu")),
+        ("bitnet", lambda spec: without_norms(spec, "attn_sub_norm")),
+        ("bitnet", lambda spec: without_norms(spec, "ffn_sub_norm")),
         ("gemma2", lambda spec: replace(spec, embedding_scale=1.0)),
         ("gemma2", lambda spec: without_norms(spec, "attn_post_norm")),
         ("gemma2", lambda spec: without_norms(spec, "ffn_post_norm")),
@@ -800,7 +808,7 @@ def test_every_part_of_a_recipe_shows_in_the_logits(
     assert np.sqrt(np.mean((right - wrong) ** 2)) > 5e-3 * right.std()
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("llama", "qwen2")])
+@pytest.mark.parametrize("architecture", [name for name in IN_LLAMA_CPP if name not in ("llama", "qwen2")])
 @pytest.mark.parametrize("tensor_type", ["Q8_0", "Q4_K"])
 def test_quantised_recipes_agree_with_llama_cpp(
     llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, architecture: Architecture, tensor_type: str
@@ -810,7 +818,7 @@ def test_quantised_recipes_agree_with_llama_cpp(
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
 
 
-@pytest.mark.parametrize("tensor_type", [name for name in TENSOR_TYPES if name != "F32"])
+@pytest.mark.parametrize("tensor_type", [name for name in TENSOR_TYPES if name not in UNKNOWN_TO_LLAMA_CPP | {"F32"}])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_quantised_models_agree_with_llama_cpp_where_the_choice_is_clear(
     llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, architecture: Architecture, tensor_type: str

@@ -40,8 +40,9 @@ void report(const Kernels& kernels, const std::string& what, const std::vector<T
                 static_cast<unsigned long long>(hash(values.data(), values.size() * sizeof(T))));
 }
 
-constexpr Format kFormats[] = {Format::F32,  Format::F16,  Format::BF16, Format::Q8_0, Format::Q4_0, Format::Q4_1,
-                               Format::Q5_0, Format::Q5_1, Format::Q4_K, Format::Q5_K, Format::Q6_K};
+constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
+                               Format::Q4_1, Format::Q5_0,  Format::Q5_1,  Format::Q4_K, Format::Q5_K,
+                               Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S};
 
 // A matrix of random codes as GGUF stores it, with every f16 and float in it small and finite.
 std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numbers) {
@@ -50,6 +51,9 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
     block_size(static_cast<int>(format), n_inputs, n_bytes);
     std::vector<uint8_t> data(static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes);
     for (uint8_t& byte : data) byte = static_cast<uint8_t>(numbers.next());
+    if (format == Format::TQ2_0 || format == Format::I2_S) {  // no code is 3
+        for (uint8_t& byte : data) byte = static_cast<uint8_t>(byte & ~((byte & 0x55) << 1));
+    }
     const auto small_f16 = [&](uint8_t* p) { p[1] = static_cast<uint8_t>(0x20 | (p[1] & 0x83)); };  // 2^-7 or so
     for (uint8_t* p = data.data(); p < data.data() + data.size(); p += n_bytes) {
         switch (format) {
@@ -60,6 +64,9 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
             }
             case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
             case Format::Q6_K: small_f16(p + 208); break;
+            case Format::I2_S: break;
+            case Format::TQ1_0:
+            case Format::TQ2_0: small_f16(p + n_bytes - 2); break;
             case Format::Q4_K:
             case Format::Q5_K:
             case Format::Q4_1:
@@ -71,21 +78,24 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
 }
 
 struct InputArrays {
-    std::vector<int8_t> q32, q256;
-    std::vector<float> scale32, scale256;
-    std::vector<int32_t> sum32;
+    std::vector<int8_t> q32, q256, q_token;
+    std::vector<float> scale32, scale256, scale_token;
+    std::vector<int32_t> sum32, sum_token;
     std::vector<int16_t> sums16, sums32;
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
-        q32.resize(size), q256.resize(size);
+        q32.resize(size), q256.resize(size), q_token.resize(size);
+        scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
         sums16.resize(size / 16), sums32.resize(size / 32);
-        Inputs in{n_in,         x.data(),    static_cast<size_t>(n_in), q32.data(),    scale32.data(),
-                  sum32.data(), q256.data(), scale256.data(),           sums16.data(), sums32.data()};
+        Inputs in{n_in,           x.data(),           static_cast<size_t>(n_in), q32.data(),    scale32.data(),
+                  sum32.data(),   q256.data(),        scale256.data(),           sums16.data(), sums32.data(),
+                  q_token.data(), scale_token.data(), sum_token.data()};
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);
             kernels.quantize256(in, c);
+            kernels.quantize_token(in, c);
         }
         return in;
     }
@@ -99,7 +109,8 @@ void matrices(const Kernels& kernels) {
         Matrix m{format, n_out, n_in, packed_group_bytes(format, n_in), nullptr};
         std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
         for (int g = 0; g < 3; g++)
-            pack_group(format, source.data(), n_out, n_in, g, packed.data() + m.group_bytes * static_cast<size_t>(g));
+            pack_group(format, source.data(), 0.3f, n_out, n_in, g,
+                       packed.data() + m.group_bytes * static_cast<size_t>(g));
         m.data = packed.data();
         InputArrays arrays;
         const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
@@ -118,6 +129,9 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     std::vector<float> y = x;
     kernels.geglu(y.data(), w.data(), 1024);
     report(kernels, "geglu", y);
+    y = x;
+    kernels.relu2_glu(y.data(), w.data(), 1024);
+    report(kernels, "relu2_glu", y);
     y = x;
     kernels.scale_and_cap(y.data(), 1019, 0.3f, 7.0f);
     report(kernels, "scale_and_cap", y);
@@ -155,14 +169,18 @@ void decoder(const Kernels& kernels, KvType kv_type) {
             config.embedding_scale = 16, config.residual_scale = 0.7f, config.logit_scale = 0.5f;
             config.attention_soft_cap = 3, config.logit_soft_cap = 5;
         }
+        if (format == Format::I2_S) config.activation = Activation::Relu2;
         Decoder d(config, kernels, 2, size_t{16} << 20);
         std::vector<std::vector<uint8_t>> kept;
         const auto matrix = [&](Role role, int layer, int n_out, int n_in) {
             // The attention is 288 wide, which only blocks of 32 divide.
-            const Format f = n_in % 256 && input_kind(format) == InputKind::Int8By256 ? Format::Q8_0 : format;
+            const Format f =
+                (n_in % 256 && input_kind(format) == InputKind::Int8By256) || (n_in % 128 && format == Format::I2_S)
+                    ? Format::Q8_0
+                    : format;
             kept.push_back(source_of(f, n_out, n_in, numbers));
             d.set_matrix(role, layer, f, n_out, n_in);
-            d.pack_rows(role, layer, 0, n_out, kept.back().data());
+            d.pack_rows(role, layer, 0, n_out, kept.back().data(), 0.3f);
         };
         const auto vector = [&](Role role, int layer, int n) {
             const std::vector<float> values = numbers.floats(static_cast<size_t>(n));
@@ -174,14 +192,16 @@ void decoder(const Kernels& kernels, KvType kv_type) {
                 vector(Role::QNorm, layer, config.head_dim), vector(Role::KNorm, layer, config.head_dim);
                 vector(Role::AttnPostNorm, layer, 256), vector(Role::FfnPostNorm, layer, 256);
             }
+            if (format == Format::I2_S) vector(Role::AttnSubNorm, layer, 288), vector(Role::FfnSubNorm, layer, 512);
             matrix(Role::Q, layer, 288, 256), matrix(Role::K, layer, 96, 256), matrix(Role::V, layer, 96, 256);
             matrix(Role::AttnOutput, layer, 256, 288), matrix(Role::Gate, layer, 512, 256);
             matrix(Role::Up, layer, 512, 256), matrix(Role::Down, layer, 256, 512);
         }
         vector(Role::OutputNorm, 0, 256);
         matrix(Role::Output, 0, 300, 256);
-        kept.push_back(source_of(format, 300, 256, numbers));
-        d.set_embedding(format, kept.back().data(), kept.back().size() / 300);
+        const Format embedding = format == Format::I2_S ? Format::F16 : format;
+        kept.push_back(source_of(embedding, 300, 256, numbers));
+        d.set_embedding(embedding, kept.back().data(), kept.back().size() / 300);
 
         const int n = 13;
         std::vector<int32_t> tokens(n), chain(n), rows(n);

@@ -7,10 +7,10 @@ from tiny_models import quantize
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.reference import round_activations
-from edgeinfer.gguf import GGMLType
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
-BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128}
 FORMATS = list(BLOCKS)
 
 
@@ -18,7 +18,11 @@ def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.nda
     """The matrix as the engine has it, and its weights as float32."""
     data = np.ascontiguousarray(quantize(format, weights)).reshape(-1).view(np.uint8)
     kind = GGMLType[format]
-    return _core.PackedMatrix(int(kind), *weights.shape, data), dequantize(kind, data, weights.shape)
+    floats = dequantize(kind, data, weights.shape)
+    if format == "I2_S":  # whose scale stands behind the rows
+        scale = float(data[-I2_S_TAIL_BYTES:].view("<f4")[0])
+        return _core.PackedMatrix(int(kind), *weights.shape, data[:-I2_S_TAIL_BYTES], scale), floats
+    return _core.PackedMatrix(int(kind), *weights.shape, data), floats
 
 
 def multiply(matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int) -> np.ndarray:
@@ -35,7 +39,7 @@ def test_a_product_equals_plain_arithmetic(format: str, n_out: int, n_blocks: in
     n_in -= n_in % block
     matrix, weights = packed(format, rng.standard_normal((n_out, n_in), dtype=np.float32))
     x = rng.standard_normal((5, n_in), dtype=np.float32)
-    seen = x if block == 1 else round_activations(x, block)
+    seen = x if block == 1 else round_activations(x, n_in if format == "I2_S" else block)
     expected = seen.astype(np.float64) @ weights.astype(np.float64).T
     # Only the sums over blocks are rounded, to float32: a few ulp of the largest partial sum.
     tolerance = 4e-7 * (np.abs(seen).astype(np.float64) @ np.abs(weights).astype(np.float64).T)

@@ -11,7 +11,7 @@ from parts import missing
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
-TESTS = ["tests/kernels/test_matmul.py", "tests/backends/test_native.py"]
+TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py", "tests/backends/test_native.py"]
 
 
 @pytest.fixture(scope="module")

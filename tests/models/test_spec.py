@@ -284,7 +284,7 @@ def test_every_tensor_of_every_architecture_has_a_shape_in_the_spec(
 def test_every_architecture_refuses_a_tensor_that_nobody_would_read(
     tiny: dict[str, ModelFile], architecture: Architecture
 ) -> None:
-    for name in ["blk.0.ffn_sub_norm.weight", "blk.1.attn_v.scale", "output.bias"]:
+    for name in ["blk.0.ffn_gate_inp.weight", "blk.1.attn_v.scale", "output.bias"]:
         message = refusal(changed(tiny[architecture], tensors={name: SimpleNamespace(shape=(64,))}))
         assert name in message and f"1 tensors are not part of a {architecture} model" in message
 
@@ -319,6 +319,17 @@ def test_olmo2_has_norms_behind_and_none_before(tiny: dict[str, ModelFile]) -> N
     assert (layer.attn_norm, layer.ffn_norm) == (None, None)
     assert layer.attn_post_norm == "blk.1.post_attention_norm.weight"
     assert layer.ffn_post_norm == "blk.1.post_ffw_norm.weight"
+
+
+def test_bitnet_has_norms_inside_and_silu_or_the_square_of_relu(tiny: dict[str, ModelFile]) -> None:
+    for architecture, activation in [("bitnet", "silu"), ("bitnet-25", "relu2"), ("bitnet-b1.58", "relu2")]:
+        spec = read_spec(tiny[architecture])
+        assert (spec.architecture, spec.activation) == (architecture, activation)
+        assert (spec.layers[1].attn_sub_norm, spec.layers[1].ffn_sub_norm) == (
+            "blk.1.attn_sub_norm.weight",
+            "blk.1.ffn_sub_norm.weight",
+        )
+        assert spec.attention[0].rope is not None and spec.attention[0].rope.kind == "halves"
 
 
 def test_smollm3_does_not_turn_every_fourth_layer(tmp_path: Path) -> None:

@@ -24,9 +24,26 @@ Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-Architecture = Literal["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "mistral3", "olmo2", "phi3", "smollm3"]
+TERNARY_TYPES = ("TQ1_0", "TQ2_0", "I2_S")
+Architecture = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "mistral3",
+    "olmo2",
+    "phi3",
+    "smollm3",
+    "bitnet",
+    "bitnet-25",
+    "bitnet-b1.58",
+]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-TENSOR_TYPES = FLOAT_TYPES + BLOCK_32_TYPES + BLOCK_256_TYPES
+TENSOR_TYPES = FLOAT_TYPES + BLOCK_32_TYPES + BLOCK_256_TYPES + TERNARY_TYPES
+UNKNOWN_TO_LLAMA_CPP = {"I2_S", "bitnet-25", "bitnet-b1.58"}
+I2_S = 36  # which the gguf package does not know
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -73,19 +90,21 @@ def write_tiny_model(
 ) -> Path:
     """Write a model and give back its path.
 
-    n_embd: 256 for the types with blocks of 256, else 96.  n_layers: 2, or what it takes to have every kind of layer.
+    n_embd: 256 for the types with blocks of 256 and the ternary ones, else 96.  n_layers: 2, or what it takes to have
+    every kind of layer.
     head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill
-    is padding.  tied: always so in gemma2.
-    tensor_type: of the matrices; norms and biases are F32.  types: other types by role ("attn_v", "output") or by
-    whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
+    is padding.  tied: always so in gemma2 and bitnet.
+    tensor_type: of the matrices; norms and biases are F32, and with I2_S embeddings and output are F16.  types: other
+    types by role ("attn_v", "output") or by whole name ("blk.0.ffn_down.weight").
+    rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
     rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.
     qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
     metadata: further keys, written as they are, or other values for keys; None takes one away.
     """
-    n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES else 96)
+    n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
     sizes = _Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
-    tied = tied or architecture == "gemma2"
+    tied = tied or architecture in ("gemma2", "bitnet")
     writer = gguf.GGUFWriter(path, architecture)
     # llama.cpp looks for Phi-3's special tokens in every model whose name has "phi3" in it.
     writer.add_name(f"tiny {architecture.replace('phi3', 'phi')} {tensor_type}")
@@ -189,6 +208,8 @@ def _norms(architecture: str, sizes: _Sizes) -> dict[str, int]:
     lengths: dict[str, int] = {}
     if architecture != "olmo2":
         lengths |= {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
+    if architecture.startswith("bitnet"):
+        lengths |= {"attn_sub_norm.weight": sizes.n_q, "ffn_sub_norm.weight": sizes.n_ff}
     if architecture in ("gemma2", "gemma3", "olmo2"):
         lengths |= {"post_attention_norm.weight": sizes.n_embd, "post_ffw_norm.weight": sizes.n_embd}
     if architecture in ("qwen3", "gemma3"):
@@ -217,6 +238,8 @@ def _deviation(name: str, n_in: int, tied: bool) -> float:
 
 
 def _type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
+    if tensor_type == "I2_S" and name in ("token_embd", "output"):
+        tensor_type = "F16"
     return types.get(f"{name}.weight", types.get(name.rpartition(".")[2], tensor_type))
 
 
@@ -235,6 +258,12 @@ def _add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> No
 
 
 def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
+    if tensor_type == "I2_S":
+        data = quantize(tensor_type, weights).reshape(-1)
+        writer.add_tensor(name, data.view(np.int8))
+        info = writer.tensors[-1][name]
+        info.shape, info.dtype = weights.shape, I2_S
+        return
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type in ("F32", "F16"):
         writer.add_tensor(name, weights.astype(np.dtype({"F32": np.float32, "F16": np.float16}[tensor_type])))
@@ -248,8 +277,11 @@ def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: F
 def quantize(tensor_type: str, weights: Floats) -> Bytes:
     """Rows (n_out, bytes a row) of the format that approximate weights (n_out, n_in), each block rounded to nearest.
 
-    K-quants lie with llama.cpp's own to within some percent of the error; that searches for better scales.
+    I2_S, which has no rows, comes as (1, bytes). K-quants lie with llama.cpp's own to within some percent of the error;
+    that searches for better scales.
     """
+    if tensor_type == "I2_S":
+        return _i2_s(weights)
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type == "IQ4_NL":
         return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
@@ -261,6 +293,16 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     blocks = weights.reshape(-1, 256)
     packed_blocks = {"Q2_K": _q2_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
     return packed_blocks.reshape(weights.shape[0], -1)
+
+
+def _i2_s(weights: Floats) -> Bytes:
+    """As BitNet rounds: to the mean magnitude times -1, 0 or 1. All of the matrix, its scale behind it."""
+    scale = np.abs(weights).mean(dtype=np.float32)
+    codes = (np.rint(weights / scale).clip(-1, 1) + 1).astype(np.uint8).reshape(-1, 4, 32)
+    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
+    tail = np.zeros(8, dtype=np.float32)
+    tail[0] = scale
+    return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])[None]
 
 
 def _q2_k(blocks: Floats) -> Bytes:

@@ -149,8 +149,14 @@ def test_block_sizes_are_those_of_llama_cpp(llama_cpp: ModuleType) -> None:
     ggml = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
     for function in (ggml.ggml_blck_size, ggml.ggml_type_size):
         function.restype = ctypes.c_size_t
-    theirs = {kind: (ggml.ggml_blck_size(int(kind)), ggml.ggml_type_size(int(kind))) for kind in GGMLType}
-    assert {kind: (kind.block_elements, kind.block_bytes) for kind in GGMLType} == theirs
+    types = set(GGMLType) - {GGMLType.I2_S}  # bitnet.cpp's own
+    theirs = {kind: (ggml.ggml_blck_size(int(kind)), ggml.ggml_type_size(int(kind))) for kind in types}
+    assert {kind: (kind.block_elements, kind.block_bytes) for kind in types} == theirs
+
+
+def test_the_scale_of_an_i2_s_tensor_stands_behind_its_blocks() -> None:
+    assert GGMLType.I2_S.n_bytes(3 * 128) == 3 * 32 + 32
+    assert GGMLType.TQ2_0.n_bytes(3 * 256) == 3 * 66
 
 
 def test_block_sizes_are_those_of_the_gguf_package() -> None:

@@ -1,0 +1,1 @@
+"""Ternary matrices: the packed formats in plain numpy."""

@@ -1,0 +1,195 @@
+"""Ternary products against ggml's, through libggml of llama-cpp-python, in one process, round by round.
+
+    python tests/benchmarks/bench_ternary.py [--threads 1,2] [--rounds 5] [--layers 10]
+
+The matrices are the linears of BitNet b1.58 2B4T (30 layers: 2560x2560 twice, 640x2560 twice, 6912x2560 twice,
+2560x6912) with random trits; some of the layers, more than any cache holds, stand for all. For each number of threads
+and columns: milliseconds for the 30 layers, of ours in I2_S and of ggml in TQ2_0 and TQ1_0, the order swapped each
+round, medians. ggml rounds the activations within that time, ours are rounded before: some microseconds a matrix. The
+process is pinned to as many cores as there are threads. One JSON line on stdout at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import machine
+
+from edgeinfer.backends.native import MachineLimits, _core, best_isa
+from edgeinfer.gguf import GGMLType
+
+SHAPES = [(2560, 2560), (640, 2560), (640, 2560), (2560, 2560), (6912, 2560), (6912, 2560), (2560, 6912)]
+N_LAYERS = 30
+MULTIPLY_ADDS = N_LAYERS * sum(n_out * n_in for n_out, n_in in SHAPES)
+SIZES = (1, 2, 4, 8, 16, 128)
+FEW_LAYERS = 3  # for many columns, where the arithmetic takes the time
+
+
+def random_bytes(kind: GGMLType, n_elements: int, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of random trits with small scales."""
+    data = rng.integers(0, 256, n_elements // kind.block_elements * kind.block_bytes, dtype=np.uint8)
+    if kind != GGMLType.TQ1_0:
+        data &= ~((data & 0x55) << 1)  # no code is 3
+    if kind != GGMLType.I2_S:
+        data.reshape(-1, kind.block_bytes)[:, -2:] = np.array([0.01], dtype="<f2").view(np.uint8)
+    return data
+
+
+class Ours:
+    def __init__(self, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
+        self.n_threads = n_threads
+        self.layers = [
+            [
+                _core.PackedMatrix(int(GGMLType.I2_S), *shape, random_bytes(GGMLType.I2_S, shape[0] * shape[1], rng))
+                for shape in SHAPES
+            ]
+            for _ in range(n_layers)
+        ]
+        self.n_bytes = sum(matrix.data.nbytes for layer in self.layers for matrix in layer) / n_layers * N_LAYERS
+
+    def seconds(self, n: int, n_layers: int) -> float:
+        """Of n_layers, with n columns."""
+        matrices = [matrix for layer in self.layers[:n_layers] for matrix in layer]
+        return _core.time_products(matrices, best_isa(), self.n_threads, n)
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+class Ggml:
+    """The same products as a graph of ggml's, in one of its types."""
+
+    def __init__(self, kind: GGMLType, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
+        import llama_cpp
+
+        folder = Path(llama_cpp.__file__).parent / "lib"
+        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+        self.cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
+        for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph_custom", "ggml_get_data"):
+            getattr(self.base, name).restype = ctypes.c_void_p
+        self.base.ggml_init.argtypes = [_InitParams]
+        self.base.ggml_new_tensor_2d.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        self.base.ggml_mul_mat.argtypes = [ctypes.c_void_p] * 3
+        self.base.ggml_new_graph_custom.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool]
+        self.base.ggml_build_forward_expand.argtypes = [ctypes.c_void_p] * 2
+        self.base.ggml_get_data.argtypes = [ctypes.c_void_p]
+        self.base.ggml_free.argtypes = [ctypes.c_void_p]
+        self.cpu.ggml_backend_cpu_init.restype = ctypes.c_void_p
+        self.cpu.ggml_backend_cpu_set_n_threads.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.base.ggml_backend_graph_compute.argtypes = [ctypes.c_void_p] * 2
+        self.backend = self.cpu.ggml_backend_cpu_init()
+        self.cpu.ggml_backend_cpu_set_n_threads(self.backend, n_threads)
+        n_elements = sum(n_out * n_in for n_out, n_in in SHAPES)
+        weights = self._context(n_layers * (n_elements // kind.block_elements * kind.block_bytes + (1 << 14)))
+        self.layers = [[self._matrix(weights, kind, *shape, rng) for shape in SHAPES] for _ in range(n_layers)]
+
+    def _context(self, n_bytes: int) -> int:
+        context: int = self.base.ggml_init(_InitParams(n_bytes + (1 << 20), None, False))
+        return context
+
+    def _matrix(self, context: int, kind: GGMLType, n_out: int, n_in: int, rng: np.random.Generator) -> tuple[int, int]:
+        """(tensor, inputs)."""
+        tensor: int = self.base.ggml_new_tensor_2d(context, int(kind), n_in, n_out)
+        data = random_bytes(kind, n_out * n_in, rng)
+        ctypes.memmove(self.base.ggml_get_data(tensor), data.ctypes.data, data.nbytes)
+        return tensor, n_in
+
+    def seconds(self, n: int, n_layers: int) -> float:
+        """Of n_layers, with n columns."""
+        matrices = [matrix for layer in self.layers[:n_layers] for matrix in layer]
+        n_outputs = n_layers * sum(n_out for n_out, _ in SHAPES)
+        context = self._context(4 * n * (n_outputs + sum({n_in for _, n_in in SHAPES})) + 8192 * len(matrices))
+        inputs = {n_in: self._inputs(context, n_in, n) for n_in in {n_in for _, n_in in matrices}}
+        graph = self.base.ggml_new_graph_custom(context, 4 * len(matrices), False)
+        for tensor, n_in in matrices:
+            product = self.base.ggml_mul_mat(context, tensor, inputs[n_in])
+            self.base.ggml_build_forward_expand(graph, product)
+        started = time.perf_counter()
+        status = self.base.ggml_backend_graph_compute(self.backend, graph)
+        elapsed = time.perf_counter() - started
+        self.base.ggml_free(context)
+        if status:
+            raise RuntimeError(f"ggml_backend_graph_compute gave {status}")
+        return elapsed
+
+    def _inputs(self, context: int, n_in: int, n: int) -> int:
+        tensor: int = self.base.ggml_new_tensor_2d(context, int(GGMLType.F32), n_in, n)
+        x = np.random.default_rng(1).standard_normal(n * n_in, dtype=np.float32)
+        ctypes.memmove(self.base.ggml_get_data(tensor), x.ctypes.data, x.nbytes)
+        return tensor
+
+
+def measure(contenders: dict[str, Any], n: int, n_layers: int, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each for all layers, alternating."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for name in names:
+        contenders[name].seconds(n, n_layers)  # warm-up
+    for _ in range(rounds):
+        for name in names:
+            time.sleep(0.02)  # ggml's threads spin for some milliseconds after its turn
+            times[name].append(contenders[name].seconds(n, n_layers))
+        names.reverse()
+    return {name: 1e3 * statistics.median(of) * N_LAYERS / n_layers for name, of in times.items()}
+
+
+def bench(n_threads: int, rounds: int, n_layers: int) -> dict[str, Any]:
+    os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
+    rng = np.random.default_rng(1)
+    ours = Ours(n_layers, n_threads, rng)
+    makers: dict[str, Callable[[], Any]] = {
+        "edgeinfer I2_S": lambda: ours,
+        "ggml TQ2_0": lambda: Ggml(GGMLType.TQ2_0, n_layers, n_threads, rng),
+        "ggml TQ1_0": lambda: Ggml(GGMLType.TQ1_0, n_layers, n_threads, rng),
+    }
+    contenders = {name: make() for name, make in makers.items()}
+    limits = MachineLimits.measure(best_isa(), n_threads)
+    rows = []
+    for n in SIZES:
+        few = min(n_layers, FEW_LAYERS)
+        ms = measure(contenders, n, few if n > 8 else n_layers, rounds if n <= 16 else 3)
+        mine = ms["edgeinfer I2_S"]
+        rows.append(
+            {
+                "n": n,
+                "ms": {name: round(value, 2) for name, value in ms.items()},
+                "speedup": {name: round(value / mine, 2) for name, value in ms.items() if value != mine},
+                "gb_s": round(ours.n_bytes / 1e6 / mine, 1),
+                "gmac_s": round(MULTIPLY_ADDS * n / 1e6 / mine),
+            }
+        )
+        print(f"{n_threads} thread(s)  {rows[-1]}", file=sys.stderr)
+    return {
+        "n_threads": n_threads,
+        "rows": rows,
+        "bandwidth_gb_s": round(limits.read_bytes_per_second / 1e9, 1),
+        "int8_peak_gmac_s": round(limits.int8_multiply_adds_per_second / 1e9),
+    }
+
+
+ALL_CORES = os.sched_getaffinity(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, comma-separated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=10, help="layers that are made, at most 30")
+    arguments = parser.parse_args()
+    results = [bench(n, arguments.rounds, arguments.layers) for n in map(int, arguments.threads.split(","))]
+    print(json.dumps({"benchmark": "ternary", "machine": machine(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
