@@ -104,7 +104,7 @@ def load(
         opened.callback(session.close)
         speculator = None
         if drafters is not None:
-            speculator = drafters.open(file, session, device, draft_max)
+            speculator = drafters.open(file, session, plan, device, draft_max)
             opened.callback(speculator.close)
             for name, reason in drafters.dropped.items():
                 warnings.warn(f"drafting goes on without {name}: {reason}", RuntimeWarning, stacklevel=2)

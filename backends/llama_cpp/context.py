@@ -52,7 +52,7 @@ class Context:
         params.offload_kqv = params.op_offload = False
         params.abort_callback = ctypes.cast(_strlen(), library.ggml_abort_callback)
         params.abort_callback_data = ctypes.cast(flag, ctypes.c_void_p)
-        with log.record() as lines:
+        with log.record(library) as lines:
             self.pointer = library.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             refuse(model.path, lines)
@@ -74,7 +74,7 @@ class Context:
         positions: (n,).  Raises Interrupted, BackendLost.
         """
         batch = _Batch(self.library, ids, positions, sequences, wanted)
-        with log.record() as lines:
+        with log.record(self.library) as lines:
             status = self.library.llama_decode(self.pointer, batch.structure)
         if status == 2:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")

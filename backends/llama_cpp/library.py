@@ -7,13 +7,12 @@ import importlib
 import os
 from typing import Any
 
-from edgeinfer.backends.llama_cpp.log import log
+from edgeinfer.backends.llama_cpp.log import listen
 from edgeinfer.errors import BackendUnavailable
 
 VERSION = "0.3.36"  # of llama-cpp-python, as in pyproject.toml
 LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it
 
-_callbacks: list[Any] = []  # llama.cpp calls them for as long as the process lives
 
 _FIELDS = {
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
@@ -63,7 +62,6 @@ def open_library() -> Any:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BackendUnavailable(f"llama-cpp-python cannot be loaded: {error}; install it anew") from error
     _check_layouts(library)
-    _callbacks.append(library.llama_log_callback(log.receive))
-    library.llama_log_set(_callbacks[-1], None)
+    listen(library)
     library.llama_backend_init()
     return library

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from edgeinfer.errors import BudgetExceeded, UnsupportedModel
 
@@ -25,8 +26,9 @@ class Log(threading.local):
         self._lines: list[tuple[int, str]] | None = None
 
     @contextmanager
-    def record(self) -> Iterator[list[tuple[int, str]]]:
+    def record(self, library: Any) -> Iterator[list[tuple[int, str]]]:
         """Lines (level, text) that this thread has logged meanwhile, but for DEBUG."""
+        listen(library)  # again: whoever else uses llama.cpp in this process may have had the log go elsewhere
         lines: list[tuple[int, str]] = []
         self._lines = lines
         try:
@@ -43,6 +45,16 @@ class Log(threading.local):
 
 
 log = Log()
+
+
+@functools.cache
+def _callback(library: Any) -> Any:
+    return library.llama_log_callback(log.receive)
+
+
+def listen(library: Any) -> None:
+    """Have llama.cpp log here."""
+    library.llama_log_set(_callback(library), None)
 
 
 def quote(lines: list[tuple[int, str]]) -> str:

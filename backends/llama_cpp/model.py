@@ -30,7 +30,7 @@ class Model:
         params.no_alloc = on_progress is None
         if on_progress is not None:
             params.progress_callback = library.llama_progress_callback(on_progress)
-        with log.record() as lines:
+        with log.record(library) as lines:
             pointer = library.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
             refuse(path, lines)

@@ -12,10 +12,13 @@
 
 namespace {
 
-constexpr int kColumnsAtOnce =
-    8;                          // of a matrix product; the groups of AVX-512 here too, so that every machine tests them
-constexpr int kRowsAtOnce = 6;  // of attention
-constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value
+// Of a matrix product, of attention, and pieces of 16 numbers of a value: the groups of AVX-512, so that every machine
+// tests them. With sanitizers they would compile for minutes.
+#ifdef __SANITIZE_ADDRESS__
+constexpr int kColumnsAtOnce = 2, kRowsAtOnce = 2, kValuesAtOnce = 2;
+#else
+constexpr int kColumnsAtOnce = 8, kRowsAtOnce = 6, kValuesAtOnce = 4;
+#endif
 
 struct F32 {
     float v[16];

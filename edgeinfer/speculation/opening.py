@@ -50,8 +50,8 @@ class DraftPlan:
     spec: ModelSpec | None = None
     plan: MemoryPlan | None = None
 
-    def open(self, file: ModelFile, session: Session, device: Device, draft_max: int) -> Speculator:
-        """The drafters behind an empty session of the target. What fails now is noted in `dropped`."""
+    def open(self, file: ModelFile, session: Session, plan: MemoryPlan, device: Device, draft_max: int) -> Speculator:
+        """The drafters behind an empty session of the target with that plan. What fails now is noted in `dropped`."""
         seconds = _CALIBRATION_SECONDS - (0.0 if self.file is None else _DRAFT_CALIBRATION_SECONDS)
         drafters: list[Drafter] = []
         if "suffix" in self.free:
@@ -63,7 +63,7 @@ class DraftPlan:
                 drafters.append(_open_model(self.file, self.spec, self.plan, self.n_vocab, device))
             except (EdgeInferError, OSError) as error:
                 self.dropped["model"] = str(error)
-        return Speculator(session, drafters, _costs(file, session, device, seconds), self.n_vocab, draft_max)
+        return Speculator(session, drafters, _costs(file, session, plan, device, seconds), self.n_vocab, draft_max)
 
     def close(self) -> None:
         """Close the file of the draft model."""
@@ -146,17 +146,20 @@ def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int
     """The draft model, all of it in memory: a file that is lost later does no harm."""
     session = NativeSession(file, spec, plan, device, resident=True)
     try:
-        costs = _costs(file, session, device, _DRAFT_CALIBRATION_SECONDS)
+        costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS)
     except BaseException:
         session.close()
         raise
     return ModelDrafter(session, n_vocab, costs)
 
 
-def _costs(file: ModelFile, session: Session, device: Device, calibration_seconds: float) -> CostModel:
+def _costs(
+    file: ModelFile, session: Session, plan: MemoryPlan, device: Device, calibration_seconds: float
+) -> CostModel:
     """The costs of a session, from disk or measured now."""
     isa = device.isa or best_isa()
-    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), session.n_ctx < MAX_TOKENS)
+    is_short = plan.n_ctx < MAX_TOKENS
+    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), plan.cache_type, is_short)
     folder = default_folder()
     curve = load_curve(key, folder)
     if curve is None:

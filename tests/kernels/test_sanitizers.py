@@ -11,6 +11,8 @@ from parts import missing
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
+# What compares with other engines runs the same code as what compares the bits.
+LEFT_OUT = "reference or 200_tokens"
 TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py", "tests/backends/test_native.py"]
 
 
@@ -48,7 +50,7 @@ def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized_core: Path) ->
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})", *TESTS],
         cwd=ROOT,
         env=environment,
         capture_output=True,
