@@ -218,7 +218,7 @@ def test_truncating_the_session_by_hand_is_noticed(engine):
 @pytest.mark.parametrize("call", [1, 2, 6])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
 def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypatch, where, call, kind):
-    """Prompt in several batches, so that the calls are some of its chunks and a token; with drafts they would be few."""
+    """Prompt in several batches, so that the calls are some of its chunks and a token; drafts would make them few."""
     engine = fresh(n_batch=8, draft="none")
     engine.generate("hello", max_tokens=3, **GREEDY)
     session, n_calls = engine.session, 0
