@@ -1,6 +1,6 @@
 """Promise 1 on real models: the comparisons of tests/support/exactness.py, bit by bit.
 
-    python tests/benchmarks/check_exact.py MODEL.gguf ... [--tokens 80]
+    python tests/benchmarks/check_exact.py MODEL.gguf ... [--tokens 80] [--cache-type q8_0]
 
 Exits with 1 if any bit differs. One JSON line on stdout at the end.
 """
@@ -22,10 +22,10 @@ from edgeinfer.backends.native import NativeBackend, NativeSession, available_is
 from edgeinfer.gguf import ModelFile  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
 from edgeinfer.tokenizer import Tokenizer  # noqa: E402
-from edgeinfer.types import Device  # noqa: E402
+from edgeinfer.types import CacheType, Device  # noqa: E402
 
 
-def check(path: Path, n_tokens: int) -> dict[str, bool]:
+def check(path: Path, n_tokens: int, cache_type: CacheType) -> dict[str, bool]:
     """What was compared, and whether all bits were equal."""
     import numpy as np
 
@@ -35,7 +35,7 @@ def check(path: Path, n_tokens: int) -> dict[str, bool]:
         backend = NativeBackend()
 
         def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 512) -> NativeSession:
-            plan = backend.plan(file, spec, 1024, n_batch, n_threads)
+            plan = backend.plan(file, spec, 1024, n_batch, n_threads, cache_type)
             return backend.load(file, spec, plan, Device(n_threads, isa))
 
         results = {}
@@ -49,8 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--tokens", type=int, default=80, help="length of the text, at least 64")
+    parser.add_argument("--cache-type", choices=["f16", "q8_0"], default="f16", help="of the KV cache")
     arguments = parser.parse_args()
-    results = {path.name: check(path, arguments.tokens) for path in arguments.models}
+    results = {path.name: check(path, arguments.tokens, arguments.cache_type) for path in arguments.models}
     different = sum(not equal for of_model in results.values() for equal in of_model.values())
     print(json.dumps({"benchmark": "exact", "machine": machine(), "different": different, "results": results}))
     sys.exit(1 if different else 0)
