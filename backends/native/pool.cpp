@@ -18,7 +18,7 @@ Pool::~Pool() {
 
 void Pool::run(const std::function<void(int)>& program) {
     program_ = &program;
-    first_phase_ = phase_.load(std::memory_order_relaxed);
+    first_phase_ = static_cast<uint32_t>(ticket_.load(std::memory_order_relaxed) >> 32);
     threads_[0].phase = first_phase_;
     inside_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1, std::memory_order_release);
@@ -47,8 +47,8 @@ void Pool::work(int index) {
 void Pool::next_phase(uint32_t phase) {
     done_.store(0, std::memory_order_relaxed);
     ticket_.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
-    phase_.store(phase, std::memory_order_release);
-    phase_.notify_all();
+    phases_.fetch_add(1, std::memory_order_release);
+    phases_.notify_all();
 }
 
 // Waits until value is no longer old: awake for as long as that was worth it lately, then asleep. A thread that spins

@@ -37,7 +37,12 @@ public:
             if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_tasks) return next_phase(phase + 1);
             ticket = ticket_.load(std::memory_order_acquire);
         }
-        wait_for_change(phase_, phase);
+        // The ticket alone says which phase it is; phases_ changes a moment later, and only wakes.
+        for (;;) {
+            const uint32_t seen = phases_.load(std::memory_order_acquire);
+            if (static_cast<uint32_t>(ticket_.load(std::memory_order_acquire) >> 32) != phase) return;
+            wait_for_change(phases_, seen);
+        }
     }
 
 private:
@@ -61,5 +66,5 @@ private:
     alignas(64) std::atomic<uint32_t> inside_{0};  // threads in the program, and whether more may come in
     alignas(64) std::atomic<uint64_t> ticket_{0};  // phase << 32 | its next task
     alignas(64) std::atomic<int> done_{0};         // tasks of the phase
-    alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<uint32_t> phases_{0};  // begun so far
 };
