@@ -6,8 +6,8 @@
 // One segment, one layer, one kv head:
 //   F16   keys:   for each 16 slots  f16 [head_dim][16 slots]
 //         values: f16 [slot][head_dim rounded up to 16]
-//   Q8_0  keys:   for each 16 slots  f32 scale [head_dim / 32][16 slots] | codes, 16 lines of 64 bytes for each 64
-//                 dimensions; line i, byte 4*slot + c = 128 + code of dimension 4i + c
+//   Q8_0  keys:   for each 16 slots  f32 scale [head_dim / 32][16 slots] | codes, head_dim / 4 lines of 64 bytes; line
+//                 i, byte 4*slot + c = 128 + code of dimension 4i + c
 //         values: f32 scale [slot][head_dim / 32] | i8 codes [slot][head_dim]
 // With a slot a lane, the scores of 16 slots need no sum across a vector.
 #pragma once

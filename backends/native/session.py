@@ -42,8 +42,6 @@ MATRIX_TYPES = frozenset(
 )
 TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S})
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
-
-
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
 
@@ -222,7 +220,8 @@ class NativeSession:
         """See Session.commit."""
         rows = check_path(path, self._parents)
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
-        self._text = self._text[: self.n_past] + self._tokens[rows].tolist()
+        del self._text[self.n_past :]
+        self._text += self._tokens[rows].tolist()
         self._open().commit(rows)
         self._parents = np.empty(0, dtype=np.int32)
 
@@ -242,6 +241,7 @@ class NativeSession:
         """
         decoder = self._open()
         wanted = np.asarray(tokens).tolist()
+        self._parents = np.empty(0, dtype=np.int32)
         del self._text[decoder.n_past :]
         self._aside = {number: self._aside[number] for number in decoder.aside() if number in self._aside}
         n_common = common_length(self._text, wanted)
@@ -256,7 +256,6 @@ class NativeSession:
         else:
             decoder.truncate(n_common)
             del self._text[n_common:]
-        self._parents = np.empty(0, dtype=np.int32)
         return len(self._text)
 
     def memory(self) -> MemoryUse:
