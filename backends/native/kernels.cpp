@@ -113,6 +113,19 @@ struct Blocks32 {
     }
 };
 
+// Where columns c0.. have their activations by 256: codes, scales, and n_sums sums a tile.
+template <int NC>
+EI_INLINE void columns_by_256(const Inputs& x, int c0, const int16_t* sums, int n_sums, const int8_t* (&a)[NC],
+                              const float* (&ad)[NC], const int16_t* (&as)[NC]) {
+    const size_t n_in = static_cast<size_t>(x.n_in), n_tiles = n_in / 256;
+    for (int c = 0; c < NC; c++) {
+        const size_t column = static_cast<size_t>(c0 + c);
+        a[c] = x.q256 + column * n_in;
+        ad[c] = x.scale256 + column * n_tiles;
+        as[c] = sums + column * n_tiles * static_cast<size_t>(n_sums);
+    }
+}
+
 // Q4_K and Q5_K.
 template <int BITS>
 struct Tiles45K {
@@ -124,13 +137,8 @@ struct Tiles45K {
         const int8_t* a[NC];
         const float* ad[NC];
         const int16_t* as[NC];
-        for (int c = 0; c < NC; c++) {
-            const size_t column = static_cast<size_t>(c0 + c);
-            a[c] = x.q256 + column * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale256 + column * static_cast<size_t>(n_tiles);
-            as[c] = x.sums32 + column * static_cast<size_t>(n_tiles * 8);
-            f[c] = set_f32(0.0f);
-        }
+        columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
+        for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
             I32 total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
@@ -168,13 +176,8 @@ struct Tiles6K {
         const int8_t* a[NC];
         const float* ad[NC];
         const int16_t* as[NC];
-        for (int c = 0; c < NC; c++) {
-            const size_t column = static_cast<size_t>(c0 + c);
-            a[c] = x.q256 + column * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale256 + column * static_cast<size_t>(n_tiles);
-            as[c] = x.sums16 + column * static_cast<size_t>(n_tiles * 16);
-            f[c] = set_f32(0.0f);
-        }
+        columns_by_256<NC>(x, c0, x.sums16, 16, a, ad, as);
+        for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
             I32 total[NC], offset[NC];
             for (int c = 0; c < NC; c++) total[c] = offset[c] = set_i32(0);

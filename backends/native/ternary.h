@@ -63,13 +63,8 @@ struct TernaryTiles {
         const int8_t* a[NC];
         const float* ad[NC];
         const int16_t* as[NC];
-        for (int c = 0; c < NC; c++) {
-            const size_t column = static_cast<size_t>(c0 + c);
-            a[c] = x.q256 + column * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale256 + column * static_cast<size_t>(n_tiles);
-            as[c] = x.sums32 + column * static_cast<size_t>(n_tiles * 8);
-            f[c] = set_f32(0.0f);
-        }
+        columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
+        for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         const uint8_t* scales = tile;
         for (int b = 0; b < n_tiles; b++) {
             if (b % 2 == 0) {
