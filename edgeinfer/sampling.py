@@ -135,12 +135,13 @@ def sample(logits: Logits, params: SamplingParams, position: int, previous: Sequ
 def penalize(logits: Logits, params: SamplingParams, previous: Sequence[int]) -> Logits:
     """Copy of the logits in which the last `penalty_last_n` tokens are less likely, as llama.cpp defines it.
 
-    logits: (n_vocab,) float32.
+    logits: (n_vocab,) float32, or a drafter's for the first tokens alone.
     """
     recent = previous if params.penalty_last_n < 0 else previous[-params.penalty_last_n :]
     if len(recent) == 0:
         return logits
     ids, counts = np.unique(np.asarray(recent, dtype=np.intp), return_counts=True)
+    ids, counts = ids[ids < logits.size], counts[ids < logits.size]
     seen = logits[ids].astype(np.float64)
     seen = np.where(seen <= 0.0, seen * params.repeat_penalty, seen / params.repeat_penalty)
     seen = seen - (counts * params.frequency_penalty + params.presence_penalty)

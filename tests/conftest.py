@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,12 @@ def _use_test_core() -> None:
 
 
 _use_test_core()
+
+
+def pytest_configure() -> None:
+    """Started in the background of a script, a process is deaf to Ctrl-C; the tests of Ctrl-C are not."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

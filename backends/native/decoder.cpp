@@ -174,13 +174,16 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
 }
 
-void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale) {
+void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, Format of, const uint8_t* source,
+                        float scale) {
     const Matrix& m = matrix(role, layer);
     uint8_t* data =
         weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
     pool_.run([&](int thread) {
         pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
-            pack_group(m.format, source, scale, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
+            uint8_t* group = data + static_cast<size_t>(g) * m.group_bytes;
+            if (of == m.format) return pack_group(of, source, scale, n_rows, m.n_in, g, group);
+            pack_group_rounded(of, source, n_rows, m.n_in, g, group);
         });
     });
 }
@@ -574,11 +577,11 @@ void Decoder::head(const Pass& pass, int thread) {
     const Tasks tasks(output_.n_groups(), pool_.size());
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
-        const int first = tasks.first(task), last = tasks.last(task), n_vocab = config_.n_vocab;
-        kernels_.matmul(output_, inputs, pass.n_rows, first, last, pass.logits, static_cast<size_t>(n_vocab));
+        const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;
+        kernels_.matmul(output_, inputs, pass.n_rows, first, last, pass.logits, static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
-            float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_vocab) + first * kRows;
-            kernels_.scale_and_cap(row, std::min(n_vocab, last * kRows) - first * kRows, config_.logit_scale,
+            float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;
+            kernels_.scale_and_cap(row, std::min(n_logits, last * kRows) - first * kRows, config_.logit_scale,
                                    config_.logit_soft_cap);
         }
     });

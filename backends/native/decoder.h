@@ -29,7 +29,7 @@ enum class QKNorm : int { None, PerHead, Whole };
 
 // Sizes and recipe, as models/spec.py describes them. Scales of 1 and caps of 0 change nothing.
 struct DecoderConfig {
-    int n_vocab, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;
+    int n_vocab, n_logits, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;  // n_logits: of the first tokens
     int n_ctx, n_batch;
     float norm_epsilon;
     bool rope_halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
@@ -96,16 +96,16 @@ public:
 
     // Makes room for a matrix (n_out, n_in); layer is ignored for Output.
     void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
-    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. scale:
-    // of I2_S, which has one for all rows.
-    void pack_rows(Role role, int layer, int first_row, int n_rows, const uint8_t* source, float scale);
+    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. of: their format;
+    // those of another than the matrix's are rounded to it, which must be Q4_0. scale: of I2_S, which has one for all rows.
+    void pack_rows(Role role, int layer, int first_row, int n_rows, Format of, const uint8_t* source, float scale);
     Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
 
     // Runs n <= n_batch tokens, each following row parents[i] of this batch or what came before it, -1; a chain may go
     // on where the last forward ended (n_pending tokens that are not committed): then parents are relative to that.
-    // logits: (n_rows, n_vocab) for these rows. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between
+    // logits: (n_rows, n_logits) for these rows. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between
     // taps, the residual stream after these layers. poll is called by the calling thread now and then, and stops the
     // pass by giving true. Gives false if the pass was stopped; the committed text is as before in any case.
     bool forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows, int n_rows,

@@ -81,19 +81,25 @@ void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out
     decoder.set_matrix(role, layer, format, n_out, n_in);
 }
 
-void pack_rows(Decoder& decoder, Role role, int layer, int first_row, Bytes source, float scale) {
+// ggml_type: of the source; another one than the matrix's only where that is Q4_0.
+void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_type, Bytes source, float scale) {
     if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
     if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     const Matrix& m = decoder.matrix(role, layer);
-    const size_t row_bytes = m.n_out ? matrix_source_bytes(static_cast<int>(m.format), 1, m.n_in) : 0;
-    if (!row_bytes || source.size() % row_bytes) throw nb::value_error("source must be whole rows of the matrix");
+    if (!m.n_out) throw nb::value_error("set_matrix comes first");
+    const Format of = format_of(ggml_type, m.n_in);
+    if (of != m.format && (m.format != Format::Q4_0 || of == Format::I2_S)) {
+        throw nb::value_error("source must have the format of the matrix, unless that is Q4_0");
+    }
+    const size_t row_bytes = matrix_source_bytes(ggml_type, 1, m.n_in);
+    if (source.size() % row_bytes) throw nb::value_error("source must be whole rows of the matrix");
     const size_t n_rows = source.size() / row_bytes, n_out = static_cast<size_t>(m.n_out);
     if (first_row < 0 || first_row % kRows || static_cast<size_t>(first_row) + n_rows > n_out ||
         (n_rows % kRows && static_cast<size_t>(first_row) + n_rows != n_out)) {
         throw nb::value_error("rows must be whole groups of 16 within the matrix, or its last ones");
     }
     nb::gil_scoped_release release;
-    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), source.data(), scale);
+    decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), of, source.data(), scale);
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
@@ -119,7 +125,7 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     const int n_taps = static_cast<int>(layers.size());
     if (n < 1 || n > config.n_batch || parents.size() != tokens.size() || n_pending < 0 ||
         decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
-        logits.shape(1) != static_cast<size_t>(config.n_vocab) || taps.shape(0) < layers.size() ||
+        logits.shape(1) != static_cast<size_t>(config.n_logits) || taps.shape(0) < layers.size() ||
         (n_taps && (taps.shape(2) != static_cast<size_t>(config.n_embd) || tap_row < 0 ||
                     taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
@@ -325,16 +331,17 @@ NB_MODULE(_core, m) {
     nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and recipe; see decoder.h and edgeinfer.models.ModelSpec.")
         .def(
             "__init__",
-            [](DecoderConfig* config, int n_vocab, int n_layers, int n_embd, int n_ff, int n_heads, int n_kv_heads,
-               int head_dim, int n_ctx, int n_batch, float norm_epsilon, std::vector<float> query_scales) {
+            [](DecoderConfig* config, int n_vocab, int n_logits, int n_layers, int n_embd, int n_ff, int n_heads,
+               int n_kv_heads, int head_dim, int n_ctx, int n_batch, float norm_epsilon,
+               std::vector<float> query_scales) {
                 if (query_scales.size() != static_cast<size_t>(n_ctx))
                     throw nb::value_error("one query scale a position");
-                new (config)
-                    DecoderConfig{n_vocab, n_layers, n_embd,       n_ff,  n_heads, n_kv_heads, head_dim,
-                                  n_ctx,   n_batch,  norm_epsilon, false, {},      {},         std::move(query_scales)};
+                new (config) DecoderConfig{n_vocab,      n_logits,   n_layers, n_embd, n_ff,
+                                           n_heads,      n_kv_heads, head_dim, n_ctx,  n_batch,
+                                           norm_epsilon, false,      {},       {},     std::move(query_scales)};
             },
-            nb::kw_only(), "n_vocab"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
-            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
+            nb::kw_only(), "n_vocab"_a, "n_logits"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a,
+            "head_dim"_a, "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
         .def(
             "add_rope",
             [](DecoderConfig& config, std::vector<double> frequencies, double magnitude) {
@@ -387,7 +394,7 @@ NB_MODULE(_core, m) {
             },
             "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a)
-        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "source"_a, "scale"_a = 1.0f)
+        .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,

@@ -1,7 +1,10 @@
 #include "packing.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "float16.h"
 
@@ -294,6 +297,22 @@ void dequantize_tq(Format format, const uint8_t* block, int n_in, float* out) {
     }
 }
 
+// 32 weights as d * (code - 8), as ggml rounds: d takes the largest one to -8, which has no counterpart.
+void round_to_q4_0(const float* weights, uint8_t* block) {
+    float largest = 0.0f;
+    for (int i = 0; i < 32; i++) {
+        if (std::abs(weights[i]) > std::abs(largest)) largest = weights[i];
+    }
+    const float each = largest / -8.0f, inverse = each ? 1.0f / each : 0.0f;
+    const uint16_t d = f32_to_f16(each);
+    const auto code = [&](int i) {
+        const float x = weights[i] * inverse + 8.5f;
+        return x > 0.0f ? static_cast<int>(std::min(x, 15.0f)) : 0;  // what is not a number too
+    };
+    std::memcpy(block, &d, sizeof d);
+    for (int i = 0; i < 16; i++) block[2 + i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
+}
+
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 32; b++) {
         const float d = read_f16(block), m = layout.min ? read_f16(block + 2) : 0.0f;
@@ -357,6 +376,19 @@ void pack_group(Format format, const uint8_t* source, float scale, int n_out, in
     if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(format, n_in));
     for (int row = 0; row < kRows && first + row < n_out; row++) {
         pack_row(format, source + static_cast<size_t>(first + row) * stride, n_in, row, group);
+    }
+}
+
+void pack_group_rounded(Format of, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
+    const size_t stride = row_bytes(of, n_in);
+    const int first = g * kRows;
+    std::vector<float> weights(static_cast<size_t>(n_in));
+    std::vector<uint8_t> row(row_bytes(Format::Q4_0, n_in));
+    if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(Format::Q4_0, n_in));
+    for (int r = 0; r < kRows && first + r < n_out; r++) {
+        dequantize_row(of, source + static_cast<size_t>(first + r) * stride, n_in, weights.data());
+        for (int b = 0; b < n_in / 32; b++) round_to_q4_0(weights.data() + 32 * b, row.data() + 18 * b);
+        pack_row(Format::Q4_0, row.data(), n_in, r, group);
     }
 }
 

@@ -15,6 +15,9 @@ size_t packed_group_bytes(Format format, int n_in);
 // Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group. scale: of I2_S.
 void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group);
 
+// The same in Q4_0, of rows of any format but I2_S, each block of 32 rounded to it.
+void pack_group_rounded(Format of, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group);
+
 // Whether no code of some rows of a ternary matrix is 3, which stands for no trit.
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes);
 

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model of the same vocabulary, on the native engine.
+"""Drafts with a smaller model of the same vocabulary, on the native engine, with weights rounded for it.
 
 It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
 twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
@@ -104,7 +104,7 @@ class ModelDrafter:
         return n
 
     def _forward(self, tokens: Sequence[int]) -> Logits:
-        """Read and keep tokens; the logits (n_vocab,) of the last."""
+        """Read and keep tokens; the logits of the last, (n_vocab,) or of the first tokens alone."""
         n_past, started = self.session.n_past, perf_counter()
         rows = self.session.forward(tokens).logits
         self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))

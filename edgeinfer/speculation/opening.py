@@ -114,7 +114,7 @@ def _plan_model(
     try:
         spec = read_spec(file)
         _check_vocabulary(file, target, n_vocab)
-        own = NativeBackend().plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
+        own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
         if own.use.total > left - planned.n_bytes:
             raise BudgetExceeded(
                 f"{path} needs {human_bytes(own.use.total)}, beside the model {human_bytes(left - planned.n_bytes)} "
@@ -144,9 +144,9 @@ def _check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None
 
 def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int, device: Device) -> ModelDrafter:
     """The draft model, all of it in memory: a file that is lost later does no harm."""
-    session = NativeSession(file, spec, plan, device, resident=True)
+    session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
     try:
-        costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS)
+        costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts")
     except BaseException:
         session.close()
         raise
@@ -154,12 +154,12 @@ def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int
 
 
 def _costs(
-    file: ModelFile, session: Session, plan: MemoryPlan, device: Device, calibration_seconds: float
+    file: ModelFile, session: Session, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
 ) -> CostModel:
-    """The costs of a session, from disk or measured now."""
+    """The costs of a session, from disk or measured now. facts: what else they depend on."""
     isa = device.isa or best_isa()
     is_short = plan.n_ctx < MAX_TOKENS
-    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), plan.cache_type, is_short)
+    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), plan.cache_type, is_short, *facts)
     folder = default_folder()
     curve = load_curve(key, folder)
     if curve is None:

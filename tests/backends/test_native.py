@@ -271,6 +271,44 @@ def test_the_plan_is_what_the_session_takes(cache_type: CacheType, tmp_path: Pat
         assert planned <= used < planned + page
 
 
+@pytest.mark.parametrize("format", ["F32", "F16"])
+def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_path: Path) -> None:
+    rounded = NativeBackend(for_drafts=True)
+    with (
+        ModelFile.open(write_tiny_model(tmp_path / "large.gguf", "qwen2", format, n_vocab=300)) as large,
+        ModelFile.open(write_tiny_model(tmp_path / "q4_0.gguf", "qwen2", "Q4_0", n_vocab=300)) as small,
+    ):
+        spec = read_spec(large)
+        plan = rounded.plan(large, spec, 64)
+        session = rounded.load(large, spec, plan, Device(2))
+        wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, 64), Device(1))
+        assert plan.use == rounded.plan(large, spec, 64).use and plan.use.weights < large.n_bytes
+        if format == "F32":
+            assert np.array_equal(session.packed_weights(), wanted.packed_weights())
+        else:  # its floats were rounded before
+            tokens = np.arange(40)
+            a, b = (one.forward(tokens, logits="all").logits for one in (session, wanted))
+            assert 0 < np.abs(a - b).max() < 0.2 * np.abs(b).max()
+
+
+def test_for_drafts_the_first_tokens_alone_get_logits(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 100)
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "gemma2", "Q4_0", n_vocab=300)) as file:
+        spec, tokens = read_spec(file), rng.integers(0, 300, 40)
+        whole, part = (
+            backend.load(file, spec, backend.plan(file, spec, 64, 16, 2), Device(2))
+            for backend in (NativeBackend(), NativeBackend(for_drafts=True))
+        )
+        assert part.n_logits == 100 and whole.n_logits == 300
+        assert part.memory().weights < whole.memory().weights
+        for rows in ("last", "all", [3, 20]):
+            assert same_bits(
+                part.forward(tokens, logits=rows).logits, whole.forward(tokens, logits=rows).logits[:, :100]
+            )
+
+
 def test_a_q8_0_cache_takes_a_little_over_half_and_changes_little(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "F32", head_dim=64)
     sessions = [opener(path, cache_type=cache_type)() for cache_type in ("f16", "q8_0")]

@@ -155,7 +155,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
 void decoder(const Kernels& kernels, KvType kv_type) {
     for (const Format format : kFormats) {
         Numbers numbers;
-        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
+        DecoderConfig config{300, 300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
         config.kv_type = kv_type;
         if (kv_type == KvType::Q8_0) config.n_heads = 9, config.n_kv_heads = 3, config.head_dim = 32;
         Rope rope{{}, 1.0};
@@ -180,7 +180,7 @@ void decoder(const Kernels& kernels, KvType kv_type) {
                     : format;
             kept.push_back(source_of(f, n_out, n_in, numbers));
             d.set_matrix(role, layer, f, n_out, n_in);
-            d.pack_rows(role, layer, 0, n_out, kept.back().data(), 0.3f);
+            d.pack_rows(role, layer, 0, n_out, f, kept.back().data(), 0.3f);
         };
         const auto vector = [&](Role role, int layer, int n) {
             const std::vector<float> values = numbers.floats(static_cast<size_t>(n));

@@ -104,6 +104,17 @@ def test_each_drafter_gives_the_tokens_of_plain_decoding(opened, plain, model, d
         assert tokens_of(engine, request_, prompt=prompt) == tokens_of(plain, request_, prompt=prompt)
 
 
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
+    opened, plain, model, draft_model, request_, monkeypatch
+):
+    monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 64)
+    engine = opened(model, draft=[str(draft_model)])
+    engine.speculator.costs = FixedCosts()
+    assert engine.speculator.drafters[-1].session.n_logits == 64
+    assert tokens_of(engine, request_) == tokens_of(plain, request_)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_trees_change_no_token(opened, plain, model, seed):
     chance, engine = random.Random(seed), opened(model)
@@ -517,7 +528,9 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with_model, without = opened(model, draft=str(draft_model)), opened(model)
     with ModelFile.open(draft_model) as file:
         n_threads = with_model.device.n_threads
-        plan = NativeBackend().plan(file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads)
+        plan = NativeBackend(for_drafts=True).plan(
+            file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
+        )
     assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total > 0
 
 
