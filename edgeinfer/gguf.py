@@ -449,15 +449,49 @@ class _Cursor:
     def strings(self, n: int, field: str) -> list[str]:
         """n strings. Most of the time of opening a file is spent here, on the vocabulary."""
         found: list[str] = []
+        n_slowly = 64
         while len(found) < n:
             left = n - len(found)
             # Bytes are cheaper to slice than the mapping. The size is a guess: most tokens are shorter than 56 bytes.
             window = self.mapping[self.at : min(self.at + min(64 * left + 4096, 1 << 20), self.limit)]
-            n_read = _append_strings(found, window, left)
+            n_read = _append_short_strings(found, window, left)
+            if not n_read:
+                n_read = _append_strings(found, window, min(left, n_slowly))
+                n_slowly *= 2  # a few odd strings cost little, and many no more than all of them would
             self.at += n_read
             if not n_read:  # too long for the window, or wrong: this finds out which, and names it
                 found.append(self.string(f"{field}[{len(found)}]"))
         return found
+
+
+def _append_short_strings(found: list[str], window: bytes, most: int) -> int:
+    """As _append_strings, 5 times as fast, as far as strings have 1 to 255 bytes without a zero, and are UTF-8.
+
+    Seven zeros are then the end of a length and nothing else. Gives 0 where that is not so from the beginning on.
+    """
+    array = np.frombuffer(window, np.uint8)
+    is_zero = array == 0
+    sevens = is_zero[1:-6].copy()
+    for i in range(2, 8):
+        sevens &= is_zero[i : len(array) - 7 + i]
+    starts = np.flatnonzero(sevens & ~is_zero[:-7])
+    starts = starts[: min(most, len(starts) - 1) + 1]  # the last one found is where the last string ends
+    follows = np.diff(starts) - 8 == array[starts[:-1]]
+    n = len(follows) if follows.all() else int(follows.argmin())
+    if n < 1 or starts[0]:
+        return 0
+    end = int(starts[n])
+    is_text = np.ones(end, np.bool_)  # and one of the eight zeros, to split at
+    for i in range(7):
+        is_text[starts[:n] + i] = False
+    try:
+        texts = array[:end][is_text].tobytes().decode().split("\0")[1:]
+    except UnicodeDecodeError:
+        return 0
+    if len(texts) != n:
+        return 0
+    found += texts
+    return end
 
 
 def _append_strings(found: list[str], window: bytes, most: int) -> int:

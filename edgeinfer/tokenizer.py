@@ -14,9 +14,10 @@ import codecs
 import heapq
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -369,9 +370,14 @@ class _Vocabulary:
         ]
         return sorted(found, key=lambda special: -len(special.text.encode()))
 
+    def controls(self) -> list[int]:
+        """Tokens that stand for no text of their own."""
+        ids: list[int] = np.flatnonzero(self.attributes & (_CONTROL | _UNKNOWN)).tolist()
+        return ids
+
     def hide_controls(self) -> None:
         """Take the control tokens out of `ids`: whatever merges a file has, text alone must not make one."""
-        for id in np.flatnonzero(self.attributes & (_CONTROL | _UNKNOWN)).tolist():
+        for id in self.controls():
             if len(self.tokens[id]) > 1:  # a single character may be all there is for a byte
                 self.ids.pop(self.tokens[id], None)
 
@@ -472,25 +478,44 @@ class _Merger(ABC):
         """What a normal token of this text stands for."""
 
 
-def _ranks(vocabulary: _Vocabulary, required: bool) -> dict[str, int]:
-    """Rank of each merge, by its text "left right"; the first of equals counts. Raises TokenizerError."""
+class _Ranks(Protocol):
+    """Rank of each merge, by the two texts that it joins; None where it does not."""
+
+    def __call__(self, left: str, right: str) -> int | None: ...
+
+
+def _ranks(vocabulary: _Vocabulary, required: bool) -> _Ranks:
+    """The ranks of a file's merges, "left right"; the first of equals counts. Raises TokenizerError."""
     metadata = vocabulary.metadata
     if not required and metadata.get("merges") is None:
-        return {}
+        return lambda left, right: None
     merges = metadata.strings("merges")
     n_merges = len(merges)
     joined = "\n".join(merges)
     if joined.count(" ") != n_merges:
         wrong = next((merge for merge in merges if merge.count(" ") != 1), "")
         raise metadata.error("merges", "pairs of tokens with a space between them", wrong)
-    # Most vocabularies list the tokens in the order of the merges that make them: one comparison instead of 150,000.
+    # Most vocabularies list the tokens in the order of the merges that make them: one comparison instead of 150,000,
+    # and the id of a token tells the rank of its merge.
     first = vocabulary.ids.get(merges[0].replace(" ", ""), 0)
-    if joined.replace(" ", "") != "\n".join(vocabulary.tokens[first : first + n_merges]):
-        made = [merge.replace(" ", "") for merge in merges]
-        if not all(map(vocabulary.ids.__contains__, made)):
-            wrong = next(merge for merge, token in zip(merges, made, strict=True) if token not in vocabulary.ids)
-            raise metadata.error("merges", "pairs that make a token", wrong)
-    return dict(zip(reversed(merges), range(n_merges - 1, -1, -1), strict=True))
+    if joined.replace(" ", "") == "\n".join(vocabulary.tokens[first : first + n_merges]):
+        controls = {vocabulary.tokens[id]: id for id in vocabulary.controls()}  # which `ids` is to lose
+        return partial(_rank_by_id, vocabulary.ids, controls, merges, first)
+    made = [merge.replace(" ", "") for merge in merges]
+    if not all(map(vocabulary.ids.__contains__, made)):
+        wrong = next(merge for merge, token in zip(merges, made, strict=True) if token not in vocabulary.ids)
+        raise metadata.error("merges", "pairs that make a token", wrong)
+    ranks = dict(zip(reversed(merges), range(n_merges - 1, -1, -1), strict=True))
+    return lambda left, right: ranks.get(f"{left} {right}")
+
+
+def _rank_by_id(
+    ids: Mapping[str, int], controls: Mapping[str, int], merges: Sequence[str], first: int, left: str, right: str
+) -> int | None:
+    """Where merge i makes token first + i."""
+    text = left + right
+    rank = ids.get(text, controls.get(text, -1)) - first
+    return rank if 0 <= rank < len(merges) and merges[rank] == f"{left} {right}" else None
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -521,7 +546,7 @@ class _ByteLevel(_Merger):
         return [written] if self._keeps_tokens and written in self._ids else self._merged(list(written))
 
     def _cost(self, left: str, right: str) -> float | None:
-        return self._ranks.get(f"{left} {right}")
+        return self._ranks(left, right)
 
     def _spelled(self, part: str) -> list[int]:
         # As llama.cpp has it: bytes of the written form, so that all but printable ASCII is lost.
@@ -550,7 +575,7 @@ class _SpaceMarked(_Merger):
         return [word] if keeps else self._merged(list(word))
 
     def _cost(self, left: str, right: str) -> float | None:
-        return self._ranks.get(f"{left} {right}")
+        return self._ranks(left, right)
 
     def _spelled(self, part: str) -> list[int]:
         names = (f"<0x{byte:02X}>" for byte in part.encode())

@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_mutations import mutations, read_layout
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
+import edgeinfer.gguf
 from edgeinfer.cli.inspect import inspect
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 from edgeinfer.gguf import GGMLType, ModelFile
@@ -142,6 +145,30 @@ def test_long_and_many_strings_come_back_whole(opened: Any) -> None:
     texts = ["x" * (3 << 20), *(f"token {index} é" for index in range(70000)), "", "y" * (2 << 20), "z"]
     content = document([key("t", ARRAY, array(STRING, len(texts), b"".join(map(text, texts)))), key("u", U8, b"\1")])
     assert opened(content).metadata == {"t": texts, "u": 1}
+
+
+@given(
+    st.lists(
+        st.one_of(st.text(max_size=4), st.sampled_from(["", "\0", "\0" * 9, "x" * 255, "y" * 256, "z" * 600, "\1\0"])),
+        max_size=30,
+    ),
+    st.integers(0, 3),
+)
+def test_strings_are_read_the_same_in_bulk_and_one_by_one(texts: list[str], repeats: int) -> None:
+    texts = texts * 10**repeats
+    for window, most in ((b"".join(map(text, texts)), len(texts)), (b"".join(map(text, [*texts, "tail"]))[:-3], 10**6)):
+        found: list[str] = []
+        at = edgeinfer.gguf._append_short_strings(found, window, most)
+        assert found == texts[: len(found)] and at == len(b"".join(map(text, found)))
+        edgeinfer.gguf._append_strings(found, window[at:], most - len(found))
+        assert found == texts
+
+
+def test_what_is_not_utf_8_among_many_strings_is_told_by_its_place(opened: Any) -> None:
+    texts = [b"token"] * 5000
+    texts[4321] = b"to\xffen"
+    with pytest.raises(InvalidGGUF, match=r"t'? value\[4321\]"):
+        opened(document([key("t", ARRAY, array(STRING, len(texts), b"".join(map(text, texts))))]))
 
 
 def test_block_sizes_are_those_of_llama_cpp(llama_cpp: ModuleType) -> None:

@@ -94,6 +94,24 @@ def test_words_are_merged_by_rank_leftmost_first(text: str, expected: list[str])
     assert parts_of(BPE, BPE.encode(text)) == expected
 
 
+@given(st.text(alphabet="helowra12 ", max_size=24))
+def test_merges_in_the_order_of_the_tokens_or_not_give_the_same_ids(text: str) -> None:
+    other = open_metadata(byte_level(tokens=byte_level()["tokens"][::-1], bos_token_id=0, eos_token_id=0))
+    assert parts_of(other, other.encode(text)) == parts_of(BPE, BPE.encode(text))
+
+
+def test_two_parts_that_spell_a_token_but_are_no_merge_stay_apart() -> None:
+    tokens = [*ALPHABET, "bc", "ab", "abc"]
+    tokenizer = open_metadata(byte_level(tokens=tokens, merges=["b c", "a b", "ab c"], bos_token_id=0, eos_token_id=0))
+    assert parts_of(tokenizer, tokenizer.encode("abc")) == ["a", "bc"]
+
+
+def test_a_merge_that_makes_the_first_token_counts() -> None:
+    tokens = [*(merge.replace(" ", "") for merge in MERGES), *ALPHABET]
+    tokenizer = open_metadata(byte_level(tokens=tokens, bos_token_id=None, eos_token_id=None))
+    assert parts_of(tokenizer, tokenizer.encode("hello he")) == ["hello", " ", "he"]
+
+
 def test_first_of_two_equal_merges_counts() -> None:
     tokens = [*ALPHABET, "he", "el"]
     tokenizer = open_metadata(byte_level(tokens=tokens, merges=["h e", "e l", "h e"], bos_token_id=0, eos_token_id=0))
