@@ -14,6 +14,7 @@ from tiny_models import write_tiny_model
 from edgeinfer import cli
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import InvalidGGUF, UnsupportedModel
+from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
 from edgeinfer.gguf import GGMLType, ModelFile
 
@@ -138,6 +139,9 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
     result = run("export", tmp_path, *arguments)
     assert result.exit_code == 0, result.output
     assert "m.gguf" in result.stderr and result.stdout == ""
+    with ModelFile.open(target) as file:
+        assert file.tensors["token_embd.weight"].type == GGMLType.F16
+        assert file.tensors["output.weight"].type.name == ("Q6_K" if head == "q6_k" else "F16")
     answer = run("chat", "-m", target, "-p", "Hello", "-n", "8", "--temp", "0", "--json", "--draft", "none")
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["timings"]
@@ -155,3 +159,33 @@ def test_the_command_refuses_with_the_exit_code_of_the_error(tmp_path: Path, rng
     assert result.exit_code == 2 and "must be another file" in result.stderr
     assert source.read_bytes() == before
     assert run("export", source, "--out", tmp_path / "b.gguf").exit_code == 2
+
+
+def test_rows_with_scales_of_their_own_keep_them_where_heads_are_reordered(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """As TriLM is published: no word of quantisation, and scales for some rows each."""
+    a_falcon(tmp_path, rng)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = {}
+    checkpoint = Checkpoint.open(tmp_path)
+    tensors: dict[str, tuple[str, np.ndarray]] = {}
+    for name in checkpoint.names:
+        if ".weight" in name and "proj" in name and not name.endswith("scale"):
+            n_out, n_in = 4 * checkpoint.shape(name)[0], checkpoint.shape(name)[1]
+            scales = np.repeat(rng.uniform(0.1, 1, n_out // 32).astype(np.float16), 32)[:, None]
+            expected[name] = (rng.integers(-1, 2, (n_out, n_in)) * scales).astype(np.float32)
+            tensors[name] = ("F16", expected[name])
+        elif not name.endswith("scale"):
+            tensors[name] = ("F32", checkpoint.floats(name))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf", "tq2_0")
+    found = weights_of(tmp_path / "m.gguf")
+    assert_array_equal(found["blk.1.ffn_down.weight"], expected["model.layers.1.mlp.down_proj.weight"])
+    assert_array_equal(found["blk.0.attn_v.weight"], expected["model.layers.0.self_attn.v_proj.weight"])
+    for ours, theirs, n_heads in [("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)]:
+        weights = expected[f"model.layers.1.self_attn.{theirs}.weight"]
+        pairs = weights.reshape(n_heads, 2, 32, 256).transpose(0, 2, 1, 3).reshape(weights.shape)
+        assert_array_equal(found[f"blk.1.{ours}.weight"], pairs)
