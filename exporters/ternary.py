@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,7 +214,7 @@ def _vector(checkpoint: Checkpoint, theirs: str, ours: str) -> Tensor:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _ternary(name: str, shape: tuple[int, ...], format: Format, matrix: Any) -> Tensor:
+def _ternary(name: str, shape: tuple[int, ...], format: Format, matrix: Callable[[], TernaryMatrix]) -> Tensor:
     """matrix: gives the TernaryMatrix, when it is written."""
     kind = GGMLType[format.upper()]
     if shape[-1] % kind.block_elements:
