@@ -159,7 +159,19 @@ def _rope_base(checkpoint: Checkpoint) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedModel for a tensor that would be left out, such as a bias."""
+    in_layer = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.weight_scale" for name in _LINEARS}
+    in_layer |= {"self_attn.rotary_emb.inv_freq"}
+    known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    known |= {f"model.layers.{n}.{name}" for n in range(_size(checkpoint, "num_hidden_layers")) for name in in_layer}
+    unknown = sorted(set(checkpoint.names) - known)
+    if unknown:
+        raise UnsupportedModel(f"{checkpoint.folder}: tensor {unknown[0]} has no place in the models that are known")
+
+
 def _of_checkpoint(checkpoint: Checkpoint, format: Format, head: Head) -> Iterator[Tensor]:
+    _check_names(checkpoint)
     tied = bool(checkpoint.config.get("tie_word_embeddings")) or "lm_head.weight" not in checkpoint.names
     yield _floats(checkpoint, "model.embed_tokens.weight", "token_embd.weight", head if tied else "keep")
     yield _vector(checkpoint, "model.norm.weight", "output_norm.weight")

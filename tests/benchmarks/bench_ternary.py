@@ -1,6 +1,6 @@
 """Ternary products against ggml's, through libggml of llama-cpp-python, in one process, round by round.
 
-    python tests/benchmarks/bench_ternary.py [--threads 1,2] [--rounds 5] [--layers 10] [--model FOLDER]
+    python tests/benchmarks/bench_ternary.py [--threads 1,2] [--rounds 5] [--layers 10] [--model FOLDER [--sizes 1,512]]
 
 The matrices are the linears of BitNet b1.58 2B4T (30 layers: 2560x2560 twice, 640x2560 twice, 6912x2560 twice,
 2560x6912) with random trits; some of the layers, more than any cache holds, stand for all. For each number of threads
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_engine import LlamaCpp
+from bench_engine import LlamaCpp, numbers
 from bench_engine import Ours as OurModel
 from bench_engine import measure as whole_passes
 from machine import machine
@@ -44,7 +44,6 @@ SIZES = (1, 2, 4, 8, 16, 128)
 FEW_LAYERS = 3  # for many columns, where the arithmetic takes the time
 N_VOCAB = 128256
 N_CONTEXT = 64
-MODEL_SIZES = (1, 512)
 PIECE_BLOCKS = 1 << 16  # of random weights are made at once
 
 
@@ -229,20 +228,20 @@ def _random(name: str, kind: GGMLType, n_out: int, n_in: int, rng: np.random.Gen
     return Tensor(f"{name}.weight", kind, (n_out, n_in), pieces)
 
 
-def bench_model(folder: Path, n_threads: int, rounds: int) -> dict[str, Any]:
+def bench_model(folder: Path, n_threads: int, sizes: list[int], rounds: int) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     paths = {kind: folder / f"bitnet-2b-{kind.name.lower()}.gguf" for kind in (GGMLType.I2_S, GGMLType.TQ2_0)}
     for kind, path in paths.items():
         if not path.exists():
             write_model(path, kind)
-    tokens = np.random.default_rng(1).integers(0, N_VOCAB, N_CONTEXT + max(MODEL_SIZES)).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, N_VOCAB, N_CONTEXT + max(sizes)).astype(np.int32)
     contenders = {
         "edgeinfer I2_S": OurModel(paths[GGMLType.I2_S], n_threads, tokens, N_CONTEXT),
         "llama.cpp TQ2_0": LlamaCpp(paths[GGMLType.TQ2_0], n_threads, tokens, N_CONTEXT),
     }
     rows = []
-    for n in MODEL_SIZES:
-        ms = whole_passes(contenders, n, rounds if n == 1 else 3)
+    for n in sizes:
+        ms = whole_passes(contenders, n, rounds if n == 1 else min(rounds, 3))
         speedup = round(ms["llama.cpp TQ2_0"] / ms["edgeinfer I2_S"], 2)
         rows.append({"n": n, "ms": {name: round(value, 2) for name, value in ms.items()}, "speedup": speedup})
         print(f"{n_threads} thread(s)  {rows[-1]}", file=sys.stderr)
@@ -258,10 +257,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=10, help="layers that are made, at most 30")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="whole passes of a model written there")
+    parser.add_argument(
+        "--sizes", type=numbers, default=[1, 512], help="tokens of a pass with --model, comma-separated"
+    )
     arguments = parser.parse_args()
     threads = [int(n) for n in arguments.threads.split(",")]
     if arguments.model is not None:
-        results = [bench_model(arguments.model, n, arguments.rounds) for n in threads]
+        results = [bench_model(arguments.model, n, arguments.sizes, arguments.rounds) for n in threads]
     else:
         results = [bench(n, arguments.rounds, arguments.layers) for n in threads]
     print(json.dumps({"benchmark": "ternary", "machine": machine(), "results": results}))

@@ -148,6 +148,13 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
     assert format.upper() in run("inspect", target).stdout
 
 
+def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    a_falcon(tmp_path, rng)
+    write_safetensors(tmp_path / "more.safetensors", {"model.layers.0.mlp.up_proj.bias": ("F32", np.ones(512))})
+    with pytest.raises(UnsupportedModel, match="tensor model.layers.0.mlp.up_proj.bias has no place"):
+        export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf")
+
+
 def test_the_command_refuses_with_the_exit_code_of_the_error(tmp_path: Path, rng: np.random.Generator) -> None:
     a_falcon(tmp_path, rng)
     (tmp_path / "tokenizer.json").unlink()
