@@ -122,7 +122,7 @@ def _checkpoint_metadata(checkpoint: Checkpoint, vocabulary: bool) -> dict[str, 
         "attention.head_count_kv": _size(checkpoint, "num_key_value_heads"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": _number(checkpoint, "rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         "rope.dimension_count": head_dim,
         "rope.freq_base": _rope_base(checkpoint),
     }
@@ -144,6 +144,13 @@ def _size(checkpoint: Checkpoint, key: str) -> int:
     return value
 
 
+def _number(checkpoint: Checkpoint, key: str, value: object) -> float:
+    """Raises ModelFileError for what is no positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelFileError(f"{checkpoint.folder}: {key} in config.json must be a number above 0: found {value!r:.80}")
+    return float(value)
+
+
 def _head_dim(checkpoint: Checkpoint) -> int:
     if checkpoint.config.get("head_dim"):
         return _size(checkpoint, "head_dim")
@@ -154,9 +161,10 @@ def _rope_base(checkpoint: Checkpoint) -> float:
     """Raises UnsupportedModel for a rotation that is scaled."""
     config = checkpoint.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UnsupportedModel(f"{checkpoint.folder}: rope_type must be default: found {rope['rope_type']!r:.80}")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind != "default":
+        raise UnsupportedModel(f"{checkpoint.folder}: rope_type must be default: found {kind!r:.80}")
+    return _number(checkpoint, "rope_theta", rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

@@ -94,11 +94,12 @@ class _Vocabulary:
     def _type(self, id: int, by_id: Mapping[int, str], added: Mapping[int, Mapping[str, Any]]) -> int:
         if id not in by_id:
             return _UNUSED
-        if by_id[id] == self._model.get("unk_token"):
+        falls_back = self._model.get("byte_fallback")
+        if falls_back and by_id[id] == self._model.get("unk_token"):
             return _UNKNOWN
         if id in added:
             return _CONTROL if added[id].get("special") else _USER_DEFINED
-        return _BYTE if self._model.get("byte_fallback") and _BYTE_TOKEN.fullmatch(by_id[id]) else _NORMAL
+        return _BYTE if falls_back and _BYTE_TOKEN.fullmatch(by_id[id]) else _NORMAL
 
     def _merges(self) -> list[str]:
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in self._model.get("merges") or []]
@@ -169,7 +170,8 @@ class _Vocabulary:
             return self._template.read_text()
         found = self._settings.get("chat_template")
         if isinstance(found, list):  # several, by name
-            found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            found = named.get("default")
         return found if isinstance(found, str) else None
 
     def _compare(self, keys: Mapping[str, MetadataValue]) -> None:

@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.backends.dequantize import dequantize
-from edgeinfer.errors import InvalidGGUF, UnsupportedModel
+from edgeinfer.errors import InvalidGGUF, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
 from edgeinfer.gguf import GGMLType, ModelFile
@@ -146,6 +146,29 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["timings"]
     assert format.upper() in run("inspect", target).stdout
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"hidden_size": "256"}, ModelFileError, "hidden_size in config.json must be a positive integer: found '256'"),
+        ({"num_key_value_heads": 0}, ModelFileError, "num_key_value_heads in config.json must be a positive integer"),
+        ({"rms_norm_eps": None}, ModelFileError, "rms_norm_eps in config.json must be a number above 0: found None"),
+        ({"rope_theta": "much"}, ModelFileError, "rope_theta in config.json must be a number above 0: found 'much'"),
+        ({"rope_scaling": {"type": "linear"}}, UnsupportedModel, "rope_type must be default: found 'linear'"),
+        ({"rope_scaling": "yarn"}, UnsupportedModel, "rope_type must be default: found 'yarn'"),
+        ({"intermediate_size": 1024}, ModelFileError, "mlp.gate_proj.weight must be .1024, 256. with four rows"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(
+    change: dict[str, Any], error: type[Exception], words: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    a_falcon(tmp_path, rng)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(error, match=words):
+        export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf")
+    assert not list(tmp_path.glob("m.gguf*"))
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
