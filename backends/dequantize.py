@@ -213,6 +213,18 @@ def _tq2_0(blocks: _Bytes) -> _Floats:
     return _f16(blocks[:, 64:]) * (codes.reshape(-1, 256).astype(np.float32) - 1)
 
 
+def _q2_0(blocks: _Bytes) -> _Floats:
+    """w = d (q - 1); the matrix is ternary where no q is 3.
+
+    ::
+
+        | d | byte i: bits 2n, 2n + 1 = q[4i + n], n = 0..3, i = 0..15 |        18 bytes
+    """
+    shift = np.array([0, 2, 4, 6], dtype=np.uint8)
+    codes = blocks[:, 2:, None] >> shift & 3
+    return _f16(blocks[:, :2]) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+
+
 def _i2_s(data: _Bytes) -> _Floats:
     """w = d (q - 1), q in {0, 1, 2}, with one float32 d for the whole tensor (bitnet.cpp).
 
@@ -243,4 +255,5 @@ _WEIGHTS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
     GGMLType.Q6_K: _q6_k,
     GGMLType.TQ1_0: _tq1_0,
     GGMLType.TQ2_0: _tq2_0,
+    GGMLType.Q2_0: _q2_0,
 }

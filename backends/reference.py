@@ -97,7 +97,7 @@ class ReferenceBackend:
         """Block in which the input of such a matrix is rounded."""
         if self.activations != "int8":
             return 1
-        return shape[-1] if kind == GGMLType.I2_S else kind.block_elements
+        return {GGMLType.I2_S: shape[-1], GGMLType.Q2_0: 32}.get(kind, kind.block_elements)
 
 
 @dataclass(frozen=True)

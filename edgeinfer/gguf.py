@@ -135,6 +135,7 @@ _BLOCKS = {  # elements, bytes: ggml-common.h, the block_* structs
     GGMLType.Q1_0: (128, 18),
     GGMLType.Q2_0: (64, 18),
 }
+_OF_IK_LLAMA = {134: "IQ1_BN", 135: "IQ2_BN", 335: "IQ2_BN_R4"}  # ternary; their rows had no scale at first
 
 
 @dataclass(frozen=True)
@@ -634,7 +635,11 @@ def _read_tensor_info(cursor: _Cursor, field: str) -> _Declared:
             cursor.refuse(f"{field} dim {index}", dims_at + 8 * index, reason)
     code = cursor.u32(f"{field} type")
     if code not in _BLOCKS:
-        cursor.refuse(f"{field} type", cursor.at - 4, f"{code} is unknown: the file is damaged or newer than edgeinfer")
+        found = _OF_IK_LLAMA.get(code)
+        reason = "unknown: the file is damaged or newer than edgeinfer"
+        if found is not None:
+            reason = f"{found} of ik_llama.cpp, which is not read: convert the model to I2_S, TQ1_0 or TQ2_0"
+        cursor.refuse(f"{field} type", cursor.at - 4, f"{code} is {reason}")
     kind = GGMLType(code)
     if dims[0] % kind.block_elements:
         reason = f"must be a multiple of the {kind.block_elements} elements of a {kind.name} block: found {dims[0]}"

@@ -196,6 +196,20 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(tokenizers.Regex(pinned), "isolated")
 
 
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([_split(pattern) for pattern in PRE_TOKENIZERS[pre]])
+
+
+def cut(pre: str, text: str) -> list[str]:
+    """The words into which a pre-tokeniser cuts a text."""
+    return [word for word, _ in _pre_tokenizer(pre).pre_tokenize_str(text)]
+
+
+def keeps_tokens(pre: str) -> bool:
+    """Whether a vocabulary with this pre-tokeniser takes a word that is a token as it is, whatever its merges."""
+    return pre in _KEEPS_TOKENS
+
+
 # ---- The vocabulary -------------------------------------------------------------------------------------------------
 
 _UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = (1 << bit for bit in range(6))
@@ -536,7 +550,7 @@ class _ByteLevel(_Merger):
         super().__init__(vocabulary.ids)
         self._ranks = _ranks(vocabulary, required=pre != "kimi-k2")
         self._keeps_tokens = pre in _KEEPS_TOKENS
-        self._pre_tokenizer = pre_tokenizers.Sequence([_split(pattern) for pattern in PRE_TOKENIZERS[pre]])
+        self._pre_tokenizer = _pre_tokenizer(pre)
 
     def _words(self, text: str) -> Iterable[str]:
         return [word for word, _ in self._pre_tokenizer.pre_tokenize_str(text)]

@@ -5,7 +5,8 @@ The safetensors format: u64 length of a header in JSON, {name: {dtype, shape, da
 A ternary matrix is packed, four rows to a byte, or unpacked. Packed, row i * (n_out / 4) + r has bits 2i and 2i + 1 of
 row r as trit + 1, and `weight_scale` stands beside. What that means depends on the class of the linear layers
 (transformers, integrations/bitnet.py): weight = trit * weight_scale in AutoBitLinear, trit / weight_scale in BitLinear.
-Unpacked and "online", the weights are rounded when they are used: to the mean magnitude times -1, 0 or 1.
+Unpacked and "online", the weights are rounded when they are used: to the mean magnitude times -1, 0 or 1. Without a
+quantization_config (TriLM) the weights must be ternary as they stand, with their scales in them.
 """
 
 from __future__ import annotations
@@ -21,21 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.exporters.trits import TernaryMatrix, Trits
+from edgeinfer.gguf import GGMLType
 
-Trits = NDArray[np.int8]
 Floats = NDArray[np.float32]
 
 MAX_HEADER_BYTES = 64 << 20
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
-
-
-@dataclass(frozen=True)
-class TernaryMatrix:
-    """weight = trits * scale. trits: (n_out, n_in)."""
-
-    trits: Trits
-    scale: float
+_FLOATS = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 
 
 @dataclass(frozen=True)
@@ -67,36 +63,51 @@ class Checkpoint:
         tensors: dict[str, _Stored] = {}
         for file in files:
             tensors |= _read_safetensors(file)
-        return cls(folder, _read_json(folder / "config.json"), tensors)
+        return cls(folder, read_json(folder / "config.json"), tensors)
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._tensors)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelFileError if it is missing."""
+        return self._stored(name).shape
+
+    def float_type(self, name: str) -> GGMLType:
+        """What the numbers of a tensor are. Raises ModelFileError if it is missing or not made of floats."""
+        dtype = self._stored(name).dtype
+        if dtype not in _FLOATS:
+            self._refuse(name, f"must be F32, F16 or BF16: found {dtype}")
+        return _FLOATS[dtype]
+
+    def data(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor, little-endian. Raises ModelFileError if it is missing."""
+        return self._stored(name).data
+
     def floats(self, name: str) -> Floats:
         """A tensor as float32. Raises ModelFileError if it is missing or not made of floats."""
-        stored = self._stored(name)
-        if stored.dtype == "BF16":
-            return (stored.data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(stored.shape)
-        if stored.dtype not in ("F32", "F16"):
-            self._refuse(name, f"must be F32, F16 or BF16: found {stored.dtype}")
-        kind = "<f4" if stored.dtype == "F32" else "<f2"
-        return stored.data.view(kind).astype(np.float32).reshape(stored.shape)
+        shape = self.shape(name)
+        return dequantize(self.float_type(name), self.data(name), shape or (1,)).reshape(shape)
 
     def ternary(self, module: str, shape: tuple[int, int]) -> TernaryMatrix:
-        """The matrix of a linear layer, (n_out, n_in). Raises ModelFileError for what is not ternary."""
+        """The matrix of a linear layer, (n_out, n_in).
+
+        Raises ModelFileError for what is not ternary, UnsupportedModel in a model that does not say that it is.
+        """
         name = f"{module}.weight"
         if self._stored(name).dtype == "U8":
-            return TernaryMatrix(self._unpacked(name, shape), self._scale(module))
+            return TernaryMatrix.of_one_scale(self._unpacked(name, shape), self._scale(module))
         weights = self.floats(name)
         if weights.shape != shape:
             self._refuse(name, f"must be {shape}: found {weights.shape}")
         if self._quantization.get("quantization_mode") == "online":
             return _round(weights, self._stored(name).dtype)
+        if not self._quantization:
+            return TernaryMatrix.of_weights(f"{name} of {self.folder}", weights)
         if not np.isin(weights, (-1, 0, 1)).all():
             self._refuse(name, "must be -1, 0 or 1: found other numbers; this matrix is not ternary")
-        return TernaryMatrix(weights.astype(np.int8), self._scale(module))
+        return TernaryMatrix.of_one_scale(weights.astype(np.int8), self._scale(module))
 
     def _unpacked(self, name: str, shape: tuple[int, int]) -> Trits:
         stored = self._stored(name)
@@ -123,6 +134,8 @@ class Checkpoint:
 
     def _check_quantization(self) -> Mapping[str, Any]:
         found = self.config.get("quantization_config")
+        if found is None:
+            return {}
         if not isinstance(found, dict) or found.get("quant_method") != "bitnet":
             raise UnsupportedModel(f"{self.folder}: quantization_config must be that of bitnet: found {found!r:.200}")
         known = {
@@ -152,7 +165,7 @@ def _round(weights: Floats, dtype: str) -> TernaryMatrix:
     elif dtype == "BF16":
         bits = magnitude.view(np.uint32)
         magnitude = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-    return TernaryMatrix(trits, float(magnitude[0]))
+    return TernaryMatrix.of_one_scale(trits, float(magnitude[0]))
 
 
 def _read_safetensors(path: Path) -> dict[str, _Stored]:
@@ -178,14 +191,17 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], data: NDArray[np.ui
     return _Stored(dtype, shape, data[first:last])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a file; the default, if given, where there is no file. Raises ModelFileError."""
+    if default is not None and not path.is_file():
+        return default
     try:
-        config = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ModelFileError(f"{path}: no JSON: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ModelFileError(f"{path}: must be a JSON object")
-    return config
+    return found
 
 
 def _names_in(folder: Path) -> str:

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.gguf import DEFAULT_ALIGNMENT, GGMLType
+from edgeinfer.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
-_UINT32, _FLOAT32, _STRING = 4, 6, 8
+Metadata: TypeAlias = Mapping[str, MetadataValue]
+Progress: TypeAlias = Callable[[float], None]
+
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64, _INT64 = 4, 5, 6, 7, 8, 9, 10, 11
+_FORMATS = {_UINT32: "I", _INT32: "i", _FLOAT32: "f", _BOOL: "?", _UINT64: "Q", _INT64: "q"}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """shape in numpy's order, data as GGUF stores it."""
+    """A tensor whose bytes are made when they are written, so that one is in memory at a time.
+
+    shape: in numpy's order.  pieces: the bytes as GGUF stores them, one array after the other.
+    """
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    pieces: Callable[[], Iterable[NDArray[np.uint8]]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.type.n_bytes(math.prod(self.shape))
 
 
-def write_gguf(path: Path, metadata: Mapping[str, str | int | float], tensors: Sequence[Tensor]) -> None:
-    """Write a file; it is whole or not there, whatever happens. Integers become UINT32, floats FLOAT32.
+def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
+    """Write a file; it is whole or not there, whatever happens.
 
-    Raises OSError.
+    Integers become UINT32, or what they need, floats FLOAT32; arrays of integers INT32.
+    progress: called with the share that is done. Raises OSError, and what making a tensor raises.
     """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    total, done = sum(tensor.n_bytes for tensor in tensors), 0
     try:
         with partial.open("xb") as file:
             file.write(_header(metadata, tensors))
             for tensor in tensors:
                 _pad(file)
-                file.write(np.ascontiguousarray(tensor.data).data)
+                _write(file, tensor)
+                done += tensor.n_bytes
+                if progress is not None:
+                    progress(done / total)
             _pad(file)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _header(metadata: Mapping[str, str | int | float], tensors: Sequence[Tensor]) -> bytes:
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    start = file.tell()
+    for piece in tensor.pieces():
+        file.write(np.ascontiguousarray(piece).data)
+    if file.tell() - start != tensor.n_bytes:
+        raise ValueError(f"tensor {tensor.name} must have {tensor.n_bytes} bytes: found {file.tell() - start}")
+
+
+def _header(metadata: Metadata, tensors: Sequence[Tensor]) -> bytes:
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
         parts += [_string(key), _value(value)]
@@ -53,7 +79,7 @@ def _header(metadata: Mapping[str, str | int | float], tensors: Sequence[Tensor]
     for tensor in tensors:
         dims = tensor.shape[::-1]
         parts += [_string(tensor.name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor.type, offset)]
-        offset += _padded(tensor.data.nbytes)
+        offset += _padded(tensor.n_bytes)
     return b"".join(parts)
 
 
@@ -62,12 +88,39 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: str | int | float) -> bytes:
+def _value(value: MetadataValue) -> bytes:
+    if isinstance(value, list):
+        kind = _kind_of_elements(value)
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + _elements(kind, value)
+    kind = _kind(value)
+    return struct.pack("<I", kind) + _elements(kind, [value])
+
+
+def _elements(kind: int, values: Sequence[str | bool | int | float]) -> bytes:
+    if kind == _STRING:
+        return b"".join(_string(str(value)) for value in values)
+    return struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
+
+
+def _kind(value: str | bool | int | float) -> int:
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
-    if isinstance(value, int):
-        return struct.pack("<II", _UINT32, value)
-    return struct.pack("<If", _FLOAT32, value)
+        return _STRING
+    if isinstance(value, bool):
+        return _BOOL
+    if isinstance(value, float):
+        return _FLOAT32
+    if value < 0:
+        return _INT32 if value >= -(2**31) else _INT64
+    return _UINT32 if value < 2**32 else _UINT64
+
+
+def _kind_of_elements(values: Sequence[str | bool | int | float]) -> int:
+    if not values:
+        return _INT32
+    if isinstance(values[0], bool) or not isinstance(values[0], int):
+        return _kind(values[0])
+    fit = all(isinstance(value, int) and -(2**31) <= value < 2**31 for value in values)
+    return _INT32 if fit else _INT64
 
 
 def _padded(n_bytes: int) -> int:

@@ -1,19 +1,33 @@
-"""From a ternary checkpoint of Hugging Face to a GGUF file with I2_S matrices."""
+"""Ternary models to GGUF: from checkpoints of Hugging Face, and from one ternary format to another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.checkpoint import Checkpoint, TernaryMatrix
-from edgeinfer.exporters.gguf import Tensor, write_gguf
-from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
+from edgeinfer.exporters.q6_k import quantize_q6_k
+from edgeinfer.exporters.trits import PACK, TernaryMatrix
+from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.gguf import GGMLType, MetadataValue, ModelFile
 
+Bytes = NDArray[np.uint8]
+Format = Literal["i2_s", "tq1_0", "tq2_0"]
+Head = Literal["keep", "q6_k", "f16"]
+
+PIECE_WEIGHTS = 8 << 20  # are in memory as float32 at once
+_FILE_TYPES = {"i2_s": 40, "tq1_0": 36, "tq2_0": 37}  # general.file_type of bitnet.cpp and of llama.cpp
+_TERNARY = (GGMLType.I2_S, GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.Q2_0)
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
 _ARCHITECTURES = {("bitnet", "relu2"): "bitnet-b1.58", ("llama", "silu"): "llama"}  # by model_type and hidden_act
 _LINEARS = {
     "self_attn.q_proj": "attn_q",
@@ -32,22 +46,60 @@ _NORMS = {
 }
 
 
-def export_ternary(checkpoint: Checkpoint, target: Path) -> None:
-    """Write a model of BitNet or Llama with ternary matrices, embeddings and output in F16.
+def export_ternary(
+    source: Checkpoint | ModelFile,
+    target: Path,
+    format: Format = "i2_s",
+    head: Head = "keep",
+    vocabulary: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Write a GGUF file with the ternary matrices of a model in one format; what is no matrix of a layer is copied.
 
-    The file has no vocabulary: it serves sessions, which take token ids.
+    source: a checkpoint of BitNet or Llama, or a GGUF file whose layers are ternary.  head: what becomes of the output
+    matrix, which is that of the embeddings where a model has only one.  vocabulary: of a checkpoint; without one a file
+    serves sessions, which take token ids.  tq1_0 and tq2_0 round the scales to float16.
     Raises UnsupportedModel, ModelFileError, OSError.
     """
-    write_gguf(target, _metadata(checkpoint), list(_tensors(checkpoint)))
+    if isinstance(source, Checkpoint):
+        metadata, tensors = _checkpoint_metadata(source, vocabulary), list(_of_checkpoint(source, format, head))
+    else:
+        metadata = {key: value for key, value in source.metadata.items() if key not in _OF_THE_FILE}
+        tensors = list(_of_file(source, format, head))
+    write_gguf(target, metadata | {"general.file_type": _FILE_TYPES[format]}, tensors, progress)
 
 
-def pack_i2_s(matrix: TernaryMatrix) -> NDArray[np.uint8]:
-    """The bytes of an I2_S tensor; see edgeinfer.backends.dequantize. Rows must be a multiple of 128."""
-    codes = (matrix.trits + 1).astype(np.uint8).reshape(-1, 4, 32)
-    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
-    tail = np.zeros(I2_S_TAIL_BYTES // 4, dtype="<f4")
-    tail[0] = matrix.scale
-    return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _of_file(file: ModelFile, format: Format, head: Head) -> Iterator[Tensor]:
+    output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    for name, info in file.tensors.items():
+        if name == output:
+            yield _head(name, info.shape, info.type, file.data(name), head)
+        elif name.startswith("blk.") and len(info.shape) == 2:
+            yield _ternary(name, info.shape, format, partial(_matrix_of_file, file, name))
+        else:
+            yield Tensor(name, info.type, info.shape, partial(_one, file.data(name)))
+
+
+def _matrix_of_file(file: ModelFile, name: str) -> TernaryMatrix:
+    """Raises UnsupportedModel for a matrix that is not ternary."""
+    info, data = file.tensors[name], file.data(name)
+    if info.type not in (*_TERNARY, *_FLOATS):
+        known = ", ".join(kind.name for kind in (*_TERNARY, *_FLOATS))
+        raise UnsupportedModel(
+            f"{file.path}: tensor {name} is {info.type.name}, which is not ternary; these can be: {known}"
+        )
+    if info.type == GGMLType.I2_S:
+        parts = [TernaryMatrix.of_weights(name, dequantize(info.type, data, info.shape))]
+    else:
+        parts = [TernaryMatrix.of_weights(name, piece) for piece in _rows(info.type, data, info.shape)]
+    file.release(name)
+    return TernaryMatrix(*(np.concatenate([getattr(part, each) for part in parts]) for each in ("trits", "scales")))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -58,57 +110,96 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return _ARCHITECTURES[kind]
 
 
-def _metadata(checkpoint: Checkpoint) -> dict[str, str | int | float]:
+def _checkpoint_metadata(checkpoint: Checkpoint, vocabulary: bool) -> dict[str, MetadataValue]:
     architecture, config = _architecture(checkpoint), checkpoint.config
-    head_dim = _head_dim(config)
-    values: dict[str, int | float] = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "block_count": config["num_hidden_layers"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
+    head_dim = _head_dim(checkpoint)
+    values: dict[str, MetadataValue] = {
+        "context_length": _size(checkpoint, "max_position_embeddings"),
+        "embedding_length": _size(checkpoint, "hidden_size"),
+        "feed_forward_length": _size(checkpoint, "intermediate_size"),
+        "block_count": _size(checkpoint, "num_hidden_layers"),
+        "attention.head_count": _size(checkpoint, "num_attention_heads"),
+        "attention.head_count_kv": _size(checkpoint, "num_key_value_heads"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": _number(checkpoint, "rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         "rope.dimension_count": head_dim,
         "rope.freq_base": _rope_base(checkpoint),
     }
-    return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in values.items()}}
+    metadata: dict[str, MetadataValue] = {"general.architecture": architecture, "general.name": checkpoint.folder.name}
+    metadata |= {f"{architecture}.{key}": value for key, value in values.items()}
+    if vocabulary:
+        n_rows = checkpoint.shape("model.embed_tokens.weight")[0]
+        metadata |= read_vocabulary(checkpoint.folder, config, n_rows)
+    return metadata
 
 
-def _head_dim(config: Any) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+def _size(checkpoint: Checkpoint, key: str) -> int:
+    """A positive number of config.json. Raises ModelFileError."""
+    value = checkpoint.config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFileError(
+            f"{checkpoint.folder}: {key} in config.json must be a positive integer: found {value!r:.80}"
+        )
+    return value
+
+
+def _number(checkpoint: Checkpoint, key: str, value: object) -> float:
+    """Raises ModelFileError for what is no positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelFileError(f"{checkpoint.folder}: {key} in config.json must be a number above 0: found {value!r:.80}")
+    return float(value)
+
+
+def _head_dim(checkpoint: Checkpoint) -> int:
+    if checkpoint.config.get("head_dim"):
+        return _size(checkpoint, "head_dim")
+    return _size(checkpoint, "hidden_size") // _size(checkpoint, "num_attention_heads")
 
 
 def _rope_base(checkpoint: Checkpoint) -> float:
     """Raises UnsupportedModel for a rotation that is scaled."""
     config = checkpoint.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UnsupportedModel(f"{checkpoint.folder}: rope_type must be default: found {rope['rope_type']!r:.80}")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind != "default":
+        raise UnsupportedModel(f"{checkpoint.folder}: rope_type must be default: found {kind!r:.80}")
+    return _number(checkpoint, "rope_theta", rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[Tensor]:
-    config = checkpoint.config
-    yield _half("token_embd.weight", checkpoint.floats("model.embed_tokens.weight"))
-    yield _float("output_norm.weight", checkpoint.floats("model.norm.weight"))
-    if not config.get("tie_word_embeddings") and "lm_head.weight" in checkpoint.names:
-        yield _half("output.weight", checkpoint.floats("lm_head.weight"))
-    for layer in range(config["num_hidden_layers"]):
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedModel for a tensor that would be left out, such as a bias."""
+    in_layer = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.weight_scale" for name in _LINEARS}
+    in_layer |= {"self_attn.rotary_emb.inv_freq"}
+    known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    known |= {f"model.layers.{n}.{name}" for n in range(_size(checkpoint, "num_hidden_layers")) for name in in_layer}
+    unknown = sorted(set(checkpoint.names) - known)
+    if unknown:
+        raise UnsupportedModel(f"{checkpoint.folder}: tensor {unknown[0]} has no place in the models that are known")
+
+
+def _of_checkpoint(checkpoint: Checkpoint, format: Format, head: Head) -> Iterator[Tensor]:
+    _check_names(checkpoint)
+    tied = bool(checkpoint.config.get("tie_word_embeddings")) or "lm_head.weight" not in checkpoint.names
+    yield _floats(checkpoint, "model.embed_tokens.weight", "token_embd.weight", head if tied else "keep")
+    yield _vector(checkpoint, "model.norm.weight", "output_norm.weight")
+    if not tied:
+        yield _floats(checkpoint, "lm_head.weight", "output.weight", head)
+    for layer in range(_size(checkpoint, "num_hidden_layers")):
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
         for module, name in _NORMS.items():
             if f"{theirs}.{module}.weight" in checkpoint.names:
-                yield _float(f"{ours}.{name}.weight", checkpoint.floats(f"{theirs}.{module}.weight"))
+                yield _vector(checkpoint, f"{theirs}.{module}.weight", f"{ours}.{name}.weight")
         for module, name in _LINEARS.items():
-            matrix = checkpoint.ternary(f"{theirs}.{module}", _shape(config, name))
-            yield _ternary(f"{ours}.{name}.weight", _in_order(checkpoint, name, matrix))
+            shape = _shape(checkpoint, name)
+            matrix = partial(_matrix_of_checkpoint, checkpoint, f"{theirs}.{module}", name, shape)
+            yield _ternary(f"{ours}.{name}.weight", shape, format, matrix)
 
 
-def _shape(config: Any, name: str) -> tuple[int, int]:
-    n_embd, n_ff, head_dim = config["hidden_size"], config["intermediate_size"], _head_dim(config)
-    n_q, n_kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    n_embd, n_ff = _size(checkpoint, "hidden_size"), _size(checkpoint, "intermediate_size")
+    heads, kv_heads = _size(checkpoint, "num_attention_heads"), _size(checkpoint, "num_key_value_heads")
+    n_q, n_kv = heads * _head_dim(checkpoint), kv_heads * _head_dim(checkpoint)
     return {
         "attn_q": (n_q, n_embd),
         "attn_k": (n_kv, n_embd),
@@ -120,25 +211,65 @@ def _shape(config: Any, name: str) -> tuple[int, int]:
     }[name]
 
 
-def _in_order(checkpoint: Checkpoint, name: str, matrix: TernaryMatrix) -> TernaryMatrix:
+def _matrix_of_checkpoint(checkpoint: Checkpoint, module: str, name: str, shape: tuple[int, int]) -> TernaryMatrix:
     """Rows as GGUF has them: in llama, rotary pairs stand side by side, not half a head apart."""
+    matrix = checkpoint.ternary(module, shape)
     if name not in ("attn_q", "attn_k") or _architecture(checkpoint) != "llama":
         return matrix
-    n_out, n_in = matrix.trits.shape
-    halves = matrix.trits.reshape(-1, 2, _head_dim(checkpoint.config) // 2, n_in)
-    return TernaryMatrix(halves.swapaxes(1, 2).reshape(n_out, n_in), matrix.scale)
+    order = np.arange(shape[0]).reshape(-1, 2, _head_dim(checkpoint) // 2).swapaxes(1, 2).reshape(-1)
+    scales = matrix.scales if matrix.scales.size == 1 else matrix.scales[order]
+    return TernaryMatrix(matrix.trits[order], scales)
 
 
-def _ternary(name: str, matrix: TernaryMatrix) -> Tensor:
-    n_in = matrix.trits.shape[1]
-    if n_in % GGMLType.I2_S.block_elements:
-        raise UnsupportedModel(f"tensor {name}: I2_S needs rows of a multiple of 128 inputs: found {n_in}")
-    return Tensor(name, GGMLType.I2_S, matrix.trits.shape, pack_i2_s(matrix))
+def _floats(checkpoint: Checkpoint, theirs: str, ours: str, head: Head) -> Tensor:
+    shape = checkpoint.shape(theirs)
+    return _head(ours, shape, checkpoint.float_type(theirs), checkpoint.data(theirs), head)
 
 
-def _half(name: str, values: NDArray[np.float32]) -> Tensor:
-    return Tensor(name, GGMLType.F16, values.shape, values.astype("<f2").reshape(-1).view(np.uint8))
+def _vector(checkpoint: Checkpoint, theirs: str, ours: str) -> Tensor:
+    values = checkpoint.floats(theirs)
+    return Tensor(ours, GGMLType.F32, values.shape, partial(_one, values.astype("<f4").view(np.uint8)))
 
 
-def _float(name: str, values: NDArray[np.float32]) -> Tensor:
-    return Tensor(name, GGMLType.F32, values.shape, values.astype("<f4").reshape(-1).view(np.uint8))
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _ternary(name: str, shape: tuple[int, ...], format: Format, matrix: Callable[[], TernaryMatrix]) -> Tensor:
+    """matrix: gives the TernaryMatrix, when it is written."""
+    kind = GGMLType[format.upper()]
+    if shape[-1] % kind.block_elements:
+        raise UnsupportedModel(
+            f"tensor {name}: {format} needs rows of a multiple of {kind.block_elements} inputs: found {shape[-1]}"
+        )
+    return Tensor(name, kind, shape, lambda: [PACK[kind](name, matrix())])
+
+
+def _head(name: str, shape: tuple[int, ...], kind: GGMLType, data: Bytes, head: Head) -> Tensor:
+    """The output matrix in the format that is wanted."""
+    wanted = {"keep": kind, "q6_k": GGMLType.Q6_K, "f16": GGMLType.F16}[head]
+    if wanted == kind:
+        return Tensor(name, kind, shape, partial(_one, data))
+    if shape[-1] % wanted.block_elements:
+        raise UnsupportedModel(
+            f"tensor {name}: {head} needs rows of a multiple of {wanted.block_elements} inputs: found {shape[-1]}; use "
+            f"--head keep or f16"
+        )
+    make = quantize_q6_k if wanted == GGMLType.Q6_K else _half
+    return Tensor(name, wanted, shape, lambda: (make(piece) for piece in _rows(kind, data, shape)))
+
+
+def _rows(kind: GGMLType, data: Bytes, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
+    """The weights of a matrix, some rows at a time. Raises UnsupportedModel for a type that is not known."""
+    n_out, n_in = shape
+    row_bytes, n_rows = data.nbytes // n_out, max(1, PIECE_WEIGHTS // n_in)
+    for first in range(0, n_out, n_rows):
+        last = min(n_out, first + n_rows)
+        yield dequantize(kind, data[first * row_bytes : last * row_bytes], (last - first, n_in))
+
+
+def _half(weights: NDArray[np.float32]) -> Bytes:
+    return weights.astype("<f2").reshape(-1).view(np.uint8)
+
+
+def _one(data: Bytes) -> list[Bytes]:
+    return [data]

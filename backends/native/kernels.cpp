@@ -308,6 +308,7 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float*
         case Format::TQ1_0:
         case Format::TQ2_0: return matmul_as<TernaryTiles>(w, x, n, first, last, y, ldy);
         case Format::I2_S: return matmul_as<TernaryRows>(w, x, n, first, last, y, ldy);
+        case Format::Q2_0: return matmul_as<TernaryBlocks>(w, x, n, first, last, y, ldy);
     }
 }
 

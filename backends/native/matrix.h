@@ -29,6 +29,7 @@
 //   I2_S:          f32 scale[16] | lines (edgeinfer.backends.ternary.packing, two bits)
 //   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 16 lines | 16
 //                  lines
+//   Q2_0:          for each two blocks of 64 inputs  f16 d[16] of the first | f16 d[16] of the second | 4 lines | 4 lines
 //
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
@@ -51,7 +52,8 @@ enum class Format : int {
     BF16 = 30,
     TQ1_0 = 34,
     TQ2_0 = 35,
-    I2_S = 36
+    I2_S = 36,
+    Q2_0 = 42
 };
 
 // What a matrix wants its inputs as.

@@ -168,8 +168,9 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
 
 // Ternary codes, one above the weights. I2_S: runs of 128 in 32 bytes, the first in the top bits. TQ2_0: runs of 128 in 32
 // bytes, the first in the low bits; behind each 256 their f16 d. TQ1_0: five digits of base three in each of 32 and then of
-// 16 bytes, four in each of 4, f16 d; a byte is ceil(256 v / 243), so multiplying by 3 carries the first digit out.
-constexpr size_t kBytesTQ1 = 54, kBytesTQ2 = 66, kBytesI2 = 32;
+// 16 bytes, four in each of 4, f16 d; a byte is ceil(256 v / 243), so multiplying by 3 carries the first digit out. Q2_0:
+// before each 64 their f16 d, then four to a byte, the first in the low bits.
+constexpr size_t kBytesTQ1 = 54, kBytesTQ2 = 66, kBytesI2 = 32, kBytesQ2 = 18;
 
 uint8_t digit_of_byte(uint8_t byte, int n) {
     constexpr int kPowers[5] = {1, 3, 9, 27, 81};
@@ -183,6 +184,8 @@ uint8_t code_of_tq1(const uint8_t* block, int k) {
 }
 
 uint8_t code_of_tq2(const uint8_t* block, int k) { return (block[32 * (k / 128) + k % 32] >> (k % 128 / 32 * 2)) & 3; }
+
+uint8_t code_of_q2(const uint8_t* block, int k) { return (block[2 + k / 4] >> (k % 4 * 2)) & 3; }
 
 uint8_t code_of_i2(const uint8_t* row, int k) { return (row[32 * (k / 128) + k % 32] >> (6 - k % 128 / 32 * 2)) & 3; }
 
@@ -201,22 +204,35 @@ void pack_row_i2(const uint8_t* source, int n_in, int row, uint8_t* lines) {
     }
 }
 
-// Where tile b of a row group has its scales and its lines.
-constexpr size_t kLinesTQ = 1024;
-size_t tq_scales_at(size_t b) { return b / 2 * (64 + 2 * kLinesTQ) + b % 2 * 32; }
-size_t tq_lines_at(size_t b) { return b / 2 * (64 + 2 * kLinesTQ) + 64 + b % 2 * kLinesTQ; }
+// Where blocks of ternary weights keep things.
+struct TernaryBlock {
+    int n_inputs;
+    size_t n_bytes, scale_at;
+    uint8_t (*code_of)(const uint8_t* block, int k);
 
-void pack_row_tq(Format format, const uint8_t* source, int n_in, int row, uint8_t* group) {
-    const size_t n_bytes = format == Format::TQ1_0 ? kBytesTQ1 : kBytesTQ2;
-    const auto code_of = format == Format::TQ1_0 ? code_of_tq1 : code_of_tq2;
-    for (size_t b = 0; b < static_cast<size_t>(n_in) / 256; b++) {
-        std::memcpy(group + tq_scales_at(b) + 2 * row, source + n_bytes - 2, 2);
-        for (int k = 0; k < 256; k += 16) {
+    size_t lines() const { return 4 * static_cast<size_t>(n_inputs); }
+    // Where block b of a row group has its scales and its codes, when packed.
+    size_t scales_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + b % 2 * 32; }
+    size_t lines_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + 64 + b % 2 * lines(); }
+};
+
+TernaryBlock ternary_block(Format format) {
+    switch (format) {
+        case Format::TQ1_0: return {256, kBytesTQ1, kBytesTQ1 - 2, code_of_tq1};
+        case Format::TQ2_0: return {256, kBytesTQ2, kBytesTQ2 - 2, code_of_tq2};
+        default: return {64, kBytesQ2, 0, code_of_q2};
+    }
+}
+
+void pack_row_ternary(const TernaryBlock& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    for (size_t b = 0; b < static_cast<size_t>(n_in / layout.n_inputs); b++) {
+        std::memcpy(group + layout.scales_at(b) + 2 * row, source + layout.scale_at, 2);
+        for (int k = 0; k < layout.n_inputs; k += 16) {
             uint8_t codes[16];
-            for (int i = 0; i < 16; i++) codes[i] = code_of(source, k + i);
-            place_trits(codes, row, group + tq_lines_at(b) + 4 * k);
+            for (int i = 0; i < 16; i++) codes[i] = layout.code_of(source, k + i);
+            place_trits(codes, row, group + layout.lines_at(b) + 4 * k);
         }
-        source += n_bytes;
+        source += layout.n_bytes;
     }
 }
 
@@ -247,7 +263,8 @@ void pack_row(Format format, const uint8_t* source, int n_in, int row, uint8_t* 
         case Format::Q5_K: return pack_row_45k(5, source, n_in, row, group);
         case Format::Q6_K: return pack_row_6k(source, n_in, row, group);
         case Format::TQ1_0:
-        case Format::TQ2_0: return pack_row_tq(format, source, n_in, row, group);
+        case Format::TQ2_0:
+        case Format::Q2_0: return pack_row_ternary(ternary_block(format), source, n_in, row, group);
         default: return pack_row_block32(block32(format), source, n_in, row, group);
     }
 }
@@ -287,13 +304,11 @@ void dequantize_6k(const uint8_t* block, int n_in, float* out) {
     }
 }
 
-void dequantize_tq(Format format, const uint8_t* block, int n_in, float* out) {
-    const size_t n_bytes = format == Format::TQ1_0 ? kBytesTQ1 : kBytesTQ2;
-    const auto code_of = format == Format::TQ1_0 ? code_of_tq1 : code_of_tq2;
-    for (int b = 0; b < n_in / 256; b++) {
-        const float d = read_f16(block + n_bytes - 2);
-        for (int k = 0; k < 256; k++) *out++ = d * static_cast<float>(code_of(block, k) - 1);
-        block += n_bytes;
+void dequantize_ternary(const TernaryBlock& layout, const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / layout.n_inputs; b++) {
+        const float d = read_f16(block + layout.scale_at);
+        for (int k = 0; k < layout.n_inputs; k++) *out++ = d * static_cast<float>(layout.code_of(block, k) - 1);
+        block += layout.n_bytes;
     }
 }
 
@@ -346,6 +361,7 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
         case Format::TQ1_0: n_inputs = 256, n_bytes = kBytesTQ1; return true;
         case Format::TQ2_0: n_inputs = 256, n_bytes = kBytesTQ2; return true;
         case Format::I2_S: n_inputs = 128, n_bytes = kBytesI2; return true;
+        case Format::Q2_0: n_inputs = 64, n_bytes = kBytesQ2; return true;
     }
     return false;
 }
@@ -360,7 +376,11 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::Q5_K: return n / 256 * 2880;
         case Format::Q6_K: return n / 256 * 3392;
         case Format::TQ1_0:
-        case Format::TQ2_0: return tq_lines_at(n / 256 - 1) + kLinesTQ;
+        case Format::TQ2_0:
+        case Format::Q2_0: {
+            const TernaryBlock layout = ternary_block(format);
+            return layout.lines_at(n / static_cast<size_t>(layout.n_inputs) - 1) + layout.lines();
+        }
         case Format::I2_S: return 64 + 4 * n;
         default: {
             const Block32 layout = block32(format);
@@ -409,17 +429,19 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
         case Format::Q5_K: return dequantize_45k(5, row, n_in, out);
         case Format::Q6_K: return dequantize_6k(row, n_in, out);
         case Format::TQ1_0:
-        case Format::TQ2_0: return dequantize_tq(format, row, n_in, out);
+        case Format::TQ2_0:
+        case Format::Q2_0: return dequantize_ternary(ternary_block(format), row, n_in, out);
         default: return dequantize_block32(block32(format), row, n_in, out);
     }
 }
 
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes) {
-    const size_t period = format == Format::I2_S ? kBytesI2 : kBytesTQ2;
-    const size_t codes = format == Format::TQ2_0 ? kBytesTQ2 - 2 : kBytesI2;
+    if (format == Format::TQ1_0) return true;  // every byte stands for digits
+    const size_t period = format == Format::I2_S ? kBytesI2 : ternary_block(format).n_bytes;
+    const size_t first = format == Format::Q2_0 ? 2 : 0, last = format == Format::TQ2_0 ? period - 2 : period;
     uint8_t threes = 0;
-    for (size_t at = 0; format != Format::TQ1_0 && at + period <= n_bytes; at += period) {
-        for (size_t i = 0; i < codes; i++) {
+    for (size_t at = 0; at + period <= n_bytes; at += period) {
+        for (size_t i = first; i < last; i++) {
             const uint8_t byte = source[at + i];
             threes |= static_cast<uint8_t>(byte & (byte >> 1) & 0x55);
         }

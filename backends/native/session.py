@@ -38,9 +38,9 @@ from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_sp
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 MATRIX_TYPES = frozenset(
-    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S".split()
+    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0".split()
 )
-TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S})
+TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S, GGMLType.Q2_0})
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside

@@ -6,12 +6,42 @@
 
 namespace {
 
-// 64 sums of two codes times two activations, at most 508 each, fit into 16 bits.
-constexpr int kTritLines = 16;
+// 64 sums of two codes times two activations, at most 508 each, fit into 16 bits; of codes that stand two bits up, 16.
+constexpr int kTritLines = 16, kUnshiftedLines = 8;
+
+// How often dot_trits counts each product.
+template <int NC>
+constexpr int kCounted = kDots<8> == 1 && NC <= 2 ? 4 : 1;
+
+template <int NC>
+EI_INLINE F32 counted_once(I32 sum) {
+    return kCounted<NC> == 1 ? to_f32(sum) : mul_f32(to_f32(sum), set_f32(1.0f / kCounted<NC>));
+}
+
+// Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time.
+template <int NC>
+EI_INLINE void dot_unshifted(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
+    for (int first = 0; first < n_lines; first += kUnshiftedLines) {
+        Dot once[NC], fourfold[NC];
+        for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
+        for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
+            const U8 line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
+            for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
+            for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
+            for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(upper, 0x03), a[c] + 16 * i + 8);
+            for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(upper, 0x0c), a[c] + 16 * i + 12);
+        }
+        for (int c = 0; c < NC; c++) {
+            sum[c] = add_i32(sum[c], shl_i32(add_dot(set_i32(0), once[c]), 2));
+            sum[c] = add_dot(sum[c], fourfold[c]);
+        }
+    }
+}
 
 // Adds the products of up to kTritLines lines of 16 inputs with NC columns; a[c] points at the activations of column c.
 template <int NC>
 EI_INLINE void dot_trits(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
+    if constexpr (kCounted<NC> == 4) return dot_unshifted<NC>(lines, n_lines, a, sum);
     constexpr int kParts = kDots<8> == 1 || NC >= 4 ? 1 : 4 / NC;  // where a sum waits some cycles for the one before
     Dot part[kParts][NC];
     for (auto& sums : part) {
@@ -42,7 +72,7 @@ struct TernaryRows {
         I32 sum[NC];
         for (int c = 0; c < NC; c++) {
             a[c] = x.q_token + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
-            sum[c] = set_i32(-x.sum_token[c0 + c]);
+            sum[c] = set_i32(-kCounted<NC> * x.sum_token[c0 + c]);
         }
         const uint8_t* lines = group + 64;
         for (int left = x.n_in / 16; left > 0; left -= kTritLines) {
@@ -51,7 +81,41 @@ struct TernaryRows {
             for (int c = 0; c < NC; c++) a[c] += 16 * kTritLines;
         }
         const F32 scale = load_f32(reinterpret_cast<const float*>(group));
-        for (int c = 0; c < NC; c++) f[c] = mul_f32(mul_f32(to_f32(sum[c]), scale), set_f32(x.scale_token[c0 + c]));
+        for (int c = 0; c < NC; c++)
+            f[c] = mul_f32(mul_f32(counted_once<NC>(sum[c]), scale), set_f32(x.scale_token[c0 + c]));
+    }
+};
+
+// Q2_0: scales of 64 inputs, and of 32 activations.
+struct TernaryBlocks {
+    template <int NC>
+    static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
+        const size_t n_blocks = static_cast<size_t>(x.n_in) / 32;
+        const int8_t* a[NC];
+        const float* ad[NC];
+        const int32_t* as[NC];
+        for (int c = 0; c < NC; c++) {
+            a[c] = x.q32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale32 + static_cast<size_t>(c0 + c) * n_blocks;
+            as[c] = x.sum32 + static_cast<size_t>(c0 + c) * n_blocks;
+            f[c] = set_f32(0.0f);
+        }
+        const uint8_t* scales = group;
+        for (size_t b = 0; b < n_blocks; b++) {
+            if (b % 4 == 0) {
+                scales = group;
+                group += 64;
+            }
+            const F32 d = load_f16(scales + b % 4 / 2 * 32);
+            I32 sum[NC];
+            for (int c = 0; c < NC; c++) sum[c] = set_i32(-kCounted<NC> * as[c][b]);
+            dot_trits<NC>(group, 2, a, sum);
+            for (int c = 0; c < NC; c++) {
+                f[c] = fma_f32(mul_f32(counted_once<NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
+                a[c] += 32;
+            }
+            group += 2 * 64;
+        }
     }
 };
 
@@ -77,13 +141,13 @@ struct TernaryTiles {
             for (int c = 0; c < NC; c++) {
                 int32_t of_tile = 0;
                 for (int j = 0; j < 8; j++) of_tile += as[c][j];
-                sum[c] = set_i32(-of_tile);
+                sum[c] = set_i32(-kCounted<NC> * of_tile);
                 as[c] += 8;
             }
             dot_trits<NC>(tile, kTritLines, a, sum);
             const F32 d = load_f16(scales);
             for (int c = 0; c < NC; c++) {
-                f[c] = fma_f32(mul_f32(to_f32(sum[c]), d), set_f32(ad[c][b]), f[c]);
+                f[c] = fma_f32(mul_f32(counted_once<NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 256;
             }
             tile += 64 * kTritLines;

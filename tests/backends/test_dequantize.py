@@ -60,6 +60,15 @@ def test_one_run_of_i2_s_by_hand() -> None:
     assert_array_equal(weights, expected)
 
 
+def test_one_block_of_q2_0_by_hand() -> None:
+    codes = np.full(16, 0b01_01_01_01, dtype=np.uint8)
+    codes[1] = 0b11_10_01_00  # weights 4..7
+    block = np.concatenate([np.array([0.5], dtype="<f2").view(np.uint8), codes])
+    weights = dequantize(GGMLType.Q2_0, block, (64,))
+    assert weights[:8].tolist() == [0, 0, 0, 0, -0.5, 0, 0.5, 1]
+    assert not weights[8:].any()
+
+
 def test_the_result_is_a_copy_of_its_own() -> None:
     data = np.array([1.0, 2.0], dtype="<f4").view(np.uint8)
     data.flags.writeable = False
@@ -102,7 +111,7 @@ def test_data_that_does_not_fit_its_shape_is_refused(
 ERRORS = {"Q8_0": 0.006, "Q4_0": 0.09, "Q4_1": 0.08, "Q5_0": 0.045, "Q5_1": 0.04, "Q4_K": 0.08, "Q5_K": 0.04}
 ERRORS |= {"F32": 0.0, "F16": 0.0003, "BF16": 0.002, "Q6_K": 0.02}
 # Three levels leave 0.44 at best (Max, 1960), and more where the outer ones are the largest of 256 numbers.
-ERRORS |= {"TQ1_0": 0.95, "TQ2_0": 0.95, "I2_S": 0.55}
+ERRORS |= {"TQ1_0": 0.95, "TQ2_0": 0.95, "I2_S": 0.55, "Q2_0": 0.55}
 
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)

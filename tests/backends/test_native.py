@@ -40,7 +40,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.types import CacheType, Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
-FORMATS += ["TQ1_0", "TQ2_0", "I2_S"]
+FORMATS += ["TQ1_0", "TQ2_0", "I2_S", "Q2_0"]
 # Every format in two architectures, every architecture in a format of each kind.
 MODELS = [(architecture, format) for architecture in ("llama", "qwen2") for format in FORMATS]
 MODELS += [(name, format) for name in ARCHITECTURES[2:] for format in ("F32", "Q8_0", "Q4_K")]
@@ -426,6 +426,20 @@ def test_a_ternary_matrix_with_another_code_is_refused_by_name(tmp_path: Path) -
     ]:
         path.write_bytes(whole[:at] + value + whole[at + len(value) :])
         with pytest.raises(ModelFileError, match=words):
+            opener(path)()
+
+
+def test_a_q2_0_matrix_with_more_than_trits_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q2_0")
+    with ModelFile.open(path) as file:
+        info = file.tensors["blk.1.ffn_up.weight"]
+    whole = path.read_bytes()
+    for at, refused in [(info.offset + 1, False), (info.offset + 18, False), (info.offset + 2, True)]:
+        path.write_bytes(whole[:at] + b"\x3c" + whole[at + 1 :])  # in a scale no code, in the codes two threes
+        if refused:
+            with pytest.raises(ModelFileError, match="tensor blk.1.ffn_up.weight is Q2_0, whose codes are 0, 1 and 2"):
+                opener(path)()
+        else:
             opener(path)()
 
 

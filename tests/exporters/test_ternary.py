@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from checkpoints import BITLINEAR, packed, write_safetensors
 from numpy.testing import assert_array_equal
 from parts import missing
 
@@ -15,27 +16,15 @@ from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from edgeinfer.exporters.checkpoint import Checkpoint, TernaryMatrix
-from edgeinfer.exporters.ternary import export_ternary, pack_i2_s
+from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.ternary import export_ternary
+from edgeinfer.exporters.trits import PACK, TernaryMatrix
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import Device
 
-BITLINEAR = {"quant_method": "bitnet"}
 AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 ONLINE = AUTOBITLINEAR | {"quantization_mode": "online"}
-DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "BF16": np.uint16}
-
-
-def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
-    """tensors: (dtype, values) by name; those of BF16 as their bits."""
-    entries, data = {}, b""
-    for name, (dtype, values) in tensors.items():
-        raw = values.astype(DTYPES[dtype]).tobytes()
-        entries[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def a_checkpoint(
@@ -44,15 +33,6 @@ def a_checkpoint(
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization, **config}))
     write_safetensors(folder / "model.safetensors", tensors)
     return Checkpoint.open(folder)
-
-
-def packed(trits: np.ndarray) -> np.ndarray:
-    """Row by row, as transformers packs."""
-    n = len(trits) // 4
-    out = np.zeros((n, trits.shape[1]), dtype=np.uint8)
-    for row, codes in enumerate(trits + 1):
-        out[row % n] |= codes.astype(np.uint8) << 2 * (row // n)
-    return out
 
 
 @pytest.fixture
@@ -67,7 +47,7 @@ def test_a_packed_scale_divides_or_multiplies_by_the_class_of_the_layer(
     tensors = {"m.weight": ("U8", packed(trits)), "m.weight_scale": ("BF16", np.array([0x4020]))}  # 2.5
     matrix = a_checkpoint(tmp_path, quantization, tensors).ternary("m", trits.shape)
     assert_array_equal(matrix.trits, trits)
-    assert matrix.scale == np.float32(scale)
+    assert matrix.scales.tolist() == [[np.float32(scale)]]
 
 
 def test_one_packed_byte_by_hand(tmp_path: Path) -> None:
@@ -79,7 +59,7 @@ def test_unpacked_trits_have_their_scale_beside_them(trits: np.ndarray, tmp_path
     tensors = {"m.weight": ("F16", trits), "m.weight_scale": ("F16", np.array([0.5]))}
     matrix = a_checkpoint(tmp_path, AUTOBITLINEAR, tensors).ternary("m", trits.shape)
     assert_array_equal(matrix.trits, trits)
-    assert matrix.scale == 0.5
+    assert matrix.scales.tolist() == [[0.5]]
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
@@ -94,14 +74,59 @@ def test_online_weights_are_rounded_to_their_mean_magnitude(
     matrix = checkpoint.ternary("m", (8, 128))
     mean = np.abs(seen).mean()
     assert_array_equal(matrix.trits, np.where(np.abs(seen) > mean / 2, np.sign(seen), 0))
-    assert abs(matrix.scale / mean - 1) < {"F32": 1e-6, "F16": 5e-4, "BF16": 4e-3}[dtype]
+    scale = matrix.scales[0, 0]
+    assert abs(scale / mean - 1) < {"F32": 1e-6, "F16": 5e-4, "BF16": 4e-3}[dtype]
     if dtype == "BF16":
-        assert np.float32(matrix.scale).view(np.uint32) & 0xFFFF == 0
+        assert scale.view(np.uint32) & 0xFFFF == 0
 
 
-def test_i2_s_gives_the_same_weights_back(trits: np.ndarray) -> None:
-    weights = dequantize(GGMLType.I2_S, pack_i2_s(TernaryMatrix(trits, 0.375)), trits.shape)
+@pytest.mark.parametrize("format", ["I2_S", "TQ1_0", "TQ2_0"])
+def test_a_packed_matrix_gives_the_same_weights_back(format: str, rng: np.random.Generator) -> None:
+    trits = rng.integers(-1, 2, (7, 512), dtype=np.int8)
+    kind = GGMLType[format]
+    packed_bytes = PACK[kind]("m", TernaryMatrix.of_one_scale(trits, 0.375))
+    weights = dequantize(kind, packed_bytes, trits.shape)
     assert_array_equal(weights, trits * np.float32(0.375))
+    again = TernaryMatrix.of_weights("m", weights)
+    assert_array_equal(PACK[kind]("m", again), packed_bytes)
+
+
+@pytest.mark.parametrize("format", ["TQ1_0", "TQ2_0"])
+def test_tq_bytes_equal_those_of_the_gguf_package(format: str, rng: np.random.Generator) -> None:
+    trits = rng.integers(-1, 2, (5, 768), dtype=np.int8)
+    scales = rng.uniform(0.01, 2, (5, 3)).astype(np.float16).astype(np.float32)
+    weights = (trits.reshape(5, 3, 256) * scales[:, :, None]).reshape(5, 768)
+    expected = gguf.quantize(weights, gguf.GGMLQuantizationType[format])
+    assert_array_equal(PACK[GGMLType[format]]("m", TernaryMatrix(trits, scales)), expected.reshape(-1))
+
+
+def test_scales_that_a_format_cannot_hold_are_refused_by_tensor(rng: np.random.Generator) -> None:
+    trits = np.where(rng.integers(0, 2, (2, 512)), 1, -1).astype(np.int8)
+    for scales, format, words in [
+        (np.array([[1.0], [2.0]]), "I2_S", "tensor m: i2_s has one scale a matrix: found 2"),
+        (np.ones((2, 8)) * np.arange(1, 9), "TQ2_0", "tensor m: the scales of 256 inputs differ"),
+        (np.full((1, 1), 1e-9), "TQ1_0", "tensor m: scales must be float16 numbers"),
+        (np.full((1, 1), 1e9), "TQ2_0", "tensor m: scales must be float16 numbers"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=words):
+            PACK[GGMLType[format]]("m", TernaryMatrix(trits, scales.astype(np.float32)))
+    with pytest.raises(UnsupportedModel, match="tensor m: rows must be a multiple of 256 inputs: found 128"):
+        PACK[GGMLType.TQ1_0]("m", TernaryMatrix.of_one_scale(trits[:, :128], 1))
+    trits[1, 64:128] = 0  # a scale of nothing counts for nothing
+    uneven = np.where(np.arange(16).reshape(2, 8) == 9, 7, 1).astype(np.float32)
+    for pack in PACK.values():
+        assert_array_equal(pack("m", TernaryMatrix(trits, uneven)), pack("m", TernaryMatrix.of_one_scale(trits, 1)))
+
+
+def test_weights_that_are_not_ternary_are_refused_by_tensor(rng: np.random.Generator) -> None:
+    weights = rng.integers(-1, 2, (4, 256)).astype(np.float32)
+    for at, value in [((2, 70), 2.0), ((0, 0), np.nan), ((3, 255), np.inf)]:
+        wrong = weights.copy()
+        wrong[at] = value
+        with pytest.raises(
+            UnsupportedModel, match="tensor m: each 64 weights of a row must be -s, 0 or s: found others"
+        ):
+            TernaryMatrix.of_weights("m", wrong)
 
 
 def test_what_is_not_ternary_is_refused_by_tensor(trits: np.ndarray, tmp_path: Path) -> None:
@@ -123,6 +148,22 @@ def test_what_is_not_ternary_is_refused_by_tensor(trits: np.ndarray, tmp_path: P
         checkpoint.ternary("n", (12, 128))
 
 
+def test_a_checkpoint_that_names_no_quantisation_must_be_ternary_as_it_stands(
+    trits: np.ndarray, tmp_path: Path
+) -> None:
+    scales = np.linspace(0.25, 3, 12, dtype=np.float16)[:, None]
+    (tmp_path / "config.json").write_text("{}")
+    write_safetensors(
+        tmp_path / "model.safetensors", {"m.weight": ("F16", trits * scales), "n.weight": ("F16", trits * 3 + scales)}
+    )
+    checkpoint = Checkpoint.open(tmp_path)
+    matrix = checkpoint.ternary("m", (12, 128))
+    assert_array_equal(matrix.trits, trits)
+    assert_array_equal(matrix.scales, np.repeat(scales, 2, axis=1))
+    with pytest.raises(UnsupportedModel, match="tensor n.weight of .* this matrix is not ternary"):
+        checkpoint.ternary("n", (12, 128))
+
+
 def test_a_folder_that_is_no_ternary_model_is_refused(trits: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"needs config.json and .safetensors files: found nothing"):
         Checkpoint.open(tmp_path)
@@ -132,7 +173,7 @@ def test_a_folder_that_is_no_ternary_model_is_refused(trits: np.ndarray, tmp_pat
         a_checkpoint(tmp_path, BITLINEAR | {"use_rms_norm": True}, {})
     checkpoint = a_checkpoint(tmp_path, BITLINEAR, {}, model_type="bitnet", hidden_act="gelu")
     with pytest.raises(UnsupportedModel, match="model bitnet with gelu is not supported; bitnet with relu2, llama"):
-        export_ternary(checkpoint, tmp_path / "m.gguf")
+        export_ternary(checkpoint, tmp_path / "m.gguf", vocabulary=False)
     assert not list(tmp_path.glob("*.gguf*"))
 
 
@@ -209,7 +250,7 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path, rng: np.r
     model = tiny_transformer(kind, tmp_path, rng)
     import torch
 
-    export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf")
+    export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf", vocabulary=False)
     tokens = rng.integers(0, 300, 100)
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()

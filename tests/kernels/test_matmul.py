@@ -10,7 +10,7 @@ from edgeinfer.backends.reference import round_activations
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
-BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128}
+BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128, "Q2_0": 64}
 FORMATS = list(BLOCKS)
 
 
@@ -39,7 +39,7 @@ def test_a_product_equals_plain_arithmetic(format: str, n_out: int, n_blocks: in
     n_in -= n_in % block
     matrix, weights = packed(format, rng.standard_normal((n_out, n_in), dtype=np.float32))
     x = rng.standard_normal((5, n_in), dtype=np.float32)
-    seen = x if block == 1 else round_activations(x, n_in if format == "I2_S" else block)
+    seen = x if block == 1 else round_activations(x, {"I2_S": n_in, "Q2_0": 32}.get(format, block))
     expected = seen.astype(np.float64) @ weights.astype(np.float64).T
     # Only the sums over blocks are rounded, to float32: a few ulp of the largest partial sum.
     tolerance = 4e-7 * (np.abs(seen).astype(np.float64) @ np.abs(weights).astype(np.float64).T)

@@ -24,7 +24,7 @@ Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
-TERNARY_TYPES = ("TQ1_0", "TQ2_0", "I2_S")
+TERNARY_TYPES = ("TQ1_0", "TQ2_0", "I2_S", "Q2_0")
 Architecture = Literal[
     "llama",
     "qwen2",
@@ -42,8 +42,8 @@ Architecture = Literal[
 ]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 TENSOR_TYPES = FLOAT_TYPES + BLOCK_32_TYPES + BLOCK_256_TYPES + TERNARY_TYPES
-UNKNOWN_TO_LLAMA_CPP = {"I2_S", "bitnet-25", "bitnet-b1.58"}
-I2_S = 36  # which the gguf package does not know
+UNKNOWN_TO_LLAMA_CPP = {"I2_S", "Q2_0", "bitnet-25", "bitnet-b1.58"}
+UNKNOWN_TO_GGUF = {"I2_S": 36, "Q2_0": 42}
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -258,11 +258,11 @@ def _add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> No
 
 
 def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
-    if tensor_type == "I2_S":
+    if tensor_type in UNKNOWN_TO_GGUF:
         data = quantize(tensor_type, weights).reshape(-1)
         writer.add_tensor(name, data.view(np.int8))
         info = writer.tensors[-1][name]
-        info.shape, info.dtype = weights.shape, I2_S
+        info.shape, info.dtype = weights.shape, UNKNOWN_TO_GGUF[tensor_type]
         return
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type in ("F32", "F16"):
@@ -282,6 +282,8 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     """
     if tensor_type == "I2_S":
         return _i2_s(weights)
+    if tensor_type == "Q2_0":
+        return _q2_0(weights.reshape(-1, 64)).reshape(weights.shape[0], -1)
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type == "IQ4_NL":
         return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
@@ -303,6 +305,14 @@ def _i2_s(weights: Floats) -> Bytes:
     tail = np.zeros(8, dtype=np.float32)
     tail[0] = scale
     return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])[None]
+
+
+def _q2_0(blocks: Floats) -> Bytes:
+    """Trits only, with the mean magnitude of 64."""
+    d = np.abs(blocks).mean(axis=1, keepdims=True).astype(np.float16)
+    codes = (np.rint(_divide(blocks, d.astype(np.float32))).clip(-1, 1) + 1).astype(np.uint8).reshape(-1, 16, 4)
+    packed = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
+    return np.hstack([d.view(np.uint8), packed])
 
 
 def _q2_k(blocks: Floats) -> Bytes:

@@ -261,6 +261,7 @@ REFUSED: dict[str, tuple[bytes, str, int, str]] = {
     "2^48 elements": (of_tensors(tensor("t", 2**24, 2**24)), "tensor 't' dim 1", 45, "2^48"),
     "product that wraps": (of_tensors(tensor("t", 2**32, 2**32)), "tensor 't' dim 1", 45, "2^48"),
     "unknown tensor type": (of_tensors(tensor("t", 1, kind=4)), "tensor 't' type", 45, "4 is unknown"),
+    "tensor type of a fork": (of_tensors(tensor("t", 1, kind=135)), "tensor 't' type", 45, "135 is IQ2_BN of ik_llama"),
     "half a block": (of_tensors(tensor("t", 48, kind=GGMLType.Q4_0)), "tensor 't' dim 0", 37, "of the 32"),
     "offset off the alignment": (of_tensors(tensor("t", 1, offset=4)), "tensor 't' offset", 49, "of 32"),
     "tensor past the end": (of_tensors(tensor("t", 17)), "tensor 't' offset", 49, "64..132 lie outside"),

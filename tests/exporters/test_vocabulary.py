@@ -1,0 +1,117 @@
+"""Vocabularies of the tokenizers library as GGUF keys: the same ids, or a refusal with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from checkpoints import LLAMA3, TEXT, byte_level
+from tokenizers import decoders, models, normalizers, processors
+
+from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.gguf import ModelFile
+from edgeinfer.tokenizer import Tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog 12345 times.",
+    "  Naïve café\n\n\t你好 🙂 don't WE'RE",
+    "def f(x):\n    return x ** 2",
+    TEXT[:2000],
+]
+CONFIG = {"bos_token_id": 0, "eos_token_id": [1, 2]}
+
+
+def sentence_piece(folder: Path) -> tokenizers.Tokenizer:
+    """As a SentencePiece model is converted: a merge for each way to make a token, in the order of their scores."""
+    words = "▁the ▁of ▁and ▁to er in on en re at es or ▁a ▁s ▁th ▁de he th nd qu ick lazy ▁do ing is".split()
+    pieces = sorted({char for text in (*TEXTS[:3], *words) for char in text.replace(" ", "▁")} - {"你", "🙂"})
+    scored = [word for word in words if word not in pieces]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *scored, *pieces]
+    ids = {token: id for id, token in enumerate(tokens)}
+    cuts = [(token[:at], token[at:]) for token in scored for at in range(1, len(token))]
+    merges = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+def converted(folder: Path, config: dict[str, Any], n_rows: int) -> Tokenizer:
+    write_gguf(folder / "vocabulary.gguf", read_vocabulary(folder, config, n_rows), [])
+    with ModelFile.open(folder / "vocabulary.gguf") as file:
+        return Tokenizer.from_file(file)
+
+
+@pytest.mark.parametrize("pattern, ignore_merges", [(LLAMA3, True), (None, False)])
+def test_a_byte_level_vocabulary_gives_the_same_ids(pattern: str | None, ignore_merges: bool, tmp_path: Path) -> None:
+    theirs = byte_level(tmp_path, pattern, ignore_merges)
+    ours = converted(tmp_path, CONFIG, 640)
+    assert ours.n_vocab == 640 and ours.bos_id == 0 and ours.eos_id == 1 and {1, 2} <= ours.stop_ids
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(theirs.encode(text, add_special_tokens=False).ids) == text
+    assert ours.encode("<|eot_id|>", parse_special=True) == [0, 2]
+
+
+def test_a_vocabulary_of_sentence_piece_gives_the_same_ids(tmp_path: Path) -> None:
+    theirs = sentence_piece(tmp_path)
+    ours = converted(tmp_path, {"bos_token_id": 1, "eos_token_id": 2}, theirs.get_vocab_size())
+    for text in TEXTS[:3]:
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text), skip_special=True) == text
+
+
+def test_the_chat_template_is_taken_along(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    templates = [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ yes }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert read_vocabulary(tmp_path, CONFIG, 600)["tokenizer.chat_template"] == "{{ yes }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ newer }}")
+    assert read_vocabulary(tmp_path, CONFIG, 600)["tokenizer.chat_template"] == "{{ newer }}"
+
+
+def test_begin_and_end_may_be_named_by_their_text_alone(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    settings = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = converted(tmp_path, {}, 600)
+    assert (ours.bos_id, ours.eos_id, ours.add_bos, ours.add_eos) == (0, 1, True, False)
+
+
+def changed(folder: Path, change: Any) -> None:
+    """Change what tokenizer.json says."""
+    path = folder / "tokenizer.json"
+    source = json.loads(path.read_text())
+    change(source)
+    path.write_text(json.dumps(source))
+
+
+def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"tokenizer.json: is missing"):
+        read_vocabulary(tmp_path, CONFIG, 600)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFileError, match="no JSON"):
+        read_vocabulary(tmp_path, CONFIG, 600)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
+    with pytest.raises(UnsupportedModel, match="must have a model of type BPE: found 'Unigram'"):
+        read_vocabulary(tmp_path, CONFIG, 600)
+    byte_level(tmp_path)
+    with pytest.raises(UnsupportedModel, match="has 600 tokens, and the model 599 embeddings"):
+        read_vocabulary(tmp_path, CONFIG, 599)
+    byte_level(tmp_path, r"[a-m]+|[^a-m]+")
+    with pytest.raises(UnsupportedModel, match=r"none cuts like this one: .*\[a-m\]"):
+        read_vocabulary(tmp_path, CONFIG, 600)
+    byte_level(tmp_path)
+    changed(tmp_path, lambda source: source.update(normalizer={"type": "Lowercase"}))
+    with pytest.raises(UnsupportedModel, match="cannot be converted: .* would become other tokens"):
+        read_vocabulary(tmp_path, CONFIG, 600)
+    byte_level(tmp_path)
+    changed(tmp_path, lambda source: source.update(pre_tokenizer=None))
+    with pytest.raises(UnsupportedModel, match="must be byte-level BPE, or BPE with byte_fallback"):
+        read_vocabulary(tmp_path, CONFIG, 600)

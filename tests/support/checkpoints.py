@@ -1,0 +1,56 @@
+"""Checkpoints as they are published on Hugging Face, written by other code than what reads them."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+
+BITLINEAR = {"quant_method": "bitnet"}
+DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "BF16": np.uint16}
+
+TEXT = (Path(__file__).parents[1] / "benchmarks" / "sample.txt").read_text()
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ["<|begin|>", "<|end|>", "<|eot_id|>"]
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """tensors: (dtype, values) by name; those of BF16 as their bits."""
+    entries, data = {}, b""
+    for name, (dtype, values) in tensors.items():
+        raw = values.astype(DTYPES[dtype]).tobytes()
+        entries[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def packed(trits: np.ndarray) -> np.ndarray:
+    """Row by row, as transformers packs."""
+    n = len(trits) // 4
+    out = np.zeros((n, trits.shape[1]), dtype=np.uint8)
+    for row, codes in enumerate(trits + 1):
+        out[row % n] |= codes.astype(np.uint8) << 2 * (row // n)
+    return out
+
+
+def byte_level(folder: Path, pattern: str | None = LLAMA3, ignore_merges: bool = True) -> tokenizers.Tokenizer:
+    """Byte-level BPE as llama 3 has it, or with GPT-2's own words."""
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    )
+    made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return made
