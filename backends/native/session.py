@@ -35,7 +35,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S".split()
@@ -109,8 +109,8 @@ class NativeBackend:
         """
         check_cache(cache_type, spec)
         n_batch = min(n_batch, n_ctx)
-        config = _config(spec, n_ctx, n_batch, cache_type)
-        weights = _packed_bytes(model, spec) + model.tensors[spec.token_embd].n_bytes  # the latter stays mapped
+        config = decoder_config(spec, n_ctx, n_batch, cache_type)
+        weights = packed_bytes(model, spec) + model.tensors[spec.token_embd].n_bytes  # the latter stays mapped
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
         return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
@@ -131,7 +131,156 @@ class NativeBackend:
         return target.stat().st_size
 
 
-class NativeSession:
+class NativeDecoder:
+    """A decoder in memory with its KV cache: what sessions of models and of draft heads have in common.
+
+    packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF stores it and its type.
+    Both are not copied.
+    """
+
+    def __init__(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        device: Device,
+        embedding: tuple[GGMLType, NDArray[np.uint8]],
+        packed: NDArray[np.uint8] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.spec = spec
+        self.n_ctx = plan.n_ctx
+        self.n_batch = plan.n_batch
+        self.isa = device.isa or best_isa()
+        self.embedding = embedding
+        self._parents = np.empty(0, dtype=np.int32)  # of what is pending: forwarded and not committed
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._text: list[int] = []  # committed
+        self._interrupted = False
+        config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
+        n_bytes = packed_bytes(model, spec)
+        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed)
+        self._load(model, packed, progress)
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        return self._open().n_past
+
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit."""
+        rows = check_path(path, self._parents)
+        # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
+        del self._text[self.n_past :]
+        self._text += self._tokens[rows].tolist()
+        self._open().commit(rows)
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def truncate(self, n_past: int) -> None:
+        """See Session.truncate."""
+        decoder = self._open()
+        if not 0 <= n_past <= decoder.n_past:
+            raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
+        decoder.truncate(n_past)
+        del self._text[n_past:]
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._interrupted = True
+        if self._decoder is not None:
+            self._decoder.interrupt()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._decoder = None
+
+    def _forward(
+        self,
+        ids: TokenIds,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: Sequence[int],
+        features: Features | None = None,
+    ) -> Output:
+        """Run tokens behind the first n_pending of those that are; see Decoder::forward and HeadSession.forward."""
+        decoder, n = self._open(), len(ids)
+        rows = check_rows(logits, n)
+        links = np.concatenate([self._parents[:n_pending], check_parents(parents, n, n_pending)])
+        is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
+        if not is_chain and len(links) > self.n_batch:
+            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(links)}")
+        layers = np.array(taps, dtype=np.int32)
+        out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
+        tapped = np.empty((len(taps), n if taps else 0, self.spec.n_embd), dtype=np.float32)
+        before, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
+        self._interrupted = False
+        for first in range(0, n, self.n_batch):
+            chunk = slice(first, min(first + self.n_batch, n))
+            wanted = np.flatnonzero((rows >= first) & (rows < chunk.stop))
+            # All rows of a batch alone may come in any order; those of one of several are put into their places.
+            chunk_out = out if n <= self.n_batch else np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
+            whole = not self._interrupted and decoder.forward(
+                ids[chunk],
+                links[: n_pending + chunk.stop],
+                n_pending + first,
+                rows[wanted] - np.int32(first),
+                chunk_out,
+                layers,
+                tapped,
+                first,
+                None if features is None else features[chunk],
+            )
+            if not whole:
+                raise Interrupted("the forward pass was interrupted; the session is as it was before")
+            if chunk_out is not out:
+                out[wanted] = chunk_out
+        self._tokens = np.concatenate([before, ids])
+        self._parents = links
+        return Output(out, tapped if taps else None)
+
+    def _open(self) -> _core.Decoder:
+        if self._decoder is None:
+            raise EdgeInferError("this session is closed")
+        return self._decoder
+
+    def _load(self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None) -> None:
+        decoder = self._open()
+        weights = [(role, layer, _part(model, ref)) for role, layer, ref in _weights(self.spec)]
+        total = sum(part.data.nbytes for _, _, part in weights)
+        done = 0
+        for role, layer, part in weights:
+            if len(part.shape) == 1:
+                decoder.set_vector(_core.Role[role], layer, _vector(part))
+            else:
+                n_out, n_in = part.shape
+                decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
+                if packed is None:
+                    self._pack(model, _core.Role[role], layer, part)
+            done += part.data.nbytes
+            if progress is not None:
+                progress(done / total)
+        kind, rows = self.embedding
+        decoder.set_embedding(int(kind), rows)
+
+    def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
+        """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
+        n_out = part.shape[0]
+        row_bytes = part.data.nbytes // n_out
+        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
+        for first in range(0, n_out, n_rows):
+            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
+                raise ModelFileError(
+                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+                    f"damaged, or not ternary"
+                )
+            self._open().pack_rows(role, layer, first, part.data[piece], part.scale)
+            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
+
+
+class NativeSession(NativeDecoder):
     """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
 
     resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
@@ -151,31 +300,13 @@ class NativeSession:
         *,
         resident: bool = False,
     ) -> None:
-        self.spec = spec
-        self.n_ctx = plan.n_ctx
-        self.n_batch = plan.n_batch
-        self.isa = device.isa or best_isa()
-        self._parents = np.empty(0, dtype=np.int32)  # of the last forward
-        self._tokens = self._parents
-        self._text: list[int] = []  # committed
         self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
-        self._interrupted = False
-        config = _config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
-        n_bytes = _packed_bytes(model, spec)
         if packed == "beside":
             packed = packed_path(model.path) if packed_path(model.path).exists() and not resident else None
-        weights = None if packed is None else map_packed(packed, model.path, n_bytes)
-        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
-        self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
-        self._embedding = model.data(spec.token_embd)
-        if resident:
-            self._embedding = self._embedding.copy()
-        self._load(model, weights, progress)
-
-    @property
-    def n_past(self) -> int:
-        """Number of committed tokens."""
-        return self._open().n_past
+        weights = None if packed is None else map_packed(packed, model.path, packed_bytes(model, spec))
+        rows = model.data(spec.token_embd)
+        embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
+        super().__init__(model, spec, plan, device, embedding, weights, progress)
 
     def forward(
         self,
@@ -186,53 +317,8 @@ class NativeSession:
         hidden: bool | Sequence[int] = False,
     ) -> Output:
         """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length."""
-        decoder = self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, decoder.n_past, self.n_ctx)
-        links = check_parents(parents, len(ids))
-        rows = check_rows(logits, len(ids))
-        taps = np.array(check_taps(hidden, self.spec.n_layers), dtype=np.int32)
-        is_chain = parents is None or np.array_equal(links, np.arange(-1, len(ids) - 1))
-        if not is_chain and len(ids) > self.n_batch:
-            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
-        out = np.empty((len(rows), self.spec.n_vocab), dtype=np.float32)
-        tapped = np.empty((len(taps), len(ids) if len(taps) else 0, self.spec.n_embd), dtype=np.float32)
-        self._interrupted = False
-        self._parents = np.empty(0, dtype=np.int32)
-        for first in range(0, len(ids), self.n_batch):
-            last = min(first + self.n_batch, len(ids))
-            chunk_links = links[first:last] - np.int32(first)  # the first of a later chunk follows the chunk before: -1
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            chunk_out = (
-                np.empty((len(wanted), self.spec.n_vocab), dtype=np.float32) if last < len(ids) or first else out
-            )
-            whole = not self._interrupted and decoder.forward(
-                ids[first:last], chunk_links, first, rows[wanted] - np.int32(first), chunk_out, taps, tapped, first
-            )
-            if not whole:
-                raise Interrupted("the forward pass was interrupted; the session is as it was before")
-            if chunk_out is not out:
-                out[wanted] = chunk_out
-        self._tokens = ids
-        self._parents = links
-        return Output(out, tapped if len(taps) else None)
-
-    def commit(self, path: ArrayLike) -> None:
-        """See Session.commit."""
-        rows = check_path(path, self._parents)
-        # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
-        del self._text[self.n_past :]
-        self._text += self._tokens[rows].tolist()
-        self._open().commit(rows)
-        self._parents = np.empty(0, dtype=np.int32)
-
-    def truncate(self, n_past: int) -> None:
-        """See Session.truncate."""
-        decoder = self._open()
-        if not 0 <= n_past <= decoder.n_past:
-            raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
-        decoder.truncate(n_past)
-        del self._text[n_past:]
-        self._parents = np.empty(0, dtype=np.int32)
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
+        return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
@@ -261,21 +347,12 @@ class NativeSession:
     def memory(self) -> MemoryUse:
         """Bytes of the weights (packed ones and the mapped embedding), the KV cache and the activations."""
         decoder = self._open()
-        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, decoder.kv_bytes, decoder.activation_bytes)
-
-    def interrupt(self) -> None:
-        """See Session.interrupt."""
-        self._interrupted = True
-        if self._decoder is not None:
-            self._decoder.interrupt()
+        weights = decoder.weight_bytes + self.embedding[1].nbytes
+        return MemoryUse(weights, decoder.kv_bytes, decoder.activation_bytes)
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""
         return self._open().weights
-
-    def close(self) -> None:
-        """Give the memory back. Further calls raise."""
-        self._decoder = None
 
     def _put_aside(self) -> None:
         """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""
@@ -287,45 +364,6 @@ class NativeSession:
                 self._open().forget(number)
                 del self._aside[number]
         self._aside[self._open().put_aside()] = list(self._text)
-
-    def _open(self) -> _core.Decoder:
-        if self._decoder is None:
-            raise EdgeInferError("this session is closed")
-        return self._decoder
-
-    def _load(self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None) -> None:
-        decoder = self._open()
-        weights = [(role, layer, _part(model, ref)) for role, layer, ref in _weights(self.spec)]
-        total = sum(part.data.nbytes for _, _, part in weights)
-        done = 0
-        for role, layer, part in weights:
-            if len(part.shape) == 1:
-                decoder.set_vector(_core.Role[role], layer, _vector(part))
-            else:
-                n_out, n_in = part.shape
-                decoder.set_matrix(_core.Role[role], layer, int(part.type), n_out, n_in)
-                if packed is None:
-                    self._pack(model, _core.Role[role], layer, part)
-            done += part.data.nbytes
-            if progress is not None:
-                progress(done / total)
-        embedding = model.tensors[self.spec.token_embd]
-        decoder.set_embedding(int(embedding.type), self._embedding)
-
-    def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
-        """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
-        n_out = part.shape[0]
-        row_bytes = part.data.nbytes // n_out
-        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
-        for first in range(0, n_out, n_rows):
-            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
-                raise ModelFileError(
-                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
-                    f"damaged, or not ternary"
-                )
-            self._open().pack_rows(role, layer, first, part.data[piece], part.scale)
-            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
 
 
 @dataclass(frozen=True)
@@ -379,14 +417,16 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
         for role, ref in vars(layer).items():
             if ref is not None:
                 yield role, index, ref
-    yield "output_norm", 0, spec.output_norm
+    for role, name in vars(spec.gate).items() if spec.gate is not None else ():
+        yield f"gate_{role}", 0, name
+    if spec.output_norm is not None:
+        yield "output_norm", 0, spec.output_norm
     yield "output", 0, spec.output
 
 
-def _packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
-    """Bytes of all packed weights. Raises UnsupportedModel."""
-    _part(model, spec.token_embd)
-    if model.tensors[spec.token_embd].type == GGMLType.I2_S:
+def packed_bytes(model: ModelFile, spec: ModelSpec) -> int:
+    """Bytes of all packed weights of a file. Raises UnsupportedModel."""
+    if spec.gate is None and _part(model, spec.token_embd).type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
     parts = (_part(model, ref) for _, _, ref in _weights(spec))
     return sum(_core.packed_bytes(int(part.type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
@@ -398,7 +438,8 @@ def _vector(part: _Part) -> NDArray[np.float32]:
     return np.frombuffer(part.data.tobytes(), dtype=kind).astype(np.float32, copy=False)
 
 
-def _config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
+def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
+    """Sizes and recipe as the decoder wants them."""
     config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
         n_layers=spec.n_layers,
@@ -423,6 +464,8 @@ def _config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) ->
     config.activation = _core.Activation[spec.activation]
     config.qk_norm = _core.QKNorm[spec.qk_norm or "none"]
     config.kv_type = _core.KvType[cache_type]
+    config.n_logits = spec.n_logits
+    config.gated = spec.gate is not None
     config.embedding_scale = spec.embedding_scale
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale
