@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
-from edgeinfer.types import Logits
+from edgeinfer.types import Features, Logits
 
 
 class Outlook(Protocol):
@@ -76,4 +76,17 @@ class CostlyDrafter(Drafter, Protocol):
 
     def interrupt(self) -> None:
         """Stop what runs, with Interrupted; callable from any thread."""
+        ...
+
+
+@runtime_checkable
+class FeatureDrafter(CostlyDrafter, Protocol):
+    """A drafter that goes on from the target's hidden rows, which are asked for where there is one."""
+
+    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+        """Features (n, n_embd) of the tokens from text[first] on: the target's rows behind its final norm.
+
+        Of each piece of a prompt, before `start`, and of what a step took, before `observe`. The rows are the
+        drafter's to copy. Where a text was in the target's cache, those of its beginning do not come again.
+        """
         ...

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 from tiny_models import Floats, Value, add_keys, add_matrix
 
-from edgeinfer.backends.reference import ReferenceBackend, rms_norm, silu
+from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession, rms_norm, silu
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
@@ -43,7 +43,7 @@ def write_tiny_head(
     with ModelFile.open(target) as model:
         spec = read_spec(model)
         backend = ReferenceBackend()
-        weights = backend.load(model, spec, backend.plan(model, spec, 512), Device(1))
+        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
         matrix = backend.read_weights(model, {spec.output: (spec.n_vocab, spec.n_embd)})[spec.output].values
         rows = backend.read_weights(model, {spec.token_embd: (spec.n_vocab, spec.n_embd)})[spec.token_embd].values
         mark, name = fingerprint(model), str(model.metadata["general.name"])
@@ -64,8 +64,8 @@ def write_tiny_head(
         "gate.mix": random(n_embd, 2 * n_embd, 0.0 if texts else 1.0),
         "output": matrix[list(draft_vocab)],
     }
-    if texts:
-        features, ids, nexts = _pairs(weights, texts)
+    if session is not None:
+        features, ids, nexts = _pairs(session, texts)
         b = silu(rms_norm(rows[ids], vectors["gate.token_norm"], 1e-5) @ token.T)
         matrices["gate.feature"] = np.linalg.lstsq(features, 2 * nexts - b, rcond=None)[0].T.astype(np.float32)
     for layer in range(n_layers):
@@ -113,12 +113,13 @@ def write_tiny_head(
     return path
 
 
-def _pairs(session: object, texts: Sequence[Sequence[int]]) -> tuple[Floats, list[int], Floats]:
+def _pairs(session: ReferenceSession, texts: Sequence[Sequence[int]]) -> tuple[Floats, list[int], Floats]:
     """Features of positions i, tokens of positions i + 1, and features of these."""
     features, ids, nexts = [], [], []
     for text in texts:
-        hidden = session.forward(list(text), hidden=True).hidden[0]  # type: ignore[attr-defined]
-        features.append(hidden[:-1])
+        hidden = session.forward(list(text), hidden=True).hidden
+        assert hidden is not None
+        features.append(hidden[0, :-1])
         ids.extend(text[1:])
-        nexts.append(hidden[1:])
+        nexts.append(hidden[0, 1:])
     return np.concatenate(features), ids, np.concatenate(nexts)
