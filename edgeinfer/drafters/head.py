@@ -9,7 +9,7 @@ al., arXiv:2406.16858).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import HeadSession
 from edgeinfer.drafters.base import Context
 from edgeinfer.drafters.choices import choices
-from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.errors import Interrupted, ShapeError
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Features, Logits, Output
@@ -166,7 +166,7 @@ class HeadDrafter:
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
-        """Around passes: after a failure nothing is known, so that what it left behind cannot come back."""
+        """Around passes: after a failure no feature is known, and the cache is cut with the next that come."""
         try:
             yield
         except Interrupted:
@@ -174,8 +174,6 @@ class HeadDrafter:
         except BaseException:
             self._tokens.clear()
             self._text = ()
-            with suppress(EdgeInferError):
-                self.session.truncate(0)
             raise
 
     # ---- The tree ----------------------------------------------------------------------------------------------------

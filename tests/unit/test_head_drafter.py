@@ -18,7 +18,7 @@ from edgeinfer.backends.native import plan_head
 from edgeinfer.drafters.base import Context, FeatureDrafter
 from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.engine import open_backend
-from edgeinfer.errors import BackendUnavailable, Interrupted
+from edgeinfer.errors import BackendUnavailable, Interrupted, NumericalError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.sampling import SamplingParams, sample
@@ -148,17 +148,21 @@ def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, te
 # ---- What it reads ---------------------------------------------------------------------------------------------------
 
 
-def fresh_logits(engine, head, text):
-    """Logits of the head behind a text, all of it in one pass, with the target's features of one pass."""
+def fresh_logits(engine, head, text, path):
+    """Logits of the head behind a text, in one pass with the target's features of one pass, then one by one."""
     with ModelFile.open(head) as file:
         spec = read_head(file)
         plan = plan_head(file, spec.decoder, 256, 256, 1)
         session = opening.NativeHead(file, spec.decoder, engine.session, plan, engine.device)
         with edgeinfer.load(engine.path, draft="none") as other:
             hidden = other.session.forward(text[:-1], hidden=True).hidden[0]
-        logits = session.forward(text[1:], hidden).logits[0]
+        out = session.forward(text[1:], hidden)
+        session.commit(range(len(text) - 1))
+        for token in path:
+            out = session.forward([token], out.hidden[0, -1:])
+            session.commit([0])
         session.close()
-        return logits
+        return out.logits[0]
 
 
 def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafting, head, plain, monkeypatch):
@@ -168,8 +172,7 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     children = drafter._children
 
     def spy(growth, above, depth, logits, is_drawn=True):
-        if depth == 0:
-            found.append((list(growth.context.tokens), logits.copy()))
+        found.append((list(growth.context.tokens), above.path, logits.copy()))
         return children(growth, above, depth, logits, is_drawn)
 
     drafter._children = spy
@@ -180,14 +183,21 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
         before = len(found)
         assert tokens_of(drafting, n=12, prompt=prompt) == tokens_of(plain, n=12, prompt=prompt)
         assert len(found) > before
-        for text, logits in (found[before], found[-1]):
-            assert same_bits(logits, fresh_logits(drafting, head, text))
+        deep = max(found[before:], key=lambda one: len(one[1]))
+        fork = next((one for one in found[before:] if len(one[1]) > 2 and len(set(one[1])) > 2), deep)
+        for text, path, logits in (found[before], deep, fork, found[-1]):
+            assert same_bits(logits, fresh_logits(drafting, head, text, path))
+    assert max(len(path) for _, path, _ in found) > 3
 
 
-def test_a_text_that_another_was_put_aside_for_is_gone_on_with_from_where_features_are_known(drafting, plain):
+def test_a_text_that_another_was_put_aside_for_is_gone_on_with_from_where_features_are_known(
+    opened, plain, model, head
+):
     """The target finds the first text again in its cache, so that no features of its beginning come."""
+    drafting = always(opened(model, draft=[str(head)], n_ctx=1024))
     drafter = drafter_of(drafting)
-    one, two = plain.tokenize(PROMPT * 3), plain.tokenize("something else " * 8)
+    one, two = plain.tokenize(PROMPT * 2), plain.tokenize("something else " * 16)
+    assert len(one) + 12 < len(two)
     for prompt in (one, two, [*one, 5, 6]):
         assert tokens_of(drafting, n=12, prompt=prompt) == tokens_of(plain, n=12, prompt=prompt)
     completion = drafting.generate([*one, 5, 6], max_tokens=12, **GREEDY)
@@ -311,6 +321,20 @@ def test_a_head_that_fails_while_the_prompt_is_read_sits_out_the_request(draftin
     completion = drafting.generate(PROMPT + " again", max_tokens=20, temperature=0.0)
     assert completion.tokens == tokens_of(plain, n=20, prompt=PROMPT + " again")
     assert completion.timings.speculation.dropped == {} and completion.timings.speculation.by_drafter["head"].drafted
+
+
+def test_features_that_were_no_numbers_are_not_gone_on_with(drafting, texts):
+    drafter, text = drafter_of(drafting), texts[0]
+    n_embd = drafter.session.spec.n_embd
+    drafter.follow(text, 0, np.full((30, n_embd), np.nan, dtype=np.float32))
+    context = Context(text[:31], lambda logits, text: sample(logits, SamplingParams(**GREEDY), len(text), text), True)
+    context.outlook = ChanceTable()
+    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    with pytest.raises(NumericalError):
+        drafter.propose(context, 8)
+    drafter.follow(text, 30, np.ones((5, n_embd), dtype=np.float32))
+    context.tokens.extend(text[31:36])
+    assert len(drafter.propose(context, 8)) > 0
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
