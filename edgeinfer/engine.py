@@ -34,6 +34,7 @@ from edgeinfer.errors import (
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
+from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
@@ -88,6 +89,8 @@ def load(
     place = default_model() if path is None else Path(path).expanduser()
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
+        if is_draft_head(file):
+            raise UnsupportedModel(f"{place}: a draft head, which drafts for a model: name that one, and this with -md")
         tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
         draft_max = _at_least(0, "draft_max", draft_max)
