@@ -77,6 +77,7 @@ class HeadDrafter:
         self._tokens: list[int] = []
         self._start = 0
         self._text: Sequence[int] = ()  # the list that it came in
+        self._last: tuple[Features, Logits] | None = None  # the feature and the logits of the last row of the cache
 
     @staticmethod
     def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int) -> int:
@@ -98,6 +99,7 @@ class HeadDrafter:
                 known[:] = text[:first]
             del known[first:]
             # The row of a position is made of the token behind it too.
+            self._last = None
             self.session.truncate(max(0, min(self.session.n_past, first - 1 - self._start)))
             self._text = text
         self._features[first:last] = features
@@ -107,13 +109,13 @@ class HeadDrafter:
         """See CostlyDrafter."""
         n_past = self.session.n_past
         now = self._costs.milliseconds(n_past)
-        return now[_USUAL_WIDTH], self._costs.of_chain(self._n_unread(context), n_past) - now[1]
+        return now[_USUAL_WIDTH], max(0.0, self._costs.of_chain(self._n_unread(context), n_past) - now[1])
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
         with self._sound():
             n = self._n_unread(context) - 1
-            if n:
+            if n > 0:
                 with self._timed(n):
                     self._read(context, n)
 
@@ -143,19 +145,22 @@ class HeadDrafter:
     # ---- The text ----------------------------------------------------------------------------------------------------
 
     def _n_unread(self, context: Context) -> int:
-        """Rows of the text that are not in the cache, at least one: the last position has no feature yet."""
-        if len(self._tokens) != len(context.tokens) - 1:
-            raise ShapeError(f"features of {len(context.tokens) - 1} tokens are needed, {len(self._tokens)} are known")
+        """Rows of the text that are not in the cache; the last position has no feature yet, nor those assumed."""
+        n_wanted = len(context.tokens) - context.n_assumed - 1
+        if len(self._tokens) != n_wanted:
+            raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
         if not self.session.spec.n_layers:  # sees nothing but its own position
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
-    def _read(self, context: Context, n: int) -> Output:
-        """Read and keep the next n rows; logits of the last."""
+    def _read(self, context: Context, n: int) -> tuple[Features, Logits]:
+        """Read and keep the next n rows; the feature and the logits of the last."""
         first = len(self._tokens) - self._n_unread(context)
+        self._last = None
         out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
         self.session.commit(range(n) if self.session.spec.n_layers else ())
-        return out
+        self._last = _features(out)[-1], out.logits[-1]
+        return self._last
 
     @contextmanager
     def _timed(self, n: int) -> Iterator[None]:
@@ -180,15 +185,25 @@ class HeadDrafter:
 
     def _first(self, growth: _Growth) -> list[_Node]:
         """Read what is new in the text; gives the nodes right behind it, likeliest first."""
-        n = self._n_unread(growth.context)
+        context, n = growth.context, self._n_unread(growth.context)
         with self._timed(n):
-            out = self._read(growth.context, n)
-            return self._children(growth, _Node(-1, 1.0, [], -1, _features(out)[-1]), 0, out.logits[-1])
+            feature, logits = self._read(context, n) if n or self._last is None else self._last
+        root = _Node(-1, 1.0, [], -1, feature)
+        for token in context.tokens[len(context.tokens) - context.n_assumed :]:
+            if self._room(growth) < 1:
+                return []
+            out = self.session.forward([token], root.feature[None], [root.row], n_pending=growth.n_pending)
+            root, logits = root._replace(row=growth.n_pending, feature=_features(out)[0]), out.logits[0]
+            growth.n_pending += 1
+        return self._children(growth, root, 0, logits)
+
+    def _room(self, growth: _Growth) -> int:
+        """Rows that may still be pending."""
+        return min(self.session.n_ctx - self.session.n_past, self.session.n_batch) - growth.n_pending
 
     def _deeper(self, growth: _Growth, level: list[_Node], depth: int) -> list[_Node]:
         """Go on from the likeliest nodes of a level in one pass; gives the new ones, likeliest first."""
-        session, n_pending = self.session, growth.n_pending
-        room = min(session.n_ctx - session.n_past, session.n_batch) - n_pending
+        session, n_pending, room = self.session, growth.n_pending, self._room(growth)
         if room < 1 or len(growth.tokens) >= growth.limit:
             return []
         chosen = self._worth_it(level[:room], growth.context.outlook.floor)

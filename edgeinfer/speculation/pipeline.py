@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, FeatureDrafter
+from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.policy import ChanceTable, Choice, Proposal, Reward, choose, floor_of, rate_of_chain
@@ -46,6 +46,7 @@ class _Seat:
         self.table = ChanceTable()
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
+        self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self.is_dropped = False
         self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
@@ -159,6 +160,8 @@ class Speculator:
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
+        if n_left > len(choice.path) + 1:
+            self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
         parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
         drafted = perf_counter()
@@ -212,6 +215,14 @@ class Speculator:
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
+
+    def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, tally: Tally) -> None:
+        """Let drafters on other devices draft behind what is about to be checked."""
+        for seat in self._seats:
+            if seat.ahead and not seat.is_dropped:
+                context.outlook = seat.table
+                with seat.working(tally):
+                    seat.ahead.go_on(context, path, max_nodes)
 
     def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
         """Add the drafter's proposal, unless it is empty or wrong."""

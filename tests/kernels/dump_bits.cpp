@@ -224,8 +224,8 @@ void decoder(const Kernels& kernels, KvType kv_type) {
         std::vector<float> logits(n * 300);
         const std::vector<float> features = numbers.floats(n * 256);
         const auto pass = [&](const std::vector<int32_t>& parents) {
-            d.forward(tokens.data(), parents.data(), n, 0, features.data(), rows.data(), n, logits.data(), nullptr, 0, nullptr, 0,
-                      [] { return false; });
+            d.forward(tokens.data(), parents.data(), n, 0, features.data(), rows.data(), n, logits.data(), nullptr, 0,
+                      nullptr, 0, [] { return false; });
             report(kernels,
                    "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
                        std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),
