@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec, query_factors
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 
@@ -52,7 +52,8 @@ class Session(Protocol):
 
         tokens: (n,) int32.  parents: (n,) int32, the index in this batch of the token that each follows, -1 for the
         last committed one, always smaller than the own index; None is a chain.  logits: "last", "all", or row indices.
-        hidden: layers whose output is wanted (negative counts from the end); True is the last layer.
+        hidden: layers whose output is wanted (negative counts from the end); True is what the output matrix reads, the
+        last layer's output behind the final norm.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
         """
         ...
@@ -81,6 +82,65 @@ class Session(Protocol):
 
     def interrupt(self) -> None:
         """Stop the running forward pass within 100 ms; callable from any thread; without one it does nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        ...
+
+
+class HeadSession(Protocol):
+    """A draft head with its KV cache (edgeinfer.models.draft_head). Not thread-safe.
+
+    Position i of its text stands for the target's feature of position i and the token of position i + 1.
+    """
+
+    n_ctx: int
+    n_batch: int
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes and recipe; n_draft logits a row."""
+        ...
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed rows."""
+        ...
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        features: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        n_pending: int = 0,
+        logits: LogitsRows = "last",
+    ) -> Output:
+        """Run rows through the head behind the committed ones, without committing them.
+
+        tokens: (n,) int32.  features: (n, n_embd) float32.  n_pending: rows of the forwards since the last commit that
+        stay; these come behind them.  parents: (n,) int32, the row that each follows, counted from the first pending
+        one, -1 for the last committed one; None is a chain.  logits: which of the n rows, as in Session.forward.
+        Gives (m, n_draft) logits, and as hidden (1, n, n_embd) the features that it predicts.
+        Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
+        """
+        ...
+
+    def commit(self, path: ArrayLike) -> None:
+        """As Session.commit; rows are counted from the first that is pending."""
+        ...
+
+    def truncate(self, n_past: int) -> None:
+        """Forget all but the first n_past committed rows, and what is pending."""
+        ...
+
+    def memory(self) -> MemoryUse:
+        """Bytes held now, without the target's embeddings."""
+        ...
+
+    def interrupt(self) -> None:
+        """As Session.interrupt."""
         ...
 
     def close(self) -> None:
@@ -135,17 +195,17 @@ def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> To
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def check_parents(parents: ArrayLike | None, n: int) -> NDArray[np.int32]:
-    """Parents as a contiguous (n,) int32 array; None becomes the chain -1, 0, 1, ...  Raises ShapeError."""
+def check_parents(parents: ArrayLike | None, n: int, first: int = 0) -> NDArray[np.int32]:
+    """Parents of the rows first..first + n - 1 as a contiguous (n,) int32 array; None is a chain. Raises ShapeError."""
     if parents is None:
-        return np.arange(-1, n - 1, dtype=np.int32)
+        return np.arange(first - 1, first + n - 1, dtype=np.int32)
     array = np.asarray(parents)
     if array.shape != (n,) or array.dtype.kind not in "iu":
         raise ShapeError(f"parents must be integers of shape ({n},), one a token: found {array.dtype} {array.shape}")
-    wrong = np.flatnonzero((array < -1) | (array >= np.arange(n)))
+    wrong = np.flatnonzero((array < -1) | (array >= np.arange(first, first + n)))
     if wrong.size:
         row = int(wrong[0])
-        raise ShapeError(f"a parent must be -1 or an earlier row: row {row} has parent {array[row]}")
+        raise ShapeError(f"a parent must be -1 or an earlier row: row {first + row} has parent {array[row]}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -164,9 +224,12 @@ def check_rows(logits: LogitsRows, n: int) -> NDArray[np.int32]:
 
 
 def check_taps(hidden: bool | Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """Layer indices 0..n_layers-1 that a `hidden` argument asks for. Raises ShapeError."""
+    """Layer indices 0..n_layers-1 that a `hidden` argument asks for, n_layers for what the output matrix reads.
+
+    Raises ShapeError.
+    """
     if isinstance(hidden, bool):
-        return (n_layers - 1,) if hidden else ()
+        return (n_layers,) if hidden else ()
     for layer in hidden:
         if not -n_layers <= layer < n_layers:
             raise ShapeError(f"hidden layers must be in {-n_layers}..{n_layers - 1}: found {layer}")
@@ -186,6 +249,21 @@ def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]
             raise ShapeError(f"row {row} follows row {parents[row]}, but the path comes from row {before}")
         before = row
     return np.ascontiguousarray(rows, dtype=np.int32)
+
+
+def check_features(features: ArrayLike, n: int, n_embd: int) -> Features:
+    """Features as a contiguous (n, n_embd) float32 array. Raises ShapeError."""
+    array = np.asarray(features)
+    if array.shape != (n, n_embd) or array.dtype != np.float32:
+        raise ShapeError(f"features must be ({n}, {n_embd}) float32, one a token: found {array.shape} {array.dtype}")
+    return np.ascontiguousarray(array)
+
+
+def check_pending(n_pending: int, n_kept: int) -> int:
+    """The number of pending rows that a forward goes on from, of n_kept. Raises ShapeError."""
+    if n_pending not in range(n_kept + 1):
+        raise ShapeError(f"{n_kept} rows are pending, n_pending must be in 0..{n_kept}: found {n_pending}")
+    return n_pending
 
 
 def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:

@@ -7,7 +7,7 @@ the same bits for any cutting into batches, and for a branch of a tree as for th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,15 +83,20 @@ class ReferenceBackend:
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> ReferenceSession:
         """Dequantise all weights. Raises UnsupportedModel. The file may be closed afterwards."""
+        return ReferenceSession(spec, plan, self.read_weights(model, spec.tensor_shapes(), progress))
+
+    def read_weights(
+        self, model: ModelFile, shapes: Mapping[str, tuple[int, ...]], progress: Progress | None = None
+    ) -> dict[str, Weights]:
+        """Some tensors of a file, dequantised. Raises UnsupportedModel."""
         weights = {}
-        names = spec.tensor_shapes()
-        for done, (name, shape) in enumerate(names.items(), start=1):
+        for done, (name, shape) in enumerate(shapes.items(), start=1):
             _check_type(model, name)
             kind = model.tensors[name].type
             weights[name] = Weights(dequantize(kind, model.data(name), shape), self._block(kind, shape))
             if progress is not None:
-                progress(done / len(names))
-        return ReferenceSession(spec, plan, weights)
+                progress(done / len(shapes))
+        return weights
 
     def _block(self, kind: GGMLType, shape: tuple[int, ...]) -> int:
         """Block in which the input of such a matrix is rounded."""
@@ -108,10 +113,8 @@ class Weights:
     block: int
 
 
-class ReferenceSession:
-    """See edgeinfer.backends.base.Session."""
-
-    is_exact = True
+class ReferenceDecoder:
+    """The decoder of a ModelSpec with its KV cache: what sessions of models and of draft heads have in common."""
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
         self.spec = spec
@@ -123,7 +126,7 @@ class ReferenceSession:
         self._values = np.zeros_like(self._keys)
         self._text: list[int] = []  # committed
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
-        self._tokens = self._parents
+        self._tokens = np.empty(0, dtype=np.int32)
         self._ropes = [None if part.rope is None else part.rope.of_context(plan.n_ctx) for part in spec.attention]
         self._query_scales = query_scales(spec, plan.n_ctx)
         self._stopped = False
@@ -133,34 +136,6 @@ class ReferenceSession:
         """Number of committed tokens."""
         self._check_open()
         return len(self._text)
-
-    def forward(
-        self,
-        tokens: ArrayLike,
-        parents: ArrayLike | None = None,
-        *,
-        logits: LogitsRows = "last",
-        hidden: bool | Sequence[int] = False,
-    ) -> Output:
-        """See Session.forward. The batch may be larger than n_batch; it then takes more memory than planned."""
-        self._check_open()
-        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
-        links = check_parents(parents, len(ids))
-        rows = check_rows(logits, len(ids))
-        taps = check_taps(hidden, self.spec.n_layers)
-        self._stopped = False
-        self._parents = np.empty(0, dtype=np.int32)
-        paths = _visible_slots(links, self.n_past)
-        x = scale(self._weights[self.spec.token_embd].values[ids], self.spec.embedding_scale)  # (n, n_embd)
-        tapped = {}
-        for layer in range(self.spec.n_layers):
-            x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
-            x = x + scale(self._feed_forward(layer, x), self.spec.residual_scale)
-            if layer in taps:
-                tapped[layer] = x
-        out = self._head(x[rows])
-        self._parents, self._tokens = links, ids
-        return Output(out, np.stack([tapped[layer] for layer in taps]) if taps else None)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
@@ -179,11 +154,6 @@ class ReferenceSession:
             raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
         del self._text[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
-
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds what is committed now."""
-        self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
-        return self.n_past
 
     def memory(self) -> MemoryUse:
         """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
@@ -204,6 +174,25 @@ class ReferenceSession:
         if not self._weights:
             raise EdgeInferError("this session is closed")
 
+    def _layers(
+        self, x: Floats, parents: NDArray[np.int32], rows: NDArray[np.int32], taps: tuple[int, ...]
+    ) -> tuple[Floats, Floats]:
+        """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
+
+        parents: (n_pending + n,), of the rows that are pending and of these behind them.
+        """
+        n_pending = len(parents) - len(x)
+        paths = _visible_slots(parents, self.n_past)[n_pending:]
+        tapped = {}
+        for layer in range(self.spec.n_layers):
+            x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
+            x = x + scale(self._feed_forward(layer, x), self.spec.residual_scale)
+            tapped[layer] = x
+        x = tapped[self.spec.n_layers] = self._norm(self.spec.output_norm, x)
+        logits = self._linear(self.spec.output, None, x[rows])
+        logits = soft_cap(scale(logits, self.spec.logit_scale), self.spec.logit_soft_cap)
+        return logits, np.array([tapped[layer] for layer in taps], dtype=np.float32)
+
     def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
         spec, names = self.spec, self.spec.layers[layer]
         q, k, v = self._queries_keys_values(layer, self._norm(names.attn_norm, x))
@@ -216,7 +205,7 @@ class ReferenceSession:
             q, k, v = (
                 round_activations(heads.reshape(-1, spec.head_dim), 32).reshape(heads.shape) for heads in (q, k, v)
             )
-        slots = slice(self.n_past, self.n_past + len(x))
+        slots = [path[-1] for path in paths]
         self._keys[layer, slots], self._values[layer, slots] = k, v
         y = np.empty_like(q)
         for i, path in enumerate(paths):
@@ -249,11 +238,6 @@ class ReferenceSession:
         out = self._linear(names.ffn_down, None, gated)
         return self._norm(names.ffn_post_norm, out)
 
-    def _head(self, x: Floats) -> Floats:
-        """Logits (m, n_vocab) of rows (m, n_embd)."""
-        logits = self._linear(self.spec.output, None, self._norm(self.spec.output_norm, x))
-        return soft_cap(scale(logits, self.spec.logit_scale), self.spec.logit_soft_cap)
-
     def _norm(self, weight: TensorRef | None, x: Floats) -> Floats:
         """RMS norm over the last axis; x itself where the model has none here."""
         return x if weight is None else rms_norm(x, self._part(weight).values, self.spec.norm_epsilon)
@@ -280,6 +264,38 @@ class ReferenceSession:
         """Raises Interrupted if `interrupt` was called since the pass began."""
         if self._stopped:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
+
+
+class ReferenceSession(ReferenceDecoder):
+    """See edgeinfer.backends.base.Session."""
+
+    is_exact = True
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """See Session.forward. The batch may be larger than n_batch; it then takes more memory than planned."""
+        self._check_open()
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
+        links = check_parents(parents, len(ids))
+        rows = check_rows(logits, len(ids))
+        taps = check_taps(hidden, self.spec.n_layers)
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        x = scale(self._weights[self.spec.token_embd].values[ids], self.spec.embedding_scale)  # (n, n_embd)
+        out, tapped = self._layers(x, links, rows, taps)
+        self._parents, self._tokens = links, ids
+        return Output(out, tapped if taps else None)
+
+    def recall(self, tokens: ArrayLike) -> int:
+        """See Session.recall. Finds what is committed now."""
+        self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
+        return self.n_past
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:

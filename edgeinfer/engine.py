@@ -34,6 +34,7 @@ from edgeinfer.errors import (
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
+from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
@@ -76,10 +77,11 @@ def load(
     physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
     llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
     draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
-    "recycling"), the name of a file adds a draft model of the same vocabulary to that, "none" is none; a sequence is
-    what it names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native
-    backend checks drafts.  draft_max: most drafted tokens that are checked at once.  backend: "auto" is native; with a
-    RuntimeWarning llama.cpp for a model that native lacks, and the reference where native does not run.
+    "recycling") and the head that this package brings for the model, if any; the name of a file adds a draft model of
+    the same vocabulary, or a draft head of this model, to the former; "none" is none; a sequence is what it names. A
+    drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native backend checks drafts.
+    draft_max: most drafted tokens that are checked at once.  backend: "auto" is native; with a RuntimeWarning llama.cpp
+    for a model that native lacks, and the reference where native does not run.
     progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
@@ -87,6 +89,8 @@ def load(
     place = default_model() if path is None else Path(path).expanduser()
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
+        if is_draft_head(file):
+            raise UnsupportedModel(f"{place}: a draft head, which drafts for a model: name that one, and this with -md")
         tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
         draft_max = _at_least(0, "draft_max", draft_max)
@@ -411,7 +415,8 @@ class Engine:
 
     def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
         """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
-        logits = self._evaluate(prompt, record, progress)
+        tally = Tally()
+        logits = self._evaluate(prompt, record, progress, tally)
         text = list(prompt)
 
         def draw(logits: Logits, text: list[int]) -> int:
@@ -421,33 +426,43 @@ class Engine:
         text.append(draw(logits, text))
         if self.speculator is not None:
             job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids)
-            record.tally = Tally()
-            yield from self.speculator.tokens(job, logits, record.tally)
+            record.tally = tally
+            yield from self.speculator.tokens(job, logits, tally)
             return
         while True:
             yield text[-1]
-            logits = self._forward(text[-1:], "last")
+            logits = self._forward(text[-1:])
             text.append(draw(logits, text))
 
-    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None) -> Logits:
+    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, tally: Tally) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
         n_cached = record.n_cached = self.session.recall(prompt[:-1])  # the last one's logits are not kept
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
         starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
         for start in starts:
             chunk = prompt[start : start + starts.step]
-            logits = self._forward(chunk, "last" if start == starts[-1] else ())
+            logits = self._read(prompt, start, chunk, tally)
             if progress is not None:
                 progress((start + len(chunk) - n_cached) / (len(prompt) - n_cached))
             if record.interrupted:
                 raise Interrupted("the request was interrupted")
         return logits
 
-    def _forward(self, tokens: list[int], logits: Literal["last"] | tuple[()]) -> Logits:
-        """Run and commit tokens; gives (n_vocab,) for the last one, or nothing, (0,)."""
-        rows = self.session.forward(tokens, logits=logits).logits
+    def _read(self, prompt: list[int], start: int, chunk: list[int], tally: Tally) -> Logits:
+        """Run and commit a part of the prompt; gives (n_vocab,) for its last token, or nothing, (0,)."""
+        follows = self.speculator is not None and self.speculator.wants_features
+        logits: Literal["last"] | tuple[()] = "last" if start + len(chunk) == len(prompt) else ()
+        out = self.session.forward(chunk, logits=logits, hidden=follows)
+        self.session.commit(range(len(chunk)))
+        if self.speculator is not None and out.hidden is not None:
+            self.speculator.follow(prompt, start, out.hidden[0], tally)
+        return out.logits.reshape(-1)
+
+    def _forward(self, tokens: list[int]) -> Logits:
+        """Run and commit tokens; gives (n_vocab,) for the last one."""
+        logits = self.session.forward(tokens).logits
         self.session.commit(range(len(tokens)))
-        return rows.reshape(-1)
+        return logits.reshape(-1)
 
     @contextmanager
     def _taken_by(self, record: Record) -> Iterator[None]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
 Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
 HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
+Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
@@ -24,7 +25,8 @@ class Output:
     """What a forward pass gives back.
 
     logits: (m, n_vocab) float32, one row for each row that was asked for, in that order.
-    hidden: (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or None.
+    hidden: (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or what the output matrix reads,
+    as it was asked for; or None.
     """
 
     logits: Logits

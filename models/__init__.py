@@ -12,6 +12,7 @@ from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
     Activation,
     AttentionSpec,
+    GateTensors,
     LayerTensors,
     LongRope,
     ModelSizes,
@@ -26,6 +27,7 @@ __all__ = [
     "Activation",
     "Architecture",
     "AttentionSpec",
+    "GateTensors",
     "LayerTensors",
     "LongRope",
     "ModelSizes",
@@ -39,7 +41,7 @@ __all__ = [
     "supported_architectures",
 ]
 
-_SHARED = {"reader", "rope", "spec"}  # the files beside those of the architectures
+_SHARED = {"draft_head", "reader", "rope", "spec"}  # the files beside those of the architectures
 _NAMES = {"bitnet_25": "bitnet-25", "bitnet_b158": "bitnet-b1.58"}  # of architectures that no file can have, by file
 
 

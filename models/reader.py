@@ -6,7 +6,7 @@ What llama.cpp would do with a file and a ModelSpec cannot say is refused, with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
@@ -282,7 +282,7 @@ class Reader:
                 refs["attn_v" + ending] = TensorRows(name, n_q + n_kv, n_q + 2 * n_kv)
         return refs
 
-    def _check_tensors(self, spec: ModelSpec) -> None:
+    def _check_tensors(self, spec: ModelSpec, others: Set[str] = frozenset()) -> None:
         expected = spec.tensor_shapes()
         for name, shape in expected.items():
             info = self.file.tensors.get(name)
@@ -292,7 +292,7 @@ class Reader:
                 )
             if info.shape != shape:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
-        unknown = sorted(self.file.tensors.keys() - expected.keys() - self.architecture.rope_factors)
+        unknown = sorted(self.file.tensors.keys() - expected.keys() - self.architecture.rope_factors - others)
         if unknown:
             # A tensor that is not read would silently change the text.
             raise UnsupportedModel(

@@ -109,6 +109,20 @@ class LayerTensors:
 
 
 @dataclass(frozen=True)
+class GateTensors:
+    """What a draft head begins with, in place of a token's embedding e alone (Dovetail, arXiv:2412.18934).
+
+    With the feature f that comes with the token: a = feature f, b = silu(token norm(e, token_norm)),
+    s = sigmoid(mix [a; b]), x = s a + (1 - s) b. feature and token are (n_embd, n_embd), mix (n_embd, 2 n_embd).
+    """
+
+    feature: str
+    token_norm: str
+    token: str
+    mix: str
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """What a session tells of its model on any backend. n_ctx_train: positions that the model was trained with."""
 
@@ -136,7 +150,8 @@ class ModelSpec(ModelSizes):
             x = x + residual_scale * norm(f, ffn_post_norm)
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
-    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
+    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon. A draft head has a
+    gate behind the first line, embeddings in the file of its target, and rows of output for a part of the tokens only.
     """
 
     n_ff: int
@@ -145,7 +160,7 @@ class ModelSpec(ModelSizes):
     head_dim: int
     norm_epsilon: float
     token_embd: str
-    output_norm: str
+    output_norm: str | None
     output: str  # the same tensor as token_embd where the embeddings are tied
     layers: tuple[LayerTensors, ...]
     attention: tuple[AttentionSpec, ...]  # (n_layers,)
@@ -158,19 +173,30 @@ class ModelSpec(ModelSizes):
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     query_temperature: QueryTemperature | None = None
+    gate: GateTensors | None = None
+    n_draft: int | None = None  # rows of output that drafts are made with: all of a head's, the first of a model's
 
     @property
     def tied_embeddings(self) -> bool:
         """Whether the output head is the embedding matrix."""
         return self.output == self.token_embd
 
+    @property
+    def n_logits(self) -> int:
+        """Rows of the output matrix that are used."""
+        return self.n_vocab if self.n_draft is None else self.n_draft
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape that each tensor of the file must have, (n_out, n_in) or (n,)."""
-        shapes: dict[str, tuple[int, ...]] = {
-            self.token_embd: (self.n_vocab, self.n_embd),
-            self.output: (self.n_vocab, self.n_embd),
-            self.output_norm: (self.n_embd,),
-        }
+        square = (self.n_embd, self.n_embd)
+        shapes: dict[str, tuple[int, ...]] = {self.output: (self.n_logits, self.n_embd)}
+        if self.gate is None:
+            shapes[self.token_embd] = (self.n_vocab, self.n_embd)
+        else:
+            shapes |= {self.gate.feature: square, self.gate.token: square, self.gate.token_norm: (self.n_embd,)}
+            shapes[self.gate.mix] = (self.n_embd, 2 * self.n_embd)
+        if self.output_norm is not None:
+            shapes[self.output_norm] = (self.n_embd,)
         n_rows: dict[str, int] = {}
         for layer in self.layers:
             for ref, shape in self._shapes_of(layer):

@@ -1,5 +1,6 @@
 """The C++ engine: packed weights, kernels by instruction set, a pool of threads, the KV cache and the decoder."""
 
+from edgeinfer.backends.native.head import NativeHead, plan_head
 from edgeinfer.backends.native.session import (
     MachineLimits,
     NativeBackend,
@@ -9,4 +10,13 @@ from edgeinfer.backends.native.session import (
     build_id,
 )
 
-__all__ = ["MachineLimits", "NativeBackend", "NativeSession", "available_isas", "best_isa", "build_id"]
+__all__ = [
+    "MachineLimits",
+    "NativeBackend",
+    "NativeHead",
+    "NativeSession",
+    "available_isas",
+    "best_isa",
+    "build_id",
+    "plan_head",
+]

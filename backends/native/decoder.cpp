@@ -50,8 +50,9 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
 
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
 struct Decoder::Buffers {
-    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value;
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
     float *x, *h, *q, *k, *v, *attn, *gate, *up;
+    float *feature, *x_of_feature, *x_of_token, *joined;  // of the gate
     struct Angles {
         size_t n_pairs;
         float *cosine, *sine;  // (n_batch, n_pairs)
@@ -72,7 +73,8 @@ struct Decoder::Buffers {
           ld_kv(padded(c.n_kv_heads * c.head_dim)),
           ld_ff(padded(c.n_ff)),
           ld_scores(padded(c.n_ctx) + 16),
-          ld_value(padded(c.head_dim)) {
+          ld_value(padded(c.head_dim)),
+          ld_joined(c.gated ? padded(2 * c.n_embd) : 0) {
         const size_t n = static_cast<size_t>(c.n_batch);
         x = cutter.take<float>(n * ld_embd);
         h = cutter.take<float>(n * ld_embd);
@@ -87,7 +89,11 @@ struct Decoder::Buffers {
             angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
         }
         position = cutter.take<int32_t>(n);
-        const size_t most_in = std::max({ld_embd, ld_q, ld_ff});
+        feature = cutter.take<float>(c.gated ? n * ld_embd : 0);
+        x_of_feature = cutter.take<float>(c.gated ? n * ld_embd : 0);
+        x_of_token = cutter.take<float>(c.gated ? n * ld_embd : 0);
+        joined = cutter.take<float>(n * ld_joined);
+        const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined});
         inputs = take_inputs(cutter, n, most_in);
         for (int i = 0; i < n_threads; i++) {
             own_inputs.push_back(take_inputs(cutter, 1, most_in));
@@ -103,9 +109,10 @@ struct Decoder::Buffers {
 
 struct Decoder::Pass {
     const int32_t *tokens, *parents;
-    int n;
-    int base;  // slots before this batch
+    int n, n_pending;
+    int base;  // committed slots
     bool chain;
+    const float* features;
     const int32_t* rows;
     int n_rows;
     float* logits;
@@ -116,6 +123,7 @@ struct Decoder::Pass {
     const std::function<bool()>* poll;
 
     bool alone() const { return n == 1; }
+    int slot(int c) const { return base + n_pending + c; }
 };
 
 Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
@@ -128,7 +136,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       cache_(config.kv_sizes()),
       weight_bytes_(weight_bytes),
       packed_(packed),
-      layers_(static_cast<size_t>(config.n_layers)) {
+      layers_(static_cast<size_t>(std::max(1, config.n_layers))) {
     Cutter cutter(activations_.data());
     buffers_ = std::make_unique<Buffers>(config_, n_threads, cutter);
 }
@@ -161,6 +169,9 @@ Matrix& Decoder::matrix(Role role, int layer) {
         case Role::Gate: return w.gate;
         case Role::Up: return w.up;
         case Role::Down: return w.down;
+        case Role::GateFeature: return gate_.feature;
+        case Role::GateToken: return gate_.token;
+        case Role::GateMix: return gate_.mix;
         default: return output_;
     }
 }
@@ -206,6 +217,7 @@ void Decoder::set_vector(Role role, int layer, const float* source, int n) {
         case Role::VBias: w.v_bias = data; break;
         case Role::AttnOutputBias: w.attn_output_bias = data; break;
         case Role::FfnNorm: w.ffn_norm = data; break;
+        case Role::GateTokenNorm: gate_.token_norm = data; break;
         default: output_norm_ = data; break;
     }
 }
@@ -216,14 +228,16 @@ void Decoder::set_embedding(Format format, const uint8_t* source, size_t row_byt
 
 // ---- the forward pass ------------------------------------------------------------------------------------------
 
-bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows,
-                      int n_rows, float* logits, const int32_t* tapped, int n_taps, float* taps, size_t tap_stride,
-                      const std::function<bool()>& poll) {
-    Pass pass{tokens, parents, n,    n_past() + n_pending, true,   rows, n_rows, logits,
-              tapped, n_taps,  taps, tap_stride,           nullptr};
+bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const float* features,
+                      const int32_t* rows, int n_rows, float* logits, const int32_t* tapped, int n_taps, float* taps,
+                      size_t tap_stride, const std::function<bool()>& poll) {
+    Pass pass{tokens, parents, n,      n_pending, n_past(), true,       features, rows,
+              n_rows, logits,  tapped, n_taps,    taps,     tap_stride, nullptr};
+    for (int i = 0; i < n_pending + n; i++) pass.chain = pass.chain && parents[i] == i - 1;
     for (int i = 0; i < n; i++) {
-        pass.chain = pass.chain && parents[i] == i - 1;
-        buffers_->position[i] = parents[i] < 0 ? pass.base : buffers_->position[parents[i]] + 1;
+        int depth = pass.chain ? n_pending + i : 0;
+        for (int row = n_pending + i; !pass.chain && parents[row] >= 0; row = parents[row]) depth++;
+        buffers_->position[i] = pass.base + depth;
     }
     stop_.store(false, std::memory_order_relaxed);
     using Clock = std::chrono::steady_clock;
@@ -235,7 +249,7 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
         return poll();
     };
     pass.poll = &seldom;
-    cache_.reserve(pass.base + n);
+    cache_.reserve(pass.slot(n));
     pool_.run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
 }
@@ -250,22 +264,31 @@ void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& t
 }
 
 void Decoder::run(const Pass& pass, int thread) {
+    const auto tap_behind = [&](int index, const float* norm) {
+        for (int t = 0; t < pass.n_taps; t++) {
+            if (pass.tapped[t] == index) tap(pass, thread, norm, pass.taps + static_cast<size_t>(t) * pass.tap_stride);
+        }
+    };
     embed(pass, thread);
+    if (config_.gated) fuse(pass, thread);
     for (int i = 0; i < config_.n_layers; i++) {
         layer(pass, thread, layers_[static_cast<size_t>(i)], i);
-        for (int t = 0; t < pass.n_taps; t++) {
-            if (pass.tapped[t] == i) tap(pass, thread, pass.taps + static_cast<size_t>(t) * pass.tap_stride);
-        }
+        tap_behind(i, nullptr);
     }
+    tap_behind(config_.n_layers, output_norm_);
     if (pass.n_rows) head(pass, thread);
 }
 
-// Copies x out.
-void Decoder::tap(const Pass& pass, int thread, float* out) {
+// Copies x out, or rms_norm(x) with a norm.
+void Decoder::tap(const Pass& pass, int thread, const float* norm, float* out) {
+    const Buffers& b = *buffers_;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
     for_tasks(pass, thread, pass.n, [&](int c) {
         const size_t column = static_cast<size_t>(c);
-        std::memcpy(out + column * n_embd, buffers_->x + column * buffers_->ld_embd, sizeof(float) * n_embd);
+        const float* x = b.x + column * b.ld_embd;
+        float* h = b.h + column * b.ld_embd;
+        if (norm) kernels_.rms_norm(x, norm, config_.n_embd, config_.norm_epsilon, h);
+        std::memcpy(out + column * n_embd, norm ? h : x, sizeof(float) * n_embd);
     });
 }
 
@@ -282,7 +305,7 @@ void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int ind
     add_projection(pass, thread, b.gate, b.ld_ff, w.ffn_sub_norm, w.down, nullptr, w.ffn_post_norm);
 }
 
-// x = the embeddings of the tokens, and the angles of their positions.
+// x = the embeddings of the tokens; what comes with them, and the angles of their positions.
 void Decoder::embed(const Pass& pass, int thread) {
     const Buffers& b = *buffers_;
     for_tasks(pass, thread, pass.n, [&](int c) {
@@ -291,6 +314,10 @@ void Decoder::embed(const Pass& pass, int thread) {
                        config_.n_embd, b.x + column * b.ld_embd);
         for (int i = 0; i < config_.n_embd; i++)
             b.x[column * b.ld_embd + static_cast<size_t>(i)] *= config_.embedding_scale;
+        if (config_.gated) {
+            const size_t n_embd = static_cast<size_t>(config_.n_embd);
+            std::memcpy(b.feature + column * b.ld_embd, pass.features + column * n_embd, sizeof(float) * n_embd);
+        }
         for (size_t r = 0; r < config_.ropes.size(); r++) {
             const Buffers::Angles& angles = b.angles[r];
             const double magnitude = config_.ropes[r].magnitude;
@@ -326,18 +353,31 @@ void Decoder::prepare(const Inputs& inputs, int c, std::initializer_list<const M
     if (by_token) kernels_.quantize_token(inputs, c);
 }
 
+// Columns of x, prepared for a reader.
+Inputs Decoder::plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx, const Matrix& reader) {
+    const Inputs inputs = inputs_of(pass, thread, reader.n_in, x, ldx);
+    if (pass.alone()) {
+        prepare(inputs, 0, {&reader});
+    } else {
+        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, {&reader}); });
+    }
+    return inputs;
+}
+
 // rms_norm(x) of n columns, or x itself without a norm, prepared for the readers; column i is row rows[i] of x, or row
 // i without rows.
 Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
                               std::initializer_list<const Matrix*> readers) {
     const Buffers& b = *buffers_;
-    float* h = !norm ? b.x : pass.alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
+    float* h = !norm && !rows ? b.x : pass.alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
     const Inputs inputs = inputs_of(pass, thread, config_.n_embd, h, b.ld_embd);
     const auto column = [&](int c) {
-        const size_t row = static_cast<size_t>(rows ? rows[c] : c);
+        const float* row = b.x + static_cast<size_t>(rows ? rows[c] : c) * b.ld_embd;
+        float* out = h + static_cast<size_t>(c) * b.ld_embd;
         if (norm) {
-            kernels_.rms_norm(b.x + row * b.ld_embd, norm, config_.n_embd, config_.norm_epsilon,
-                              h + static_cast<size_t>(c) * b.ld_embd);
+            kernels_.rms_norm(row, norm, config_.n_embd, config_.norm_epsilon, out);
+        } else if (rows) {
+            std::memcpy(out, row, sizeof(float) * b.ld_embd);
         }
         prepare(inputs, c, readers);
     };
@@ -371,6 +411,35 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 }
 
 }  // namespace
+
+void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
+    const Tasks tasks(w.n_groups(), pool_.size());
+    for_tasks(pass, thread, tasks.count(),
+              [&](int task) { kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy); });
+}
+
+// x = what the gate makes of the features and of the embeddings, which are in x.
+void Decoder::fuse(const Pass& pass, int thread) {
+    const Buffers& b = *buffers_;
+    const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.n_embd);
+    const Inputs features = plain_inputs(pass, thread, b.feature, b.ld_embd, gate_.feature);
+    multiply(pass, thread, gate_.feature, features, b.x_of_feature, b.ld_embd);
+    const Inputs tokens = normed_inputs(pass, thread, gate_.token_norm, nullptr, pass.n, {&gate_.token});
+    multiply(pass, thread, gate_.token, tokens, b.x_of_token, b.ld_embd);
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        float* joined = b.joined + static_cast<size_t>(c) * b.ld_joined;
+        kernels_.silu(b.x_of_token + at, config_.n_embd);
+        std::memcpy(joined, b.x_of_feature + at, n_bytes);
+        std::memcpy(joined + config_.n_embd, b.x_of_token + at, n_bytes);
+    });
+    const Inputs both = plain_inputs(pass, thread, b.joined, b.ld_joined, gate_.mix);
+    multiply(pass, thread, gate_.mix, both, b.h, b.ld_embd);
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        kernels_.blend(b.h + at, b.x_of_feature + at, b.x_of_token + at, config_.n_embd, b.x + at);
+    });
+}
 
 void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
@@ -450,7 +519,7 @@ void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights&
         }
         const float scale = config_.query_scales[static_cast<size_t>(b.position[c])];
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        kernels_.store_key_value(cache_.head(index, kv_head), pass.base + c, k, b.v + column * b.ld_kv + kv_head * dim);
+        kernels_.store_key_value(cache_.head(index, kv_head), pass.slot(c), k, b.v + column * b.ld_kv + kv_head * dim);
     });
 }
 
@@ -508,10 +577,10 @@ AttentionRow Decoder::attention_row(const Pass& pass, int thread, int index, int
     }
     const int window = config_.attention[static_cast<size_t>(index)].window;
     a.first = window ? std::max(0, b.position[c] + 1 - window) : 0;
-    a.n_past = pass.chain ? pass.base + c + 1 : pass.base;
+    a.n_past = pass.chain ? pass.slot(c) + 1 : pass.base;
     if (!pass.chain) {
         int32_t* path = b.path[own] + row * static_cast<size_t>(config_.n_batch);
-        for (int i = c; i >= 0; i = pass.parents[i]) path[a.n_path++] = pass.base + i;
+        for (int i = pass.n_pending + c; i >= 0; i = pass.parents[i]) path[a.n_path++] = pass.base + i;
         std::reverse(path, path + a.n_path);
         a.path = path;
     }

@@ -29,7 +29,7 @@ enum class QKNorm : int { None, PerHead, Whole };
 
 // Sizes and recipe, as models/spec.py describes them. Scales of 1 and caps of 0 change nothing.
 struct DecoderConfig {
-    int n_vocab, n_logits, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;  // n_logits: of the first tokens
+    int n_vocab, n_layers, n_embd, n_ff, n_heads, n_kv_heads, head_dim;
     int n_ctx, n_batch;
     float norm_epsilon;
     bool rope_halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
@@ -41,6 +41,8 @@ struct DecoderConfig {
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;
     float attention_soft_cap = 0, logit_soft_cap = 0;
     KvType kv_type = KvType::F16;
+    int n_logits = n_vocab;  // rows of the output matrix, of the first tokens where there are more
+    bool gated = false;      // tokens come with features, see Gate
 
     KvSizes kv_sizes() const { return {kv_type, n_layers, n_kv_heads, head_dim, n_ctx}; }
 };
@@ -52,6 +54,14 @@ struct LayerWeights {
     const float *q_norm = nullptr, *k_norm = nullptr;
     Matrix q, k, v, attn_output, gate, up, down;
     const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *attn_output_bias = nullptr;
+};
+
+// What a draft head begins with in place of the embedding e of a token alone, f being the feature that comes with it:
+// a = feature f, b = silu(token norm(e)), x = s a + (1 - s) b with s = sigmoid(mix [a; b]) (Dovetail's dynamic gating
+// fusion, Zhang et al., arXiv:2412.18934).
+struct Gate {
+    Matrix feature, token, mix;
+    const float* token_norm = nullptr;
 };
 
 // The rows of the embedding matrix stay where they are, as GGUF stores them.
@@ -83,7 +93,11 @@ enum class Role : int {
     Up,
     Down,
     OutputNorm,
-    Output
+    Output,
+    GateFeature,
+    GateTokenNorm,
+    GateToken,
+    GateMix
 };
 
 class Decoder {
@@ -94,7 +108,7 @@ public:
             const uint8_t* packed = nullptr);
     ~Decoder();
 
-    // Makes room for a matrix (n_out, n_in); layer is ignored for Output.
+    // Makes room for a matrix (n_out, n_in); layer is ignored for Output and those of the gate.
     void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
     // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. of: their format;
     // those of another than the matrix's are rounded to it, which must be Q4_0. scale: of I2_S, which has one for all rows.
@@ -103,14 +117,16 @@ public:
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
 
-    // Runs n <= n_batch tokens, each following row parents[i] of this batch or what came before it, -1; a chain may go
-    // on where the last forward ended (n_pending tokens that are not committed): then parents are relative to that.
-    // logits: (n_rows, n_logits) for these rows. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between
-    // taps, the residual stream after these layers. poll is called by the calling thread now and then, and stops the
-    // pass by giving true. Gives false if the pass was stopped; the committed text is as before in any case.
-    bool forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const int32_t* rows, int n_rows,
-                 float* logits, const int32_t* layers, int n_taps, float* taps, size_t tap_stride,
-                 const std::function<bool()>& poll);
+    // Runs n <= n_batch tokens behind n_pending ones of the forwards before, that are not committed. parents:
+    // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they
+    // are n_batch at most. features: (n, n_embd) where the config is gated. logits: (n_rows, n_logits) for these rows
+    // of the n. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after
+    // these layers; layer n_layers stands for what the output matrix reads. poll is called by the calling thread now
+    // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed text is as before
+    // in any case.
+    bool forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const float* features,
+                 const int32_t* rows, int n_rows, float* logits, const int32_t* layers, int n_taps, float* taps,
+                 size_t tap_stride, const std::function<bool()>& poll);
 
     // The committed text. commit moves these rows of the last forward, a path, to where sequential decoding would have
     // put them.
@@ -137,10 +153,13 @@ private:
 
     void run(const Pass& pass, int thread);
     void layer(const Pass& pass, int thread, const LayerWeights& w, int index);
-    void tap(const Pass& pass, int thread, float* out);
+    void tap(const Pass& pass, int thread, const float* norm, float* out);
     void embed(const Pass& pass, int thread);
+    void fuse(const Pass& pass, int thread);
+    void multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy);
     Inputs inputs_of(const Pass& pass, int thread, int n_in, const float* x, size_t ldx) const;
     void prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const;
+    Inputs plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx, const Matrix& reader);
     Inputs normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
                          std::initializer_list<const Matrix*> readers);
     void project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
@@ -168,6 +187,7 @@ private:
     std::vector<LayerWeights> layers_;
     const float* output_norm_ = nullptr;
     Matrix output_;
+    Gate gate_;
     Embedding embedding_;
     std::unique_ptr<Buffers> buffers_;
     std::atomic<bool> stop_{false};

@@ -426,11 +426,27 @@ void rms_norm(const float* x, const float* w, int n, float epsilon, float* out) 
     for (int i = 0; i < n; i += 16) store_f32(out + i, mul_f32(mul_f32(load_f32(x + i), scale), load_f32(w + i)));
 }
 
+// y sigmoid(x)
+EI_INLINE F32 times_sigmoid(F32 y, F32 x) {
+    return div_f32(y, add_f32(set_f32(1.0f), exp_f32(sub_f32(set_f32(0.0f), x))));
+}
+
 void swiglu(float* gate, const float* up, int n) {
     for (int i = 0; i < n; i += 16) {
         const F32 g = load_f32(gate + i);
-        const F32 e = exp_f32(sub_f32(set_f32(0.0f), g));
-        store_f32(gate + i, mul_f32(div_f32(g, add_f32(set_f32(1.0f), e)), load_f32(up + i)));
+        store_f32(gate + i, mul_f32(times_sigmoid(g, g), load_f32(up + i)));
+    }
+}
+
+void silu(float* x, int n) {
+    for (int i = 0; i < n; i += 16) store_f32(x + i, times_sigmoid(load_f32(x + i), load_f32(x + i)));
+}
+
+void blend(const float* z, const float* a, const float* b, int n, float* out) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 s = times_sigmoid(set_f32(1.0f), load_f32(z + i));
+        const F32 rest = mul_f32(sub_f32(set_f32(1.0f), s), load_f32(b + i));
+        store_f32(out + i, add_f32(mul_f32(s, load_f32(a + i)), rest));
     }
 }
 
@@ -515,6 +531,6 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,     matmul,    quantize32, quantize256,  quantize_token,
-                         rms_norm,        swiglu,    geglu,      relu2_glu,    scale_and_cap,
+const Kernels KERNELS = {EI_ISA_NAME,     matmul,    quantize32, quantize256,  quantize_token, rms_norm,
+                         swiglu,          geglu,     relu2_glu,  silu,         blend,          scale_and_cap,
                          store_key_value, attention, read,       multiply_adds};

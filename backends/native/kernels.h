@@ -54,6 +54,10 @@ struct Kernels {
     void (*geglu)(float* gate, const float* up, int n);
     // gate = max(gate, 0)^2 * up (So et al., arXiv:2109.08668). Arrays padded to 16.
     void (*relu2_glu)(float* gate, const float* up, int n);
+    // x = x sigmoid(x). Arrays padded to 16.
+    void (*silu)(float* x, int n);
+    // out = s a + (1 - s) b with s = sigmoid(z). Arrays padded to 16.
+    void (*blend)(const float* z, const float* a, const float* b, int n, float* out);
     // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
     // Writes a key and a value (head_dim,) into a slot.

@@ -28,6 +28,7 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Features = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Taps = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // The instruction sets that this CPU and this build have, best first.
@@ -75,15 +76,20 @@ size_t packed_bytes(int ggml_type, int n_out, int n_in) {
     return (n_groups * packed_group_bytes(format_of(ggml_type, n_in), n_in) + 63) / 64 * 64;
 }
 
+// What has no layer is given layer 0, which a decoder without layers has room for too.
+void check_layer(const Decoder& decoder, int layer) {
+    if (layer < 0 || layer >= std::max(1, decoder.config().n_layers)) throw nb::index_error("no such layer");
+}
+
 void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out, int n_in) {
     const Format format = format_of(ggml_type, n_in);
-    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    check_layer(decoder, layer);
     decoder.set_matrix(role, layer, format, n_out, n_in);
 }
 
 // ggml_type: of the source; another one than the matrix's only where that is Q4_0.
 void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_type, Bytes source, float scale) {
-    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    check_layer(decoder, layer);
     if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     const Matrix& m = decoder.matrix(role, layer);
     if (!m.n_out) throw nb::value_error("set_matrix comes first");
@@ -103,7 +109,7 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_t
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
-    if (layer < 0 || layer >= decoder.config().n_layers) throw nb::index_error("no such layer");
+    check_layer(decoder, layer);
     decoder.set_vector(role, layer, source.data(), static_cast<int>(source.size()));
 }
 
@@ -117,25 +123,36 @@ void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
     decoder.set_embedding(format, source.data(), source.size() / static_cast<size_t>(config.n_vocab));
 }
 
+// Whether the tokens are in the vocabulary, parents come before their rows, and rows that are no chain fit into n_batch.
+bool is_tree(const DecoderConfig& config, const Ints& tokens, const Ints& parents) {
+    bool chain = true, valid = true;
+    for (size_t i = 0; i < parents.size(); i++) {
+        const int parent = parents.data()[i], row = static_cast<int>(i);
+        chain = chain && parent == row - 1;
+        valid = valid && parent >= -1 && parent < row;
+    }
+    for (size_t i = 0; i < tokens.size(); i++) {
+        valid = valid && tokens.data()[i] >= 0 && tokens.data()[i] < config.n_vocab;
+    }
+    return valid && (chain || parents.size() <= static_cast<size_t>(config.n_batch));
+}
+
 // Gives False if the pass was stopped by interrupt(); raises what a signal handler raised meanwhile.
 bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints rows, Rows logits, Ints layers, Taps taps,
-             int tap_row) {
+             int tap_row, std::optional<Features> features) {
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_rows = static_cast<int>(rows.size());
     const int n_taps = static_cast<int>(layers.size());
-    if (n < 1 || n > config.n_batch || parents.size() != tokens.size() || n_pending < 0 ||
+    const size_t n_embd = static_cast<size_t>(config.n_embd);
+    if (n < 1 || n > config.n_batch || n_pending < 0 || parents.size() != tokens.size() + n_pending ||
         decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
         logits.shape(1) != static_cast<size_t>(config.n_logits) || taps.shape(0) < layers.size() ||
-        (n_taps && (taps.shape(2) != static_cast<size_t>(config.n_embd) || tap_row < 0 ||
-                    taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
+        config.gated != features.has_value() ||
+        (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
+        (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
     }
-    for (int i = 0; i < n; i++) {
-        if (tokens.data()[i] < 0 || tokens.data()[i] >= config.n_vocab || parents.data()[i] < -1 ||
-            parents.data()[i] >= i) {
-            throw nb::value_error("forward: a token or parent is out of range");
-        }
-    }
+    if (!is_tree(config, tokens, parents)) throw nb::value_error("forward: a token or parent is out of range");
     for (int i = 0; i < n_rows; i++) {
         if (rows.data()[i] < 0 || rows.data()[i] >= n) throw nb::value_error("forward: a row is out of range");
     }
@@ -148,9 +165,8 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     bool whole;
     {
         nb::gil_scoped_release release;
-        const size_t n_embd = static_cast<size_t>(config.n_embd);
-        whole = decoder.forward(tokens.data(), parents.data(), n, n_pending, rows.data(), n_rows, logits.data(),
-                                layers.data(), n_taps,
+        whole = decoder.forward(tokens.data(), parents.data(), n, n_pending, features ? features->data() : nullptr,
+                                rows.data(), n_rows, logits.data(), layers.data(), n_taps,
                                 n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr,
                                 n_taps ? taps.shape(1) * n_embd : 0, poll);
     }
@@ -315,7 +331,11 @@ NB_MODULE(_core, m) {
         .value("ffn_up", Role::Up)
         .value("ffn_down", Role::Down)
         .value("output_norm", Role::OutputNorm)
-        .value("output", Role::Output);
+        .value("output", Role::Output)
+        .value("gate_feature", Role::GateFeature)
+        .value("gate_token_norm", Role::GateTokenNorm)
+        .value("gate_token", Role::GateToken)
+        .value("gate_mix", Role::GateMix);
 
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
@@ -331,17 +351,16 @@ NB_MODULE(_core, m) {
     nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and recipe; see decoder.h and edgeinfer.models.ModelSpec.")
         .def(
             "__init__",
-            [](DecoderConfig* config, int n_vocab, int n_logits, int n_layers, int n_embd, int n_ff, int n_heads,
-               int n_kv_heads, int head_dim, int n_ctx, int n_batch, float norm_epsilon,
-               std::vector<float> query_scales) {
+            [](DecoderConfig* config, int n_vocab, int n_layers, int n_embd, int n_ff, int n_heads, int n_kv_heads,
+               int head_dim, int n_ctx, int n_batch, float norm_epsilon, std::vector<float> query_scales) {
                 if (query_scales.size() != static_cast<size_t>(n_ctx))
                     throw nb::value_error("one query scale a position");
-                new (config) DecoderConfig{n_vocab,      n_logits,   n_layers, n_embd, n_ff,
-                                           n_heads,      n_kv_heads, head_dim, n_ctx,  n_batch,
-                                           norm_epsilon, false,      {},       {},     std::move(query_scales)};
+                new (config)
+                    DecoderConfig{n_vocab, n_layers, n_embd,       n_ff,  n_heads, n_kv_heads, head_dim,
+                                  n_ctx,   n_batch,  norm_epsilon, false, {},      {},         std::move(query_scales)};
             },
-            nb::kw_only(), "n_vocab"_a, "n_logits"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a,
-            "head_dim"_a, "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
+            nb::kw_only(), "n_vocab"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
+            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
         .def(
             "add_rope",
             [](DecoderConfig& config, std::vector<double> frequencies, double magnitude) {
@@ -368,6 +387,8 @@ NB_MODULE(_core, m) {
         .def_rw("attention_soft_cap", &DecoderConfig::attention_soft_cap)
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
         .def_rw("kv_type", &DecoderConfig::kv_type)
+        .def_rw("n_logits", &DecoderConfig::n_logits)
+        .def_rw("gated", &DecoderConfig::gated)
         .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
         .def(
             "activation_bytes",
@@ -398,7 +419,7 @@ NB_MODULE(_core, m) {
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
-             "tap_row"_a)
+             "tap_row"_a, "features"_a = nb::none())
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)
         .def(

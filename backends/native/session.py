@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -33,9 +33,9 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
+from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0".split()
@@ -117,9 +117,10 @@ class NativeBackend:
         """
         check_cache(cache_type, spec)
         n_batch = min(n_batch, n_ctx)
-        parts = _parts(model, spec, self.for_drafts)
-        config = _config(spec, _n_logits(parts), n_ctx, n_batch, cache_type)
-        weights = _packed_bytes(parts) + model.tensors[spec.token_embd].n_bytes  # the latter stays mapped
+        spec = _of_frequent_tokens(model, spec) if self.for_drafts else spec
+        config = decoder_config(spec, n_ctx, n_batch, cache_type)
+        embedding = model.tensors[spec.token_embd].n_bytes  # which stays mapped
+        weights = packed_bytes(model, spec, self.for_drafts) + embedding
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
         return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
@@ -140,16 +141,12 @@ class NativeBackend:
         return target.stat().st_size
 
 
-class NativeSession:
-    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
+class NativeDecoder:
+    """A decoder in memory with its KV cache: what sessions of models and of draft heads have in common.
 
-    resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
-    be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
-    matrices are rounded to Q4_0, and logits are those of the first n_logits tokens (after FR-Spec, Zhao et al.,
-    arXiv:2502.14856).
+    packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF stores it and its type.
+    Both are not copied.  rounded: larger matrices are kept in Q4_0.
     """
-
-    is_exact = True
 
     def __init__(
         self,
@@ -157,77 +154,30 @@ class NativeSession:
         spec: ModelSpec,
         plan: MemoryPlan,
         device: Device,
+        embedding: tuple[GGMLType, NDArray[np.uint8]],
+        packed: NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
-        packed: Path | None | Literal["beside"] = "beside",
         *,
-        resident: bool = False,
-        for_drafts: bool = False,
+        rounded: bool = False,
     ) -> None:
-        parts = _parts(model, spec, for_drafts)
         self.spec = spec
-        self.n_logits = _n_logits(parts)
         self.n_ctx = plan.n_ctx
         self.n_batch = plan.n_batch
         self.isa = device.isa or best_isa()
-        self._parents = np.empty(0, dtype=np.int32)  # of the last forward
-        self._tokens = self._parents
+        self.embedding = embedding
+        self._parents = np.empty(0, dtype=np.int32)  # of what is pending: forwarded and not committed
+        self._tokens = np.empty(0, dtype=np.int32)
         self._text: list[int] = []  # committed
-        self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
         self._interrupted = False
-        config = _config(spec, self.n_logits, plan.n_ctx, plan.n_batch, plan.cache_type)
-        n_bytes = _packed_bytes(parts)
-        if packed == "beside":
-            is_usable = packed_path(model.path).exists() and not resident and not for_drafts
-            packed = packed_path(model.path) if is_usable else None
-        weights = None if packed is None else map_packed(packed, model.path, n_bytes)
-        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, weights)
-        self._embedding_bytes = model.tensors[spec.token_embd].n_bytes
-        self._embedding = model.data(spec.token_embd)
-        if resident:
-            self._embedding = self._embedding.copy()
-        self._load(model, parts, weights, progress)
+        config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
+        n_bytes = packed_bytes(model, spec, rounded)
+        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed)
+        self._load(model, packed, progress, rounded)
 
     @property
     def n_past(self) -> int:
         """Number of committed tokens."""
         return self._open().n_past
-
-    def forward(
-        self,
-        tokens: ArrayLike,
-        parents: ArrayLike | None = None,
-        *,
-        logits: LogitsRows = "last",
-        hidden: bool | Sequence[int] = False,
-    ) -> Output:
-        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length."""
-        decoder = self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, decoder.n_past, self.n_ctx)
-        links = check_parents(parents, len(ids))
-        rows = check_rows(logits, len(ids))
-        taps = np.array(check_taps(hidden, self.spec.n_layers), dtype=np.int32)
-        is_chain = parents is None or np.array_equal(links, np.arange(-1, len(ids) - 1))
-        if not is_chain and len(ids) > self.n_batch:
-            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
-        out = np.empty((len(rows), self.n_logits), dtype=np.float32)
-        tapped = np.empty((len(taps), len(ids) if len(taps) else 0, self.spec.n_embd), dtype=np.float32)
-        self._interrupted = False
-        self._parents = np.empty(0, dtype=np.int32)
-        for first in range(0, len(ids), self.n_batch):
-            last = min(first + self.n_batch, len(ids))
-            chunk_links = links[first:last] - np.int32(first)  # the first of a later chunk follows the chunk before: -1
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            chunk_out = np.empty((len(wanted), self.n_logits), dtype=np.float32) if last < len(ids) or first else out
-            whole = not self._interrupted and decoder.forward(
-                ids[first:last], chunk_links, first, rows[wanted] - np.int32(first), chunk_out, taps, tapped, first
-            )
-            if not whole:
-                raise Interrupted("the forward pass was interrupted; the session is as it was before")
-            if chunk_out is not out:
-                out[wanted] = chunk_out
-        self._tokens = ids
-        self._parents = links
-        return Output(out, tapped if len(taps) else None)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
@@ -246,6 +196,148 @@ class NativeSession:
         decoder.truncate(n_past)
         del self._text[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._interrupted = True
+        if self._decoder is not None:
+            self._decoder.interrupt()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._decoder = None
+
+    def _forward(
+        self,
+        ids: TokenIds,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: Sequence[int],
+        features: Features | None = None,
+    ) -> Output:
+        """Run tokens behind the first n_pending of those that are; see Decoder::forward and HeadSession.forward."""
+        decoder, n = self._open(), len(ids)
+        rows = check_rows(logits, n)
+        links = np.concatenate([self._parents[:n_pending], check_parents(parents, n, n_pending)])
+        is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
+        if not is_chain and len(links) > self.n_batch:
+            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(links)}")
+        layers = np.array(taps, dtype=np.int32)
+        out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
+        tapped = np.empty((len(taps), n if taps else 0, self.spec.n_embd), dtype=np.float32)
+        before, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
+        self._interrupted = False
+        for first in range(0, n, self.n_batch):
+            chunk = slice(first, min(first + self.n_batch, n))
+            wanted = np.flatnonzero((rows >= first) & (rows < chunk.stop))
+            # All rows of a batch alone may come in any order; those of one of several are put into their places.
+            chunk_out = out if n <= self.n_batch else np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
+            whole = not self._interrupted and decoder.forward(
+                ids[chunk],
+                links[: n_pending + chunk.stop],
+                n_pending + first,
+                rows[wanted] - np.int32(first),
+                chunk_out,
+                layers,
+                tapped,
+                first,
+                None if features is None else features[chunk],
+            )
+            if not whole:
+                raise Interrupted("the forward pass was interrupted; the session is as it was before")
+            if chunk_out is not out:
+                out[wanted] = chunk_out
+        self._tokens = np.concatenate([before, ids])
+        self._parents = links
+        return Output(out, tapped if taps else None)
+
+    def _open(self) -> _core.Decoder:
+        if self._decoder is None:
+            raise EdgeInferError("this session is closed")
+        return self._decoder
+
+    def _load(
+        self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None, rounded: bool
+    ) -> None:
+        decoder = self._open()
+        weights = [(role, layer, _part(model, ref, rounded)) for role, layer, ref in _weights(self.spec)]
+        total = sum(part.data.nbytes for _, _, part in weights)
+        done = 0
+        for role, layer, part in weights:
+            if len(part.shape) == 1:
+                decoder.set_vector(_core.Role[role], layer, _vector(part))
+            else:
+                n_out, n_in = part.shape
+                decoder.set_matrix(_core.Role[role], layer, int(part.packed_type), n_out, n_in)
+                if packed is None:
+                    self._pack(model, _core.Role[role], layer, part)
+            done += part.data.nbytes
+            if progress is not None:
+                progress(done / total)
+        kind, rows = self.embedding
+        decoder.set_embedding(int(kind), rows)
+
+    def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
+        """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
+        n_out = part.shape[0]
+        row_bytes = part.data.nbytes // n_out
+        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
+        for first in range(0, n_out, n_rows):
+            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
+                raise ModelFileError(
+                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+                    f"damaged, or not ternary"
+                )
+            self._open().pack_rows(role, layer, first, int(part.type), part.data[piece], part.scale)
+            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
+
+
+class NativeSession(NativeDecoder):
+    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
+
+    resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
+    be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
+    matrices are rounded to Q4_0, and the first tokens alone have logits (after FR-Spec, Zhao et al., arXiv:2502.14856).
+    """
+
+    is_exact = True
+
+    def __init__(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        device: Device,
+        progress: Progress | None = None,
+        packed: Path | None | Literal["beside"] = "beside",
+        *,
+        resident: bool = False,
+        for_drafts: bool = False,
+    ) -> None:
+        self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
+        if for_drafts:
+            spec = _of_frequent_tokens(model, spec)
+        if packed == "beside":
+            is_usable = packed_path(model.path).exists() and not resident and not for_drafts
+            packed = packed_path(model.path) if is_usable else None
+        weights = None if packed is None else map_packed(packed, model.path, packed_bytes(model, spec))
+        rows = model.data(spec.token_embd)
+        embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
+        super().__init__(model, spec, plan, device, embedding, weights, progress, rounded=for_drafts)
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length."""
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
+        return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
@@ -274,21 +366,12 @@ class NativeSession:
     def memory(self) -> MemoryUse:
         """Bytes of the weights (packed ones and the mapped embedding), the KV cache and the activations."""
         decoder = self._open()
-        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, decoder.kv_bytes, decoder.activation_bytes)
-
-    def interrupt(self) -> None:
-        """See Session.interrupt."""
-        self._interrupted = True
-        if self._decoder is not None:
-            self._decoder.interrupt()
+        weights = decoder.weight_bytes + self.embedding[1].nbytes
+        return MemoryUse(weights, decoder.kv_bytes, decoder.activation_bytes)
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""
         return self._open().weights
-
-    def close(self) -> None:
-        """Give the memory back. Further calls raise."""
-        self._decoder = None
 
     def _put_aside(self) -> None:
         """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""
@@ -301,58 +384,14 @@ class NativeSession:
                 del self._aside[number]
         self._aside[self._open().put_aside()] = list(self._text)
 
-    def _open(self) -> _core.Decoder:
-        if self._decoder is None:
-            raise EdgeInferError("this session is closed")
-        return self._decoder
-
-    def _load(
-        self, model: ModelFile, parts: Sequence[_Part], packed: NDArray[np.uint8] | None, progress: Progress | None
-    ) -> None:
-        decoder = self._open()
-        total = sum(part.data.nbytes for part in parts)
-        done = 0
-        for part in parts:
-            role = _core.Role[part.role]
-            if len(part.shape) == 1:
-                decoder.set_vector(role, part.layer, _vector(part))
-            else:
-                n_out, n_in = part.shape
-                decoder.set_matrix(role, part.layer, int(part.packed_type), n_out, n_in)
-                if packed is None:
-                    self._pack(model, role, part)
-            done += part.data.nbytes
-            if progress is not None:
-                progress(done / total)
-        embedding = model.tensors[self.spec.token_embd]
-        decoder.set_embedding(int(embedding.type), self._embedding)
-
-    def _pack(self, model: ModelFile, role: _core.Role, part: _Part) -> None:
-        """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
-        n_out = part.shape[0]
-        row_bytes = part.data.nbytes // n_out
-        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
-        for first in range(0, n_out, n_rows):
-            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
-                raise ModelFileError(
-                    f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
-                    f"damaged, or not ternary"
-                )
-            self._open().pack_rows(role, part.layer, first, int(part.type), part.data[piece], part.scale)
-            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
-
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the file, or some of its rows, and what it is in the decoder.
+    """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
 
-    shape: (n_out, n_in) or (n,).  data: the bytes as GGUF stores them.  first_byte: of data, in the tensor.  scale: of
-    I2_S, whose data is without it.  packed_type: that it is packed as.
+    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.  packed_type: what it is packed as.
     """
 
-    role: str
-    layer: int
     name: str
     type: GGMLType
     packed_type: GGMLType
@@ -362,41 +401,11 @@ class _Part:
     scale: float = 1.0
 
 
-def _parts(model: ModelFile, spec: ModelSpec, for_drafts: bool) -> list[_Part]:
-    """Everything that is packed, in the order of the packed weights. Raises UnsupportedModel."""
-    embedding = _part(model, "", 0, spec.token_embd)  # stays in the file
-    if embedding.type == GGMLType.I2_S:
-        raise UnsupportedModel(f"{model.path}: tensor {embedding.name} is I2_S, whose rows cannot be read one by one")
-    refs = [
-        (role, index, ref)
-        for index, layer in enumerate(spec.layers)
-        for role, ref in vars(layer).items()
-        if ref is not None
-    ]
-    output: TensorRef = spec.output
-    if for_drafts and spec.n_vocab > DRAFT_TOKENS and model.tensors[spec.output].type != GGMLType.I2_S:
-        output = TensorRows(spec.output, 0, DRAFT_TOKENS)
-    parts = [
-        _part(model, role, index, ref)
-        for role, index, ref in (*refs, ("output_norm", 0, spec.output_norm), ("output", 0, output))
-    ]
-    return [replace(part, packed_type=_rounded(part)) for part in parts] if for_drafts else parts
+def _part(model: ModelFile, ref: TensorRef, rounded: bool = False) -> _Part:
+    """What a reference to a tensor means. rounded: a larger matrix is to be packed as Q4_0.
 
-
-def _rounded(part: _Part) -> GGMLType:
-    """What a tensor is packed as for drafts."""
-    bits = 8 * part.type.block_bytes / part.type.block_elements
-    is_large = len(part.shape) == 2 and bits > DRAFT_BITS and part.shape[-1] % GGMLType.Q4_0.block_elements == 0
-    return GGMLType.Q4_0 if is_large else part.type
-
-
-def _n_logits(parts: Sequence[_Part]) -> int:
-    """How many tokens get logits."""
-    return next(part.shape[0] for part in parts if part.role == "output")
-
-
-def _part(model: ModelFile, role: str, layer: int, ref: TensorRef) -> _Part:
-    """What a reference to a tensor means. Raises UnsupportedModel for a type that the engine lacks."""
+    Raises UnsupportedModel for a type that the engine lacks.
+    """
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
     if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
@@ -407,16 +416,28 @@ def _part(model: ModelFile, role: str, layer: int, ref: TensorRef) -> _Part:
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
             f"has {', '.join(sorted(each.name for each in known))}"
         )
+    packed_type = _rounded(info) if rounded else info.type
     if info.type == GGMLType.I2_S:
-        scale = _scale(model, name)
-        return _Part(role, layer, name, info.type, info.type, info.shape, data[:-I2_S_TAIL_BYTES], scale=scale)
+        return _Part(name, info.type, packed_type, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
     if not isinstance(ref, TensorRows):
-        return _Part(role, layer, name, info.type, info.type, info.shape, data)
+        return _Part(name, info.type, packed_type, info.shape, data)
     row_bytes = info.n_bytes // info.shape[0]
     shape = (ref.last - ref.first, *info.shape[1:])
     first_byte = ref.first * row_bytes
-    rows = data[first_byte : ref.last * row_bytes]
-    return _Part(role, layer, name, info.type, info.type, shape, rows, first_byte)
+    return _Part(name, info.type, packed_type, shape, data[first_byte : ref.last * row_bytes], first_byte)
+
+
+def _rounded(info: TensorInfo) -> GGMLType:
+    """What a tensor of a draft model is packed as."""
+    bits = 8 * info.type.block_bytes / info.type.block_elements
+    is_large = len(info.shape) == 2 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
+    return GGMLType.Q4_0 if is_large else info.type
+
+
+def _of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
+    """The spec with an output matrix for the first tokens only, where there are more."""
+    is_whole = spec.n_vocab <= DRAFT_TOKENS or model.tensors[spec.output].type == GGMLType.I2_S
+    return spec if is_whole else replace(spec, n_draft=DRAFT_TOKENS)
 
 
 def _scale(model: ModelFile, name: str) -> float:
@@ -427,8 +448,26 @@ def _scale(model: ModelFile, name: str) -> float:
     return scale
 
 
-def _packed_bytes(parts: Sequence[_Part]) -> int:
-    """Bytes of all packed weights."""
+def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
+    """(role, layer, tensor) of everything that is packed; the embedding stays in the file."""
+    for index, layer in enumerate(spec.layers):
+        for role, ref in vars(layer).items():
+            if ref is not None:
+                yield role, index, ref
+    for role, name in vars(spec.gate).items() if spec.gate is not None else ():
+        yield f"gate_{role}", 0, name
+    if spec.output_norm is not None:
+        yield "output_norm", 0, spec.output_norm
+    # The file of a head has as many rows as it gives logits, that of a model may have more.
+    is_cut = spec.gate is None and spec.n_draft is not None
+    yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
+
+
+def packed_bytes(model: ModelFile, spec: ModelSpec, rounded: bool = False) -> int:
+    """Bytes of all packed weights of a file. Raises UnsupportedModel."""
+    if spec.gate is None and _part(model, spec.token_embd).type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
+    parts = (_part(model, ref, rounded) for _, _, ref in _weights(spec))
     return sum(_core.packed_bytes(int(part.packed_type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
 
 
@@ -438,10 +477,10 @@ def _vector(part: _Part) -> NDArray[np.float32]:
     return np.frombuffer(part.data.tobytes(), dtype=kind).astype(np.float32, copy=False)
 
 
-def _config(spec: ModelSpec, n_logits: int, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
+def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
+    """Sizes and recipe as the decoder wants them."""
     config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
-        n_logits=n_logits,
         n_layers=spec.n_layers,
         n_embd=spec.n_embd,
         n_ff=spec.n_ff,
@@ -464,6 +503,8 @@ def _config(spec: ModelSpec, n_logits: int, n_ctx: int, n_batch: int, cache_type
     config.activation = _core.Activation[spec.activation]
     config.qk_norm = _core.QKNorm[spec.qk_norm or "none"]
     config.kv_type = _core.KvType[cache_type]
+    config.n_logits = spec.n_logits
+    config.gated = spec.gate is not None
     config.embedding_scale = spec.embedding_scale
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale

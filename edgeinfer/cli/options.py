@@ -38,7 +38,10 @@ _MODEL_OPTIONS = (
     ),
     click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
     click.option(
-        "-md", "--model-draft", type=click.Path(path_type=Path), help="A smaller model, to draft for this one."
+        "-md",
+        "--model-draft",
+        type=click.Path(path_type=Path),
+        help="A smaller model, or a draft head, to draft for this one.",
     ),
     click.option(
         "--draft",

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
-from edgeinfer.types import Logits
+from edgeinfer.types import Features, Logits
 
 
 class Outlook(Protocol):
@@ -31,13 +31,15 @@ class Context:
 
     tokens: prompt and output so far; a list of the drafters' own.  draw: the target's own way to draw, for drafters
     with logits: with the same noise both draw the same token more often.  is_greedy: it takes the likeliest token.
-    outlook: of the drafter that is asked.
+    outlook: of the drafter that is asked.  n_assumed: tokens at the end that are a guess, for a drafter that goes on
+    ahead of the text.
     """
 
     tokens: list[int]
     draw: Draw
     is_greedy: bool
     outlook: Outlook = field(init=False)
+    n_assumed: int = 0
 
 
 class Drafter(Protocol):
@@ -76,4 +78,28 @@ class CostlyDrafter(Drafter, Protocol):
 
     def interrupt(self) -> None:
         """Stop what runs, with Interrupted; callable from any thread."""
+        ...
+
+
+@runtime_checkable
+class FeatureDrafter(CostlyDrafter, Protocol):
+    """A drafter that goes on from the target's hidden rows, which are asked for where there is one."""
+
+    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+        """Features (n, n_embd) of the tokens from text[first] on: the target's rows behind its final norm.
+
+        Of each piece of a prompt, before `start`, and of what a step took, before `observe`. The rows are the
+        drafter's to copy. Where a text was in the target's cache, those of its beginning do not come again.
+        """
+        ...
+
+
+@runtime_checkable
+class DraftsAhead(CostlyDrafter, Protocol):
+    """A drafter on a device of its own, which works while the target does."""
+
+    def go_on(self, context: Context, path: Sequence[int], limit: int) -> None:
+        """Begin to draft at most limit nodes behind context.tokens and a drafted path, as if it were text; returns at
+        once. The path is being checked.
+        """
         ...

@@ -6,21 +6,15 @@ twice. It draws with the target's noise for each place in the text: where both n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.recycling import likeliest
+from edgeinfer.drafters.choices import choices
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
-
-# Kinds: class of the drafted token's probability, for greedy texts and for drawn ones; the same for second choices.
-_N_CLASSES = 10
-_DRAWN, _SECOND = _N_CLASSES, 2 * _N_CLASSES
-_UNSURE = 0.8  # below this probability the second choice is drafted too
 
 
 class ModelDrafter:
@@ -64,13 +58,13 @@ class ModelDrafter:
         while len(tokens) < limit and len(text) < self.session.n_ctx and context.outlook.goes_on(reach):
             logits = self._forward(unread)
             token = context.draw(logits, text)
-            choices = self._choices(logits, token, context.is_greedy)[: limit - len(tokens)]
-            for id, of_id, kind in choices:
+            chosen = choices(logits, token, context.is_greedy, 2)[: limit - len(tokens)]
+            for id, of_id, kind in chosen:
                 tokens.append(id)
                 parents.append(above)
                 p.append(of_id)
                 kinds.append(kind)
-            above = len(tokens) - len(choices)
+            above = len(tokens) - len(chosen)
             depth = len(reach)
             reach.append((reach[-1] if reach else 1.0) * context.outlook.chance(kinds[above], depth, p[above]))
             text.append(token)
@@ -112,20 +106,3 @@ class ModelDrafter:
         self._tokens.extend(tokens)  # the list first: it is cut to n_past when it is read
         self.session.commit(range(len(tokens)))
         return rows[0, : self._n_vocab]
-
-    def _choices(self, logits: Logits, drawn: int, is_greedy: bool) -> list[tuple[int, float, int]]:
-        """(token, probability, kind) of the token drawn and, where that was no clear case, of the likeliest other."""
-        (best, p_best), *_ = found = likeliest(logits, 2)
-        p = next((of_id for id, of_id in found if id == drawn), None)
-        if p is None:
-            p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
-        kind = 0 if is_greedy else _DRAWN
-        choices = [(drawn, p, kind + _class(p))]
-        others = [(id, of_id) for id, of_id in found if id != drawn]
-        if p < _UNSURE and others:
-            choices.append((others[0][0], others[0][1], _SECOND + kind + _class(others[0][1])))
-        return choices
-
-
-def _class(p: float) -> int:
-    return min(int(_N_CLASSES * p), _N_CLASSES - 1)

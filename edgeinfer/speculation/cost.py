@@ -16,11 +16,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Session
 from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSizes
+from edgeinfer.types import LogitsRows, Output
 
 MAX_TOKENS = 32  # of a batch whose cost is known
 DEFAULT_DRAFT_MAX = MAX_TOKENS - 1
@@ -50,7 +53,35 @@ class CostCurve:
     far: Mapping[int, float]
 
 
-def measure_costs(session: Session, budget_seconds: float) -> CostCurve:
+class Timed(Protocol):
+    """What of a session is timed."""
+
+    n_ctx: int
+
+    @property
+    def spec(self) -> ModelSizes:
+        """Sizes of the model."""
+        ...
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        ...
+
+    def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
+        """See Session.forward."""
+        ...
+
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit."""
+        ...
+
+    def truncate(self, n_past: int) -> None:
+        """See Session.truncate."""
+        ...
+
+
+def measure_costs(session: Timed, budget_seconds: float) -> CostCurve:
     """The cost curve of a session, which must be empty and is left so.
 
     Sizes that the budget has no time for are left out, the largest first; one token is always measured.
@@ -76,7 +107,7 @@ def measure_costs(session: Session, budget_seconds: float) -> CostCurve:
 
 
 def _time(
-    session: Session, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
+    session: Timed, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
 ) -> None:
     """Time passes of these sizes one after the other, as long as there is time; seconds: the fastest of each size."""
     for size in sizes:
@@ -90,7 +121,7 @@ def _time(
         seconds[size] = min(elapsed, seconds.get(size, elapsed))
 
 
-def _fill(session: Session, tokens: Sequence[int], n: int, deadline: float) -> int:
+def _fill(session: Timed, tokens: Sequence[int], n: int, deadline: float) -> int:
     """Commit up to n tokens, as far as there is time; gives their number."""
     longest = 0.0
     while session.n_past + _CHUNK <= n and len(tokens) >= _CHUNK and time.perf_counter() + longest < deadline:

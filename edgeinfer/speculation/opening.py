@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from edgeinfer import devices
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.native import NativeBackend, NativeSession, best_isa, build_id
+from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
 from edgeinfer.drafters.base import Drafter
+from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
@@ -17,9 +20,11 @@ from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
 from edgeinfer.speculation.cost import (
     MAX_TOKENS,
     CostModel,
+    Timed,
     cost_key,
     default_folder,
     load_curve,
@@ -27,11 +32,12 @@ from edgeinfer.speculation.cost import (
     save_curve,
 )
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.types import Device, MemoryPlan
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 FREE_DRAFTERS = ("suffix", "recycling")
 # At most, for both curves together; a draft model's passes take less time.
 _CALIBRATION_SECONDS, _DRAFT_CALIBRATION_SECONDS = 2.0, 0.6
+_HEAD_BATCH = 128  # rows: prompts are read no faster with more
 
 
 @dataclass
@@ -39,7 +45,7 @@ class DraftPlan:
     """Drafters that will fit, before anything is loaded.
 
     free: names of those without a model.  n_vocab: tokens that the target has.  n_bytes: of all of them.  dropped:
-    those that cannot be used, and why.  file, spec, plan: of the draft model, None without one.
+    those that cannot be used, and why.  file, spec, plan: of the draft model or the head, None without one.
     """
 
     free: tuple[str, ...]
@@ -47,7 +53,7 @@ class DraftPlan:
     n_bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
     file: ModelFile | None = None
-    spec: ModelSpec | None = None
+    spec: ModelSpec | DraftHeadSpec | None = None
     plan: MemoryPlan | None = None
 
     def open(self, file: ModelFile, session: Session, plan: MemoryPlan, device: Device, draft_max: int) -> Speculator:
@@ -58,23 +64,30 @@ class DraftPlan:
             drafters.append(SuffixDrafter(session.n_ctx))
         if "recycling" in self.free:
             drafters.append(RecyclingDrafter())
-        if self.file is not None and self.spec is not None and self.plan is not None:
+        if self.file is not None and self.plan is not None:
             try:
-                drafters.append(_open_model(self.file, self.spec, self.plan, self.n_vocab, device))
+                drafters.append(self._open_file(self.file, self.plan, session, device))
             except (EdgeInferError, OSError) as error:
-                self.dropped["model"] = str(error)
+                self.dropped[_name_of(self.file)] = str(error)
         return Speculator(session, drafters, _costs(file, session, plan, device, seconds), self.n_vocab, draft_max)
 
     def close(self) -> None:
-        """Close the file of the draft model."""
+        """Close the file of the draft model or the head."""
         if self.file is not None:
             self.file.close()
 
+    def _open_file(self, file: ModelFile, plan: MemoryPlan, session: Session, device: Device) -> Drafter:
+        if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession):
+            return _open_head(file, self.spec, plan, self.n_vocab, session, device)
+        if isinstance(self.spec, ModelSpec):
+            return _open_model(file, self.spec, plan, self.n_vocab, device)
+        raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
+
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
-    """(names of free drafters, file of a draft model) that `draft` means.
+    """(names of free drafters, file of a draft model or a head) that `draft` means.
 
-    "auto": all free ones; the name of one: that one; a file: all free ones and a model. A sequence: what it names.
+    "auto": all free ones; the name of one: that one; a file: all free ones and it. A sequence: what it names.
     """
     if draft == "auto":
         return FREE_DRAFTERS, None
@@ -87,8 +100,13 @@ def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | 
 def plan_drafters(
     draft: str | Sequence[str], target: ModelFile, n_vocab: int, plan: MemoryPlan, n_threads: int, budget_bytes: int
 ) -> DraftPlan:
-    """What of the drafters can be used beside a target with that plan. Opens the file of the draft model."""
+    """What of the drafters can be used beside a target with that plan. Opens the file of the draft model or the head.
+
+    "auto" has the head that this package brings for the target, if there is one.
+    """
     free, path = drafters_named(draft)
+    if draft == "auto":
+        path = head_beside(target, heads_folder())
     sizes = {"suffix": SuffixDrafter.memory(plan.n_ctx), "recycling": RecyclingDrafter.memory()}
     planned = DraftPlan((), n_vocab)
     left = budget_bytes - plan.use.total
@@ -100,31 +118,60 @@ def plan_drafters(
             planned.dropped[name] = f"needs {human_bytes(sizes[name])}, {human_bytes(left - planned.n_bytes)} are left"
     if path is not None:
         try:
-            _plan_model(planned, path, target, n_vocab, plan, n_threads, left)
+            file = ModelFile.open(path)
         except (EdgeInferError, OSError) as error:
             planned.dropped["model"] = str(error)
+            return planned
+        try:
+            _plan_file(planned, file, target, plan, n_threads, left)
+        except BaseException as error:
+            file.close()
+            if not isinstance(error, (EdgeInferError, OSError)):
+                raise
+            planned.dropped[_name_of(file)] = str(error)
     return planned
 
 
-def _plan_model(
-    planned: DraftPlan, path: Path, target: ModelFile, n_vocab: int, plan: MemoryPlan, n_threads: int, left: int
+def heads_folder() -> Path:
+    """Where the heads lie that this package brings: <fingerprint of the target>.gguf."""
+    return Path(__file__).parents[1] / "heads"
+
+
+def head_beside(target: ModelFile, folder: Path) -> Path | None:
+    """The head for a model in a folder of heads, None if there is none."""
+    if not any(folder.glob("*.gguf")):
+        return None
+    path = folder / f"{fingerprint(target)}.gguf"
+    return path if path.exists() else None
+
+
+def _name_of(file: ModelFile) -> str:
+    """Name of the drafter that a file is for."""
+    return HeadDrafter.name if is_draft_head(file) else ModelDrafter.name
+
+
+def _plan_file(
+    planned: DraftPlan, file: ModelFile, target: ModelFile, plan: MemoryPlan, n_threads: int, left: int
 ) -> None:
-    """Add a draft model to the plan. Raises EdgeInferError where it cannot be used."""
-    file = ModelFile.open(path)
-    try:
+    """Add a draft model or a head to the plan. Raises EdgeInferError where it cannot be used."""
+    spec: ModelSpec | DraftHeadSpec
+    if is_draft_head(file):
+        spec = read_head(file)
+        check_target(spec, file.path, target, read_spec(target))
+        own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
+        kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab)
+    else:
         spec = read_spec(file)
-        _check_vocabulary(file, target, n_vocab)
-        own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
-        if own.use.total > left - planned.n_bytes:
-            raise BudgetExceeded(
-                f"{path} needs {human_bytes(own.use.total)}, beside the model {human_bytes(left - planned.n_bytes)} "
-                "are left: use a smaller one, or a smaller context (-c)"
-            )
-    except BaseException:
-        file.close()
-        raise
+        _check_vocabulary(file, target, planned.n_vocab)
+        own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
+    n_bytes = own.use.total + kept
+    if n_bytes > left - planned.n_bytes:
+        raise BudgetExceeded(
+            f"{file.path} needs {human_bytes(n_bytes)}, beside the model {human_bytes(left - planned.n_bytes)} "
+            "are left: use a smaller one, or a smaller context (-c)"
+        )
     planned.file, planned.spec, planned.plan = file, spec, own
-    planned.n_bytes += own.use.total
+    planned.n_bytes += n_bytes
 
 
 def _check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:
@@ -153,8 +200,40 @@ def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int
     return ModelDrafter(session, n_vocab, costs)
 
 
+def _open_head(
+    file: ModelFile, spec: DraftHeadSpec, plan: MemoryPlan, n_vocab: int, target: NativeSession, device: Device
+) -> HeadDrafter:
+    """The head, whose weights are in memory; embeddings are read where the target has them."""
+    session = NativeHead(file, spec.decoder, target, plan, device)
+    try:
+        costs = _costs(file, _WithoutFeatures(session), plan, device, _DRAFT_CALIBRATION_SECONDS)
+    except BaseException:
+        session.close()
+        raise
+    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs)
+
+
+class _WithoutFeatures:
+    """A head as measure_costs knows sessions: its tokens come with features of ones."""
+
+    def __init__(self, head: NativeHead) -> None:
+        self._head = head
+        self.spec = head.spec
+        self.n_ctx = head.n_ctx
+        self.n_batch = head.n_batch
+        self.commit = head.commit
+        self.truncate = head.truncate
+
+    @property
+    def n_past(self) -> int:
+        return self._head.n_past
+
+    def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
+        return self._head.forward(tokens, np.ones((len(tokens), self.spec.n_embd), np.float32), logits=logits)
+
+
 def _costs(
-    file: ModelFile, session: Session, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
+    file: ModelFile, session: Timed, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
 ) -> CostModel:
     """The costs of a session, from disk or measured now. facts: what else they depend on."""
     isa = device.isa or best_isa()

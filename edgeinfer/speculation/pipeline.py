@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
+from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.policy import ChanceTable, Choice, Proposal, Reward, choose, floor_of, rate_of_chain
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
-from edgeinfer.types import Logits
+from edgeinfer.types import Features, Logits
 
 _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
@@ -45,6 +45,8 @@ class _Seat:
         self.drafter = drafter
         self.table = ChanceTable()
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
+        self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
+        self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self.is_dropped = False
         self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
@@ -98,6 +100,18 @@ class Speculator:
         """Those that were given."""
         return [seat.drafter for seat in self._seats]
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether a drafter wants the target's hidden rows of a prompt."""
+        return any(seat.follower for seat in self._seats)
+
+    def follow(self, text: Sequence[int], first: int, features: Features, tally: Tally) -> None:
+        """Hand on the target's hidden rows (n, n_embd) of the tokens from text[first] on."""
+        for seat in self._seats:
+            if seat.follower and seat.drafter.name not in tally.dropped:
+                with seat.working(tally):
+                    seat.follower.follow(text, first, features)
+
     def tokens(self, job: Job, logits: Logits, tally: Tally) -> Iterator[int]:
         """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
         context = self._start(job, logits, tally)
@@ -122,14 +136,15 @@ class Speculator:
     # ---- A request ---------------------------------------------------------------------------------------------------
 
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
-        """Begin a request. Drafters that were dropped in the last one are back."""
+        """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
         context = Context(job.text[:-1], job.draw, job.is_greedy)
         milliseconds = self.costs.milliseconds(self._session.n_past)
         for seat in self._seats:
-            seat.is_dropped = False
+            seat.is_dropped = seat.drafter.name in tally.dropped
             seat.table.forget_half()
-            with seat.working(tally):
-                seat.drafter.start(context)
+            if not seat.is_dropped:
+                with seat.working(tally):
+                    seat.drafter.start(context)
             seat.gain = milliseconds[1]
         self._observe(context, job.text[-1:], [logits], tally)
         for seat in self._seats:
@@ -145,10 +160,14 @@ class Speculator:
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
+        if n_left > len(choice.path) + 1:
+            self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
         parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
         drafted = perf_counter()
-        rows = self._session.forward(batch, parents, logits="all").logits
+        follows = any(seat.follower and not seat.is_dropped for seat in self._seats)
+        out = self._session.forward(batch, parents, logits="all", hidden=follows)
+        rows = out.logits
         passed = perf_counter()
         nodes = enumerate(zip(choice.parents, choice.tokens, strict=True), start=1)
         children = {(parent + 1, token): row for row, (parent, token) in nodes}
@@ -157,7 +176,8 @@ class Speculator:
         walked = perf_counter()
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, choice, accepted, new)
-        self._observe(context, new, [rows[row] for row in path[: len(new)]], tally)
+        features = None if out.hidden is None else out.hidden[0, path]
+        self._observe(context, new, [rows[row] for row in path], tally, features)
         self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
         tally.count(len(new), choice.depths, choice.owners, accepted)
         tally.verify_seconds += passed - drafted
@@ -185,6 +205,7 @@ class Speculator:
         started = perf_counter()
         for seat in self._seats:
             if seat.costly and not seat.is_dropped:
+                seat.table.floor = floor
                 with seat.working(tally):
                     if not self._pays(seat, context, rate, milliseconds, n_left):
                         continue
@@ -194,6 +215,14 @@ class Speculator:
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
+
+    def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, tally: Tally) -> None:
+        """Let drafters on other devices draft behind what is about to be checked."""
+        for seat in self._seats:
+            if seat.ahead and not seat.is_dropped:
+                context.outlook = seat.table
+                with seat.working(tally):
+                    seat.ahead.go_on(context, path, max_nodes)
 
     def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
         """Add the drafter's proposal, unless it is empty or wrong."""
@@ -228,8 +257,18 @@ class Speculator:
             name = seat.drafter.name
             seat.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
 
-    def _observe(self, context: Context, new: Sequence[int], rows: Sequence[Logits], tally: Tally) -> None:
+    def _observe(
+        self,
+        context: Context,
+        new: Sequence[int],
+        rows: Sequence[Logits],
+        tally: Tally,
+        features: Features | None = None,
+    ) -> None:
+        first = len(context.tokens) - 1
         context.tokens.extend(new)
+        if features is not None:
+            self.follow(context.tokens, first, features, tally)
         rows = [row[: self._n_vocab] for row in rows]
         for seat in self._seats:
             if seat.is_awake:

@@ -132,7 +132,7 @@ class Choice:
     """The tree to check, merged from all drafts. Empty lists: one token, nothing drafted.
 
     tokens, parents: as in DraftTree.  depths: of each node, 0 for the first.  owners: the drafter of each; of several,
-    the first.  expected: tokens that the step should give.
+    the first.  expected: tokens that the step should give.  path: nodes of the likeliest branch.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -140,6 +140,7 @@ class Choice:
     depths: list[int] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
     expected: float = 1.0
+    path: list[int] = field(default_factory=list)
 
 
 def floor_of(milliseconds: Sequence[float]) -> float:
@@ -173,7 +174,10 @@ def choose(
         rate = expected / (milliseconds[n + 1] + spent)
         if rate > best:
             best, n_best, chosen = rate, n, expected
-    return _part(merged, sorted(order[:n_best]), chosen)
+    kept = sorted(order[:n_best])
+    part = _part(merged, kept, chosen)
+    part.path = _likeliest_branch(part.parents, [reach[node] for node in kept])
+    return part
 
 
 def rate_of_chain(chance: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
@@ -241,3 +245,16 @@ def _part(whole: Choice, nodes: Sequence[int], expected: float) -> Choice:
         [whole.owners[node] for node in nodes],
         expected,
     )
+
+
+def _likeliest_branch(parents: Sequence[int], reach: Sequence[float]) -> list[int]:
+    """Nodes from the root on, each the likeliest child of the one before."""
+    best: dict[int, int] = {}
+    for node, parent in enumerate(parents):
+        if parent not in best or reach[node] > reach[best[parent]]:
+            best[parent] = node
+    branch, top = [], -1
+    while top in best:
+        top = best[top]
+        branch.append(top)
+    return branch

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exactness import comparisons, decode_one_by_one, prefill, same_bits
+from exactness import LEAVES, TREE, branch_to, comparisons, decode_one_by_one, prefill, same_bits
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import (
     ARCHITECTURES,
@@ -133,8 +133,9 @@ def test_logits_equal_the_reference(
         tokens = rng.integers(0, spec.n_vocab, n).astype(np.int32)
         a = session.forward(tokens, logits="all", hidden=(0, -1))
         b = reference.forward(tokens, logits="all", hidden=(0, -1))
-        assert a.hidden is not None and b.hidden is not None
-        for ours, theirs in zip([a.logits, *a.hidden], [b.logits, *b.hidden], strict=True):
+        c, d = session.forward(tokens, hidden=True), reference.forward(tokens, hidden=True)
+        assert a.hidden is not None and b.hidden is not None and c.hidden is not None and d.hidden is not None
+        for ours, theirs in zip([a.logits, *a.hidden, *c.hidden], [b.logits, *b.hidden, *d.hidden], strict=True):
             errors[n].extend(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
     # Both round activations to int8 and the cache to f16 or int8. Sums that differ in their last bit tip such a
     # rounding over now and then: by one step of 1/127, or of 1/2048 with floats only; a step of I2_S is that of the
@@ -175,6 +176,25 @@ def test_hidden_states_are_the_residual_stream(tiny: Open, rng: np.random.Genera
     assert same_bits(whole, chunked)
     assert not same_bits(whole[0], whole[1])
     assert same_bits(whole[1], whole[2])
+
+
+def test_features_are_the_same_bits_in_any_cut_and_in_trees(tiny: Open, rng: np.random.Generator) -> None:
+    tokens = some_tokens(tiny, 13, rng)
+    whole = tiny().forward(tokens, hidden=True).hidden
+    chunked = tiny(n_batch=4).forward(tokens, logits=(), hidden=True).hidden
+    assert whole is not None and chunked is not None
+    assert whole.shape == (1, 13, tiny().spec.n_embd) and same_bits(whole, chunked)
+    tree = tiny().forward(tokens, TREE, hidden=True).hidden
+    assert tree is not None
+    for leaf in LEAVES:
+        branch = branch_to(leaf, TREE)
+        session, rows = tiny(), []
+        for token in tokens[branch]:
+            one = session.forward([token], hidden=True).hidden
+            assert one is not None
+            rows.append(one[0])
+            session.commit([0])
+        assert same_bits(tree[0, branch], np.concatenate(rows))
 
 
 def test_logits_come_for_the_rows_asked_for(tiny: Open, rng: np.random.Generator) -> None:
@@ -301,7 +321,7 @@ def test_for_drafts_the_first_tokens_alone_get_logits(
             backend.load(file, spec, backend.plan(file, spec, 64, 16, 2), Device(2))
             for backend in (NativeBackend(), NativeBackend(for_drafts=True))
         )
-        assert part.n_logits == 100 and whole.n_logits == 300
+        assert part.spec.n_logits == 100 and whole.spec.n_logits == 300
         assert part.memory().weights < whole.memory().weights
         for rows in ("last", "all", [3, 20]):
             assert same_bits(

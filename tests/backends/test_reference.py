@@ -371,7 +371,7 @@ def test_a_tap_after_the_first_layer_is_what_a_model_of_one_layer_ends_with(
     session: ReferenceSession, tmp_path: Path
 ) -> None:
     shallow = open_session(write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0", n_layers=1))  # layer 0 is the same
-    expected = shallow.forward(TEXT, hidden=True).hidden
+    expected = shallow.forward(TEXT, hidden=[-1]).hidden
     taps = session.forward(TEXT, hidden=[0, -1, -2]).hidden
     assert expected is not None and taps is not None
     assert taps.shape == (3, 11, 96) and taps.dtype == np.float32
@@ -381,14 +381,16 @@ def test_a_tap_after_the_first_layer_is_what_a_model_of_one_layer_ends_with(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_the_head_times_the_normed_last_tap(tmp_path: Path, tied: bool) -> None:
+def test_logits_are_the_head_times_the_normed_last_tap_which_is_the_feature(tmp_path: Path, tied: bool) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "F32", tied=tied)
-    out = open_session(path).forward(TEXT, logits="all", hidden=True)
+    out = open_session(path).forward(TEXT, logits="all", hidden=[-1])
+    features = open_session(path).forward(TEXT, hidden=True).hidden
     with ModelFile.open(path) as model:
         head = model.data("token_embd.weight" if tied else "output.weight").view("<f4").reshape(291, 96)
         norm = model.data("output_norm.weight").view("<f4").copy()
-        assert out.hidden is not None
-        assert_allclose(out.logits, rms_norm(out.hidden[0], norm, 1e-5) @ head.T, atol=1e-5)  # sums of 96 near 3
+        assert out.hidden is not None and features is not None
+        assert_array_equal(features[0], rms_norm(out.hidden[0], norm, 1e-5))
+        assert_allclose(out.logits, features[0] @ head.T, atol=1e-5)  # sums of 96 near 3
     assert open_session(path).spec.tied_embeddings is tied
 
 
@@ -417,8 +419,8 @@ def test_int8_activations_round_by_the_block_of_each_matrix(tmp_path: Path) -> N
     for tensor_type, block in [("Q5_1", 32), ("Q4_K", 256)]:
         types = {"output": tensor_type}
         path = write_tiny_model(tmp_path / f"{block}.gguf", "llama", "F32", n_embd=256, types=types)
-        plain = open_session(path).forward(TEXT, logits="all", hidden=True)
-        rounded = open_session(path, activations="int8").forward(TEXT, logits="all", hidden=True)
+        plain = open_session(path).forward(TEXT, logits="all", hidden=[-1])
+        rounded = open_session(path, activations="int8").forward(TEXT, logits="all", hidden=[-1])
         assert plain.hidden is not None and rounded.hidden is not None
         assert_array_equal(plain.hidden, rounded.hidden)
         with ModelFile.open(path) as model:

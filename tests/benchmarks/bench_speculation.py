@@ -61,6 +61,8 @@ def ours(engine: Engine, speculator: Speculator | None, n_tokens: int, temperatu
 
     def run(prompt: list[int]) -> Run:
         engine.speculator = speculator
+        if speculator is not None and speculator.wants_features:
+            engine.session.truncate(0)  # features of a prompt come where it is read
         completion = engine.generate(prompt, max_tokens=n_tokens, temperature=temperature, seed=1)
         timings, of = completion.timings, completion.timings.speculation
         n = round(timings.decode_tokens_per_second * timings.decode_seconds)
@@ -126,7 +128,7 @@ def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Conte
     if whole is None:
         raise SystemExit("this engine drafts nothing")
     if arguments.draft is not None:
-        found["ours with model"] = ours(engine, whole, n_tokens, temperature)
+        found[f"ours with {whole.drafters[-1].name}"] = ours(engine, whole, n_tokens, temperature)
     # Drafters of its own: another contender's have read the answer.
     free = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
     alone = Speculator(engine.session, free, whole.costs, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
@@ -206,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, help="a draft model")
+    parser.add_argument("--draft", type=Path, help="a draft model, or a head")
     parser.add_argument("--peer-dir", type=Path, help="folder with llama-speculative-simple")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,7 +1,7 @@
 """Promise 1 with drafts on real models: the same tokens, whatever is drafted.
 
     python tests/benchmarks/check_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
-        [--every N] [--skip N] [--drafters suffix,recycling,model,all,random,malicious]
+        [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious]
 
 For every prompt (JSON Lines with "turns", the first of which is asked), greedily and at temperature 0.8, top-p 0.95
 with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. One JSON line on stdout
@@ -83,11 +83,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
     parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
-    parser.add_argument("--drafters", default="suffix,recycling,model,all,random,malicious")
+    parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
     arguments = parser.parse_args()
     names = arguments.drafters.split(",")
     if arguments.draft is None:
-        names = [name for name in names if name != "model"]
+        names = [name for name in names if name not in ("model", "head")]
     asked = prompts(arguments.prompts, arguments.skip, arguments.every)
     with edgeinfer.load(arguments.model, draft=str(arguments.draft) if arguments.draft else "auto") as engine:
         different = check(engine, asked, names, arguments.tokens)

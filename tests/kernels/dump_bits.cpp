@@ -135,6 +135,11 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     y = x;
     kernels.scale_and_cap(y.data(), 1019, 0.3f, 7.0f);
     report(kernels, "scale_and_cap", y);
+    y = x;
+    kernels.silu(y.data(), 1024);
+    report(kernels, "silu", y);
+    kernels.blend(x.data(), y.data(), w.data(), 1024, out.data());
+    report(kernels, "blend", out);
     kernels.swiglu(x.data(), w.data(), 1024);
     report(kernels, "swiglu", x);
     // Halves of every size, subnormal ones and infinities among them.
@@ -155,7 +160,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
 void decoder(const Kernels& kernels, KvType kv_type) {
     for (const Format format : kFormats) {
         Numbers numbers;
-        DecoderConfig config{300, 300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
+        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
         config.kv_type = kv_type;
         if (kv_type == KvType::Q8_0) config.n_heads = 9, config.n_kv_heads = 3, config.head_dim = 32;
         Rope rope{{}, 1.0};
@@ -170,6 +175,7 @@ void decoder(const Kernels& kernels, KvType kv_type) {
             config.attention_soft_cap = 3, config.logit_soft_cap = 5;
         }
         if (format == Format::I2_S) config.activation = Activation::Relu2;
+        config.gated = format == Format::Q4_0;
         Decoder d(config, kernels, 2, size_t{16} << 20);
         std::vector<std::vector<uint8_t>> kept;
         const auto matrix = [&](Role role, int layer, int n_out, int n_in) {
@@ -197,7 +203,13 @@ void decoder(const Kernels& kernels, KvType kv_type) {
             matrix(Role::AttnOutput, layer, 256, 288), matrix(Role::Gate, layer, 512, 256);
             matrix(Role::Up, layer, 512, 256), matrix(Role::Down, layer, 256, 512);
         }
-        vector(Role::OutputNorm, 0, 256);
+        if (config.gated) {
+            vector(Role::GateTokenNorm, 0, 256);
+            matrix(Role::GateFeature, 0, 256, 256), matrix(Role::GateToken, 0, 256, 256);
+            matrix(Role::GateMix, 0, 256, 512);
+        } else {
+            vector(Role::OutputNorm, 0, 256);
+        }
         matrix(Role::Output, 0, 300, 256);
         const Format embedding = format == Format::I2_S ? Format::F16 : format;
         kept.push_back(source_of(embedding, 300, 256, numbers));
@@ -210,9 +222,10 @@ void decoder(const Kernels& kernels, KvType kv_type) {
             chain[static_cast<size_t>(i)] = i - 1;
         const std::vector<int32_t> tree = {-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11}, path = {0, 1, 4, 5, 11};
         std::vector<float> logits(n * 300);
+        const std::vector<float> features = numbers.floats(n * 256);
         const auto pass = [&](const std::vector<int32_t>& parents) {
-            d.forward(tokens.data(), parents.data(), n, 0, rows.data(), n, logits.data(), nullptr, 0, nullptr, 0,
-                      [] { return false; });
+            d.forward(tokens.data(), parents.data(), n, 0, features.data(), rows.data(), n, logits.data(), nullptr, 0,
+                      nullptr, 0, [] { return false; });
             report(kernels,
                    "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
                        std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
 # What compares with other engines runs the same code as what compares the bits.
 LEFT_OUT = "reference or 200_tokens"
-TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py", "tests/backends/test_native.py"]
+TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py"]
+TESTS += ["tests/backends/test_native.py", "tests/backends/test_draft_head.py"]
 
 
 @pytest.fixture(scope="module")

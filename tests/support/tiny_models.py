@@ -112,11 +112,11 @@ def write_tiny_model(
     keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **_size_keys(sizes)}
     keys |= _KEYS.get(architecture, {})
     keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
-    _add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
+    add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
     for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
-        _add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
+        add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
     if qkv_biases is None:
         qkv_biases = architecture == "qwen2"
     for name, n in _vectors(architecture, sizes, qkv_biases, output_biases).items():
@@ -243,7 +243,7 @@ def _type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
     return types.get(f"{name}.weight", types.get(name.rpartition(".")[2], tensor_type))
 
 
-def _add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> None:
+def add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> None:
     kinds = {
         bool: gguf.GGUFValueType.BOOL,
         str: gguf.GGUFValueType.STRING,
@@ -257,7 +257,7 @@ def _add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> No
             writer.add_key_value(key, value, kinds[type(value)])
 
 
-def _add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
+def add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
     if tensor_type in UNKNOWN_TO_GGUF:
         data = quantize(tensor_type, weights).reshape(-1)
         writer.add_tensor(name, data.view(np.int8))

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
+from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -186,6 +188,17 @@ def test_drafts_change_no_text_and_can_be_chosen(run, model):
 def test_a_draft_model_that_is_not_there_is_a_note_and_the_answer_comes(run):
     result = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "nowhere.gguf")
     assert "drafting goes on without model" in result.stderr and "nowhere.gguf" in result.stderr
+
+
+def test_a_draft_head_is_one_for_its_model_and_no_model_itself(run, model, tmp_path):
+    head = str(write_tiny_head(tmp_path / "head.gguf", Path(model)))
+    other = str(write_tiny_head(tmp_path / "other.gguf", write_tiny_model(tmp_path / "other_model.gguf", seed=1)))
+    flags = ("generate", "--backend", "native", "-p", "hello", "-n", "12", "--temp", "0")
+    plain = run(*flags, "--draft", "none")
+    assert run(*flags, "-md", head).stdout == run(*flags, "-md", other).stdout == plain.stdout
+    assert "drafting goes on without" not in run(*flags, "-md", head).stderr
+    assert re.search("drafting goes on without head: .* is a draft head for", run(*flags, "-md", other).stderr)
+    assert "name that one, and this with -md" in run(*flags, "-m", head, code="model").stderr
 
 
 def test_a_seed_of_minus_one_is_a_new_one_each_time(run):

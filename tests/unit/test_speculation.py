@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, random_tree
 from parts import missing
+from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -94,10 +95,22 @@ def tokens_of(engine, request, n=48, prompt=PROMPT, **more):
 # ---- The same text ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["auto", "suffix", "recycling", "FILE", ["suffix", "FILE"]], ids=str)
+@pytest.fixture(scope="module")
+def draft_head(model, tmp_path_factory):
+    """A head that is right on what the model writes behind the prompt, greedily."""
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        text = [*engine.tokenize(PROMPT), *tokens_of(engine, REQUESTS[0])]
+    return write_tiny_head(tmp_path_factory.mktemp("head") / "head.gguf", model, [text])
+
+
+@pytest.mark.parametrize("draft", ["auto", "suffix", "recycling", "FILE", ["suffix", "FILE"], ["HEAD"]], ids=str)
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_each_drafter_gives_the_tokens_of_plain_decoding(opened, plain, model, draft_model, draft, request_):
-    named = [str(draft_model) if one == "FILE" else one for one in ([draft] if isinstance(draft, str) else draft)]
+def test_each_drafter_gives_the_tokens_of_plain_decoding(
+    opened, plain, model, draft_model, draft_head, draft, request_
+):
+    files = {"FILE": str(draft_model), "HEAD": str(draft_head)}
+    named = [files.get(one, one) for one in ([draft] if isinstance(draft, str) else draft)]
     engine = opened(model, draft=named[0] if isinstance(draft, str) else named)
     engine.speculator.costs = FixedCosts()
     for prompt in (PROMPT, PROMPT + " again", "something else"):
@@ -111,7 +124,7 @@ def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
     monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 64)
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
-    assert engine.speculator.drafters[-1].session.n_logits == 64
+    assert engine.speculator.drafters[-1].session.spec.n_logits == 64
     assert tokens_of(engine, request_) == tokens_of(plain, request_)
 
 

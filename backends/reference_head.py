@@ -1,0 +1,69 @@
+"""The oracle of draft heads: their forward pass in plain numpy, from the blocks of the reference backend."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from edgeinfer.backends.base import check_features, check_parents, check_pending, check_rows, check_tokens
+from edgeinfer.backends.reference import Activations, Floats, ReferenceBackend, ReferenceDecoder, Weights, scale, silu
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import LogitsRows, MemoryPlan, MemoryUse, Output
+
+
+def open_reference_head(
+    head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec, n_ctx: int, activations: Activations
+) -> ReferenceHead:
+    """A head of a target, dequantised; both files may be closed afterwards. Raises UnsupportedModel.
+
+    spec: DraftHeadSpec.decoder.  activations: see ReferenceBackend.
+    """
+    backend = ReferenceBackend(activations)
+    weights = backend.read_weights(head, spec.tensor_shapes())
+    embedding = backend.read_weights(target, {target_spec.token_embd: (target_spec.n_vocab, target_spec.n_embd)})
+    rows = scale(embedding[target_spec.token_embd].values, target_spec.embedding_scale)
+    return ReferenceHead(spec, MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0)), weights, rows)
+
+
+class ReferenceHead(ReferenceDecoder):
+    """See edgeinfer.backends.base.HeadSession. embeddings: (n_vocab, n_embd), scaled as the target does."""
+
+    def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights], embeddings: Floats) -> None:
+        super().__init__(spec, plan, weights)
+        self.n_batch = plan.n_batch
+        self._embeddings = embeddings
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        features: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        n_pending: int = 0,
+        logits: LogitsRows = "last",
+    ) -> Output:
+        """See HeadSession.forward."""
+        self._check_open()
+        n_pending = check_pending(n_pending, len(self._parents))
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
+        links = np.concatenate([self._parents[:n_pending], check_parents(parents, len(ids), n_pending)])
+        rows = check_rows(logits, len(ids))
+        f = check_features(features, len(ids), self.spec.n_embd)
+        self._stopped = False
+        pending, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
+        out, tapped = self._layers(self._fuse(f, self._embeddings[ids]), links, rows, (self.spec.n_layers,))
+        self._parents, self._tokens = links, np.concatenate([pending, ids])
+        return Output(out, tapped)
+
+    def _fuse(self, f: Floats, e: Floats) -> Floats:
+        """What goes into the first block, (n, n_embd), of features and embeddings (n, n_embd); see GateTensors."""
+        gate = self.spec.gate
+        assert gate is not None
+        a = self._linear(gate.feature, None, f)
+        b = silu(self._linear(gate.token, None, self._norm(gate.token_norm, e)))
+        z = self._linear(gate.mix, None, np.concatenate([a, b], axis=1))
+        with np.errstate(over="ignore"):
+            s: Floats = np.ones_like(z) / (1 + np.exp(-z))
+        x: Floats = s * a + (1 - s) * b
+        return x

@@ -1,0 +1,34 @@
+"""Which tokens of a drafter's own logits are worth a node, and how sure of them it is."""
+
+from __future__ import annotations
+
+import math
+
+from edgeinfer.drafters.recycling import likeliest
+from edgeinfer.types import Logits
+
+# Kinds: class of the drafted token's probability, for greedy texts and for drawn ones; the same for second choices.
+_N_CLASSES = 10
+_DRAWN, _SECOND = _N_CLASSES, 2 * _N_CLASSES
+_UNSURE = 0.8  # below this probability other choices are drafted too
+
+
+def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[tuple[int, float, int]]:
+    """(row of logits, probability, kind) of the token drawn and, where that was no clear case, of the likeliest others.
+
+    logits: (n_vocab,).  drawn: None where it was not; the likeliest is then the first.  n: most of all.
+    """
+    (best, p_best), *_ = found = likeliest(logits, n)
+    if drawn is None and not is_greedy:
+        return [(id, p, _SECOND + _DRAWN + _class(p)) for id, p in (found if p_best < _UNSURE else found[:1])]
+    drawn = best if drawn is None else drawn
+    p = next((of_id for id, of_id in found if id == drawn), None)
+    if p is None:
+        p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
+    kind = 0 if is_greedy else _DRAWN
+    others = [(id, of_id, _SECOND + kind + _class(of_id)) for id, of_id in found if id != drawn]
+    return [(drawn, p, kind + _class(p)), *(others[: n - 1] if p < _UNSURE else ())]
+
+
+def _class(p: float) -> int:
+    return min(int(_N_CLASSES * p), _N_CLASSES - 1)

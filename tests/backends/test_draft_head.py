@@ -1,0 +1,222 @@
+"""Draft heads: the native engine against the numpy oracle, and the same bits however rows are cut into passes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exactness import LEAVES, TREE, branch_to, same_bits
+from tiny_heads import write_tiny_head
+from tiny_models import write_tiny_model
+
+from edgeinfer.backends.native import NativeBackend, NativeHead, available_isas, plan_head
+from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
+from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import read_head
+from edgeinfer.types import Device, Features, TokenIds
+
+
+@dataclass
+class Heads:
+    """One head, opened as often as wanted; rows of it."""
+
+    native: Callable[..., NativeHead]
+    reference: Callable[[], ReferenceHead]
+    rng: np.random.Generator
+
+    def rows(self, n: int) -> tuple[TokenIds, Features]:
+        tokens = self.rng.integers(0, 291, n).astype(np.int32)
+        return tokens, self.rng.standard_normal((n, self.reference().spec.n_embd), dtype=np.float32)
+
+
+def heads_of(folder: Path, tensor_type: str, n_layers: int, n_embd: int = 256, architecture: str = "llama") -> Heads:
+    target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
+    path = write_tiny_head(folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd)
+    file, model = ModelFile.open(path), ModelFile.open(target)
+    spec, of_target = read_head(file).decoder, read_spec(model)
+
+    def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHead:
+        plan = NativeBackend().plan(model, of_target, 256, 64, n_threads)
+        device = Device(n_threads, isa)
+        session = NativeBackend().load(model, of_target, plan, device)
+        return NativeHead(file, spec, session, plan_head(file, spec, 256, n_batch, n_threads), device)
+
+    return Heads(
+        native,
+        lambda: open_reference_head(file, spec, model, of_target, 256, "int8"),
+        np.random.default_rng(5),
+    )
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Heads:
+    return heads_of(tmp_path, "F16", 2)
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 2])
+@pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
+def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: str, n_layers: int) -> None:
+    heads = heads_of(tmp_path, tensor_type, n_layers)
+    native, reference = heads.native(), heads.reference()
+    errors: dict[int, list[float]] = {3: [], 30: []}
+    for n in [3] * 12 + [30]:
+        tokens, features = heads.rows(n)
+        ours = native.forward(tokens, features, logits="all")
+        theirs = reference.forward(tokens, features, logits="all")
+        assert ours.hidden is not None and theirs.hidden is not None
+        for a, b in ((ours.logits, theirs.logits), (ours.hidden[0], theirs.hidden[0])):
+            errors[n].extend(np.abs(a - b).max(axis=1) / np.abs(b).max())
+    # As in test_native: a rounding to int8 that tips over, or float32's own.
+    assert np.mean(np.array(errors[3]) < 5e-6) > 0.6
+    assert np.max(errors[3] + errors[30]) < (1e-3 if tensor_type in ("F32", "F16") else 3e-2)
+
+
+@pytest.mark.parametrize("architecture", ["granite", "gemma2"])
+def test_embeddings_are_scaled_as_the_target_does_and_a_width_of_no_whole_vectors_works(
+    tmp_path: Path, architecture: str
+) -> None:
+    heads = heads_of(tmp_path, "F16", 1, n_embd=104, architecture=architecture)
+    native, reference = heads.native(), heads.reference()
+    tokens, features = heads.rows(9)
+    ours, theirs = (head.forward(tokens, features, logits="all").logits for head in (native, reference))
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+def test_the_same_bits_in_any_cut_with_any_threads_and_instruction_set(heads: Heads) -> None:
+    tokens, features = heads.rows(40)
+    whole = heads.native().forward(tokens, features, logits="all")
+    assert whole.hidden is not None
+
+    def cut(head: NativeHead, sizes: list[int], commit: bool) -> bool:
+        at, logits, hidden = 0, [], []
+        for size in sizes:
+            part = slice(at, at + size)
+            out = head.forward(tokens[part], features[part], n_pending=0 if commit else at, logits="all")
+            assert out.hidden is not None
+            logits.append(out.logits)
+            hidden.append(out.hidden[0])
+            if commit:
+                head.commit(range(size))
+            at += size
+        same_logits = same_bits(np.concatenate(logits), whole.logits)
+        return same_logits and same_bits(np.concatenate(hidden), whole.hidden[0])
+
+    for sizes in ([1] * 40, [7, 1, 32], [40]):
+        for commit in (False, True):
+            assert cut(heads.native(), sizes, commit), (sizes, commit)
+    for n_batch in (5, 16):
+        assert cut(heads.native(n_batch=n_batch), [40], True)
+    for n_threads in (1, 3):
+        assert cut(heads.native(n_threads=n_threads), [7, 33], True)
+    for isa in available_isas():
+        assert cut(heads.native(isa=isa), [1, 39], True), isa
+        assert same_bits(heads.native(isa=isa).forward(tokens, features, logits=[39, 3]).logits, whole.logits[[39, 3]])
+
+
+@pytest.mark.parametrize("cuts", [[13], [1, 12], [1, 1, 3, 8]])
+def test_a_tree_grown_level_by_level_equals_its_branches_alone(heads: Heads, cuts: list[int]) -> None:
+    """Nodes of TREE are in the order of their rows, so that any first part of it is a tree."""
+    tokens, features = heads.rows(20 + len(TREE))
+    for head in (heads.native(), heads.reference()):
+        head.forward(tokens[:20], features[:20])
+        head.commit(range(20))
+        at, logits = 0, []
+        for size in cuts:
+            part = slice(20 + at, 20 + at + size)
+            parents = TREE[at : at + size]
+            logits.append(head.forward(tokens[part], features[part], parents, n_pending=at, logits="all").logits)
+            at += size
+        of_tree = np.concatenate(logits)
+        for leaf in LEAVES:
+            rows = np.array(branch_to(leaf, TREE))
+            alone = head.forward(tokens[20 + rows], features[20 + rows], logits="all").logits
+            assert same_bits(alone, of_tree[rows]), leaf
+        # What is committed of a tree is as if it had come alone.
+        rows = np.array(branch_to(7, TREE))
+        head.forward(tokens[20:], features[20:], TREE)
+        head.commit(rows)
+        behind = head.forward(tokens[:3], features[:3], logits="all").logits
+        head.truncate(20)
+        head.forward(tokens[20 + rows], features[20 + rows])
+        head.commit(range(len(rows)))
+        assert same_bits(head.forward(tokens[:3], features[:3], logits="all").logits, behind)
+
+
+def test_truncation_takes_back_what_was_committed(heads: Heads) -> None:
+    tokens, features = heads.rows(30)
+    head = heads.native()
+    head.forward(tokens, features)
+    head.commit(range(30))
+    head.truncate(10)
+    assert head.n_past == 10
+    again = head.forward(tokens[10:], features[10:], logits="all").logits
+    fresh = heads.native().forward(tokens, features, logits="all").logits
+    assert same_bits(again, fresh[10:])
+
+
+def test_a_head_holds_what_was_planned_and_shares_the_targets_embeddings(tmp_path: Path) -> None:
+    heads = heads_of(tmp_path, "Q8_0", 1)
+    head = heads.native()
+    with ModelFile.open(tmp_path / "head.gguf") as file:
+        plan = plan_head(file, read_head(file).decoder, 256, 64, 2)
+    tokens, features = heads.rows(255)
+    head.forward(tokens, features)
+    page = 1 << 21  # as in test_native
+    for planned, used in zip(vars(plan.use).values(), vars(head.memory()).values(), strict=True):
+        assert planned <= used < planned + page
+    assert not head.embedding[1].flags.owndata
+
+
+def test_misuse_raises_and_leaves_the_head_as_it_was(heads: Heads) -> None:
+    tokens, features = heads.rows(12)
+    for head in (heads.native(n_batch=8), heads.reference()):
+        expected = head.forward(tokens[:4], features[:4]).logits
+        for arguments, options in [
+            ((tokens[:4], features[:3]), {}),
+            ((tokens[:4], features[:4].astype(np.float64)), {}),
+            ((tokens[:4], features[:4, :-1]), {}),
+            ((np.array([291]), features[:1]), {}),
+            ((tokens[:4], features[:4], [-1, 0, 1, 3]), {}),
+            ((tokens[:4], features[:4]), {"n_pending": 5}),
+            ((tokens[:4], features[:4]), {"n_pending": -1}),
+        ]:
+            with pytest.raises(ShapeError):
+                head.forward(*arguments, **options)
+        with pytest.raises(ContextOverflow):
+            head.forward(np.zeros(257, dtype=np.int32), np.zeros((257, 256), dtype=np.float32))
+        assert same_bits(head.forward(tokens[:4], features[:4]).logits, expected)
+    native = heads.native(n_batch=8)
+    native.forward(tokens[:6], features[:6], [-1, 0, 0, 1, 1, 2])
+    with pytest.raises(ShapeError, match="a tree must fit"):
+        native.forward(tokens[6:], features[6:], [2, 3, 4, 5, 6, 7], n_pending=6)
+    native.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        native.forward(tokens, features)
+
+
+def test_an_interrupt_stops_a_pass_between_its_batches(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, features = heads.rows(12)
+    head = heads.native(n_batch=4)
+    calls = 0
+
+    class Stopping:
+        def __init__(self, decoder: object) -> None:
+            self._decoder = decoder
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._decoder, name)
+
+        def forward(self, *arguments: object) -> object:
+            nonlocal calls
+            calls += 1
+            result = self._decoder.forward(*arguments)  # type: ignore[attr-defined]
+            head.interrupt()
+            return result
+
+    monkeypatch.setattr(head, "_decoder", Stopping(head._decoder))
+    with pytest.raises(Interrupted):
+        head.forward(tokens, features)
+    assert calls == 1 and head.n_past == 0

@@ -1,0 +1,125 @@
+"""Tiny draft heads as GGUF files, fitted to what a tiny model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tiny_models import Floats, Value, add_keys, add_matrix
+
+from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession, rms_norm, silu
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.types import Device
+
+_NOISE = 0.02  # of what the blocks add, against what a random block would
+
+
+def write_tiny_head(
+    path: Path,
+    target: Path,
+    texts: Sequence[Sequence[int]] = (),
+    *,
+    tensor_type: str = "F16",
+    n_layers: int = 1,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    n_ff: int = 96,
+    draft_vocab: Sequence[int] | None = None,
+    n_ctx_train: int = 512,
+    metadata: Mapping[str, Value | None] | None = None,
+    leave_out: str = "",
+    seed: int = 0,
+) -> Path:
+    """Write a head for a tiny model and give back its path.
+
+    texts: token ids on which it is right, as far as their features are no more than the rows that the target has.
+    draft_vocab: None is every second token, and those of the texts.  metadata: other values for keys, None takes one
+    away.  leave_out: a tensor that the file lacks.
+    """
+    with ModelFile.open(target) as model:
+        spec = read_spec(model)
+        backend = ReferenceBackend()
+        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
+        matrix = backend.read_weights(model, {spec.output: (spec.n_vocab, spec.n_embd)})[spec.output].values
+        rows = backend.read_weights(model, {spec.token_embd: (spec.n_vocab, spec.n_embd)})[spec.token_embd].values
+        mark, name = fingerprint(model), str(model.metadata["general.name"])
+    n_embd, n_kv = spec.n_embd, n_kv_heads * (spec.n_embd // n_heads)
+    rng = np.random.default_rng(seed)
+
+    def random(n_out: int, n_in: int, factor: float = 1.0) -> Floats:
+        return (factor / np.sqrt(n_in) * rng.standard_normal((n_out, n_in))).astype(np.float32)
+
+    norms = ["gate.token_norm", *(f"blk.{i}.{norm}" for i in range(n_layers) for norm in ("attn_norm", "ffn_norm"))]
+    vectors = {norm: (1 + 0.2 * rng.standard_normal(n_embd)).astype(np.float32) for norm in norms}
+    token = random(n_embd, n_embd)
+    if draft_vocab is None:
+        draft_vocab = sorted({*range(0, spec.n_vocab, 2), *(id for text in texts for id in text)})
+    matrices = {
+        "gate.feature": random(n_embd, n_embd),
+        "gate.token": token,
+        "gate.mix": random(n_embd, 2 * n_embd, 0.0 if texts else 1.0),
+        "output": matrix[list(draft_vocab)],
+    }
+    if session is not None:
+        features, ids, nexts = _pairs(session, texts)
+        b = silu(rms_norm(rows[ids], vectors["gate.token_norm"], 1e-5) @ token.T)
+        matrices["gate.feature"] = np.linalg.lstsq(features, 2 * nexts - b, rcond=None)[0].T.astype(np.float32)
+    for layer in range(n_layers):
+        for role, n_out, n_in in [
+            ("attn_q", n_embd, n_embd),
+            ("attn_k", n_kv, n_embd),
+            ("attn_v", n_kv, n_embd),
+            ("attn_output", n_embd, n_embd),
+            ("ffn_gate", n_ff, n_embd),
+            ("ffn_up", n_ff, n_embd),
+            ("ffn_down", n_embd, n_ff),
+        ]:
+            is_last = texts and role in ("attn_output", "ffn_down")
+            matrices[f"blk.{layer}.{role}"] = random(n_out, n_in, _NOISE if is_last else 1.0)
+    writer = gguf.GGUFWriter(path, "draft-head")
+    keys: dict[str, Value | None] = {
+        "general.type": "adapter",
+        "draft-head.kind": "dgf",
+        "draft-head.target.architecture": spec.architecture,
+        "draft-head.target.name": name,
+        "draft-head.target.vocab_size": spec.n_vocab,
+        "draft-head.target.fingerprint": mark,
+        "draft-head.embedding_length": n_embd,
+        "draft-head.block_count": n_layers,
+        "draft-head.feed_forward_length": n_ff,
+        "draft-head.attention.head_count": n_heads,
+        "draft-head.attention.head_count_kv": n_kv_heads,
+        "draft-head.attention.layer_norm_rms_epsilon": 1e-5,
+        "draft-head.rope.freq_base": 10000.0,
+        "draft-head.context_length": n_ctx_train,
+    }
+    add_keys(writer, keys | dict(metadata or {}))
+    for name, values in vectors.items():
+        if name != leave_out:
+            writer.add_tensor(f"{name}.weight", values)
+    for name, values in matrices.items():
+        if name != leave_out:
+            add_matrix(writer, f"{name}.weight", tensor_type, values)
+    if leave_out != "draft_vocab":
+        writer.add_tensor("draft_vocab", np.array(draft_vocab, dtype=np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _pairs(session: ReferenceSession, texts: Sequence[Sequence[int]]) -> tuple[Floats, list[int], Floats]:
+    """Features of positions i, tokens of positions i + 1, and features of these."""
+    features, ids, nexts = [], [], []
+    for text in texts:
+        hidden = session.forward(list(text), hidden=True).hidden
+        assert hidden is not None
+        features.append(hidden[0, :-1])
+        ids.extend(text[1:])
+        nexts.append(hidden[0, 1:])
+    return np.concatenate(features), ids, np.concatenate(nexts)

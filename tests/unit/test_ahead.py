@@ -1,0 +1,197 @@
+"""Drafting while the target checks: the same text, drafts that are there without waiting, and nothing left running."""
+
+import random
+import threading
+
+import pytest
+from drafting import FixedCosts
+from parts import missing
+from tiny_heads import write_tiny_head
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer.drafters.ahead import AheadDrafter, behind, drafting_ahead
+from edgeinfer.drafters.base import DraftsAhead, FeatureDrafter
+from edgeinfer.engine import open_backend
+from edgeinfer.errors import BackendUnavailable, Interrupted
+from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.tree import DraftTree
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+REQUESTS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.0, "repeat_penalty": 1.3}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native():
+    try:
+        open_backend("native")
+    except BackendUnavailable as error:
+        missing("native", str(error))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
+
+
+@pytest.fixture(scope="module")
+def files(model, tmp_path_factory):
+    """A draft model that is the model itself, and heads that know what it writes."""
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        texts = [[*engine.tokenize(PROMPT), *tokens_of(engine, request)] for request in REQUESTS[:2]]
+    folder = tmp_path_factory.mktemp("heads")
+    heads = {f"head of {n}": write_tiny_head(folder / f"{n}.gguf", model, texts, n_layers=n) for n in (0, 1)}
+    return {"model": model, **heads}
+
+
+@pytest.fixture
+def plain(model):
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        yield engine
+
+
+@pytest.fixture(params=["model", "head of 0", "head of 1"])
+def ahead(request, model, files):
+    """An engine whose only drafter drafts ahead."""
+    with edgeinfer.load(model, draft=[str(files[request.param])]) as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        drafter = drafting_ahead(engine.speculator.drafters[-1])
+        n_vocab = engine.tokenizer.n_vocab
+        engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), n_vocab, MAX_TOKENS - 1)
+        yield engine
+        drafter.close()
+
+
+def tokens_of(engine, request=REQUESTS[0], n=60, prompt=PROMPT):
+    return engine.generate(prompt, max_tokens=n, **request).tokens
+
+
+def of(engine):
+    return engine.speculator.drafters[0]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plain, request_):
+    for prompt in (PROMPT, PROMPT + " again", "something else"):
+        completion = ahead.generate(prompt, max_tokens=60, **request_)
+        assert completion.tokens == tokens_of(plain, request_, prompt=prompt)
+        speculation = completion.timings.speculation
+        assert speculation.dropped == {}
+        if prompt == PROMPT and request_ in REQUESTS[:2]:
+            assert speculation.tokens_per_step > 2
+
+
+def test_most_drafts_are_there_when_they_are_wanted(ahead):
+    """A drafter that is right is asked anew only where its own draft ended."""
+    inner, main, here, there = of(ahead)._drafter, threading.get_ident(), [], []
+    propose = inner.propose
+
+    def recorded(context, limit):
+        (here if threading.get_ident() == main else there).append(context.n_assumed)
+        return propose(context, limit)
+
+    inner.propose = recorded
+    completion = ahead.generate(PROMPT, max_tokens=60, **REQUESTS[0])
+    n_steps = completion.timings.speculation.steps
+    assert len(there) >= n_steps - 5 and max(there) > 1 and set(here) <= {0}
+    assert len(here) < (n_steps / 2 if inner.name == "model" else n_steps)
+
+
+def test_the_drafter_works_while_the_target_does(ahead):
+    """Each pass of the target waits until the other thread has begun to draft."""
+    inner, begun, n_waited = of(ahead)._drafter, threading.Semaphore(0), 0
+    propose, forward, go_on = inner.propose, ahead.session.forward, of(ahead).go_on
+    asked = False
+
+    def signalling(context, limit):
+        if threading.current_thread() is not threading.main_thread():
+            begun.release()
+        return propose(context, limit)
+
+    def marking(*arguments):
+        nonlocal asked
+        asked = True
+        go_on(*arguments)
+
+    def waiting(*arguments, **options):
+        nonlocal asked, n_waited
+        if asked:
+            assert begun.acquire(timeout=30)
+            asked, n_waited = False, n_waited + 1
+        return forward(*arguments, **options)
+
+    inner.propose, ahead.session.forward, of(ahead).go_on = signalling, waiting, marking
+    tokens_of(ahead, n=30)
+    assert n_waited > 3
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Interrupted])
+def test_a_draft_that_fails_in_the_other_thread_changes_no_token(ahead, plain, kind):
+    inner, n_calls = of(ahead)._drafter, 0
+    propose = inner.propose
+
+    def failing(context, limit):
+        nonlocal n_calls
+        if threading.current_thread() is not threading.main_thread():
+            n_calls += 1
+            if n_calls == 3:
+                raise kind("injected")
+        return propose(context, limit)
+
+    inner.propose = failing
+    completion = ahead.generate(PROMPT, max_tokens=60, **REQUESTS[0])
+    assert completion.tokens == tokens_of(plain)
+    assert bool(completion.timings.speculation.dropped) == (kind is not Interrupted)
+    completion = ahead.generate(PROMPT + " again", max_tokens=60, **REQUESTS[0])
+    assert completion.tokens == tokens_of(plain, prompt=PROMPT + " again")
+    assert completion.timings.speculation.dropped == {}
+
+
+def test_streams_left_and_interrupted_anywhere_leave_the_engine_as_new(ahead, plain):
+    expected, chance = tokens_of(plain), random.Random(1)
+    for n in [*range(1, 8), *(chance.randrange(60) for _ in range(10))]:
+        with ahead.stream(PROMPT, temperature=0.0) as stream:
+            for _ in range(n):
+                next(stream)
+            if n % 2:
+                ahead.interrupt()
+        assert tokens_of(ahead) == expected
+    for n in range(5):
+        timer = threading.Timer(0.01 * n, ahead.interrupt)
+        timer.start()
+        completion = ahead.generate(PROMPT, max_tokens=60, temperature=0.0)
+        timer.join()
+        assert expected[: len(completion.tokens)] == completion.tokens
+    assert tokens_of(ahead) == expected
+
+
+def test_closing_ends_the_thread(model, files):
+    with edgeinfer.load(model, draft=[str(files["head of 1"])]) as engine:
+        drafter = drafting_ahead(engine.speculator.drafters[-1])
+        engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), engine.tokenizer.n_vocab, 31)
+        with engine.stream(PROMPT, temperature=0.0) as stream:
+            next(stream), next(stream)
+            names = {thread.name for thread in threading.enumerate()}
+            assert any(name.startswith("edgeinfer-head") for name in names)
+        drafter.close()
+        assert not any(thread.name.startswith("edgeinfer-head") for thread in threading.enumerate())
+
+
+def test_only_a_drafter_of_features_is_given_them(files, model):
+    for name, wanted in (("model", False), ("head of 1", True)):
+        with edgeinfer.load(model, draft=[str(files[name])]) as engine:
+            drafter = drafting_ahead(engine.speculator.drafters[-1])
+            assert isinstance(drafter, AheadDrafter) and isinstance(drafter, DraftsAhead)
+            assert isinstance(drafter, FeatureDrafter) == wanted
+            assert not isinstance(engine.speculator.drafters[-1], DraftsAhead)
+
+
+def test_the_part_of_a_tree_behind_a_path_is_a_tree():
+    tree = DraftTree([5, 6, 7, 8, 9, 6], [-1, -1, 0, 1, 2, 3], [0.9, 0.1, 0.8, 0.7, 0.6, 0.5], [0, 1, 2, 3, 4, 5])
+    assert behind(tree, []) == tree
+    assert behind(tree, [5]) == DraftTree([7, 9], [-1, 0], [0.8, 0.6], [2, 4])
+    assert behind(tree, [6, 8]) == DraftTree([6], [-1], [0.5], [5])
+    assert behind(tree, [5, 7, 9]) is None and behind(tree, [5, 8]) is None and behind(tree, [1]) is None
