@@ -1,0 +1,10 @@
+"""Ternary products and draft models on any OpenCL device: graphics processors first, a CPU through PoCL as a stand-in.
+
+Sums of floats run in whatever order suits the device, so sessions here do not keep promise one (`is_exact` is False):
+they are for drafting, where the text does not depend on them. Products of trits and codes are exact integers.
+"""
+
+from edgeinfer.backends.opencl.device import OpenCLDevice, check_device
+from edgeinfer.backends.opencl.library import DeviceInfo, choose_device, list_devices
+
+__all__ = ["DeviceInfo", "OpenCLDevice", "check_device", "choose_device", "list_devices"]

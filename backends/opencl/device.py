@@ -1,0 +1,129 @@
+"""A device in use: its context and queue, programs, buffers that are counted, and kernels that run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.opencl.library import DeviceInfo, errors_translated, handle_of, open_library
+from edgeinfer.errors import BackendLost
+
+Buffer = Any  # pyopencl.Buffer
+_Number = TypeVar("_Number", bound=np.generic)
+
+_SOURCES = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel; handle is pyopencl's."""
+
+    name: str
+    handle: Any
+
+
+class OpenCLDevice:
+    """A context and an in-order queue on one device, so that what is enqueued later sees what was done before.
+
+    Whatever fails raises BackendLost. has_integer_dot: whether packed dot products are used; by default as the device
+    has them.  measured: the fastest way to do something, by its name.
+    """
+
+    def __init__(self, info: DeviceInfo, has_integer_dot: bool | None = None) -> None:
+        self.info = info
+        self.has_integer_dot = info.has_integer_dot if has_integer_dot is None else has_integer_dot
+        self.measured: dict[str, str] = {}
+        self._cl = open_library()
+        self._programs: dict[tuple[str, ...], Any] = {}
+        with errors_translated(f"opening device {info.index}, {info.name},"):
+            self._context = self._cl.Context([handle_of(info)])
+            self._queue = self._cl.CommandQueue(self._context)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether work-items of a group run one after the other, so that wide groups only cost."""
+        return self.info.kind == "cpu"
+
+    def kernel(self, name: str, sources: Sequence[str], defines: Mapping[str, int] | None = None) -> Kernel:
+        """A kernel of these files of this folder, taken as one text behind these macros. Built once."""
+        macros = {"INTEGER_DOT": int(self.has_integer_dot)} | dict(defines or {})
+        key = (*sources, *(f"-D{name}={value}" for name, value in sorted(macros.items())))
+        if key not in self._programs:
+            text = "\n".join((_SOURCES / source).read_text() for source in sources)
+            self._programs[key] = self._build(text, key[len(sources) :], what=", ".join(sources))
+        with errors_translated(f"making kernel {name}"):
+            return Kernel(name, self._cl.Kernel(self._programs[key], name))
+
+    def buffer(self, n_bytes: int) -> Buffer:
+        """Memory of the device, not initialised; at least 4 bytes."""
+        with errors_translated(f"allocating {n_bytes} bytes"):
+            return self._cl.Buffer(self._context, self._cl.mem_flags.READ_WRITE, max(4, n_bytes))
+
+    def upload(self, array: NDArray[Any]) -> Buffer:
+        """A buffer of its own with what the array holds."""
+        buffer = self.buffer(array.nbytes)
+        self.write(buffer, array)
+        return buffer
+
+    def write(self, buffer: Buffer, array: NDArray[Any]) -> None:
+        """Copy an array to the beginning of a buffer."""
+        if array.nbytes:
+            with errors_translated(f"writing {array.nbytes} bytes"):
+                self._cl.enqueue_copy(self._queue, buffer, np.ascontiguousarray(array), is_blocking=True)
+
+    def read(self, buffer: Buffer, out: NDArray[_Number]) -> NDArray[_Number]:
+        """Fill a contiguous array from the beginning of a buffer, when all that was enqueued is done."""
+        if out.nbytes:
+            with errors_translated(f"reading {out.nbytes} bytes"):
+                self._cl.enqueue_copy(self._queue, out, buffer, is_blocking=True)
+        return out
+
+    def run(self, kernel: Kernel, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
+        """Enqueue a kernel. items: work-items by dimension, rounded up to whole groups.  group: those of a group.
+
+        Plain integers are passed as 32 bits, floats as float32.
+        """
+        whole = tuple(-(-n // size) * size for n, size in zip(items, group, strict=True))
+        with errors_translated(f"running kernel {kernel.name}"):
+            kernel.handle.set_args(*(_argument(each) for each in arguments))
+            self._cl.enqueue_nd_range_kernel(self._queue, kernel.handle, whole, tuple(group))
+
+    def finish(self) -> None:
+        """Wait until all that was enqueued is done."""
+        with errors_translated("waiting for the device"):
+            self._queue.finish()
+
+    def _build(self, text: str, options: Sequence[str], what: str) -> Any:
+        with errors_translated(f"building {what}"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what compilers remark on kernels that they accept
+            return self._cl.Program(self._context, text).build(options=[*options], cache_dir=False)
+
+
+def _argument(value: object) -> object:
+    if isinstance(value, int):
+        return np.int32(value)
+    return np.float32(value) if isinstance(value, float) else value
+
+
+def check_device(info: DeviceInfo) -> str | None:
+    """Why a device cannot be used: what it says when a small kernel is built and run on it. None where it can."""
+    try:
+        device = OpenCLDevice(info)
+        kernel = device.kernel("dot_products", ["dot.cl", "check.cl"])
+        codes = np.arange(256, dtype=np.uint32) * np.uint32(0x01020305) & np.uint32(0x7F7F7F7F)
+        numbers = np.arange(256, dtype=np.uint32) * np.uint32(0x9E3779B1)
+        out = device.buffer(4 * len(codes))
+        device.run(kernel, [len(codes)], [16], device.upload(codes), device.upload(numbers), out)
+        found = device.read(out, np.empty(len(codes), dtype=np.int32))
+    except BackendLost as error:
+        return str(error)
+    expected = (codes.view(np.uint8).astype(np.int32) * numbers.view(np.int8)).reshape(-1, 4).sum(axis=1)
+    if not np.array_equal(found, expected):
+        return "it calculates wrong: the sums of a small kernel are not what they must be; update its driver"
+    return None

@@ -1,0 +1,102 @@
+"""`edgeinfer devices`: what this machine can run models on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from edgeinfer.cli import ENVIRONMENT
+from edgeinfer.cli.options import json_option
+from edgeinfer.cli.terminal import visible
+from edgeinfer.errors import EdgeInferError
+
+
+@click.command(context_settings=ENVIRONMENT)
+@json_option
+def devices(as_json: bool) -> None:
+    """Show the devices that can run models: the CPU, and those of OpenCL.
+
+    Each OpenCL device is tried with a small kernel. What cannot be used is listed with the reason and what to do.
+    """
+    found = {"cpu": _cpu(), "opencl": _opencl()}
+    click.echo(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
+
+
+def _cpu() -> dict[str, Any]:
+    """The CPU, and why the native engine does not run on it, if so."""
+    from edgeinfer import devices as machine
+
+    isa, isas, reason = None, [], None
+    try:
+        from edgeinfer.backends.native import available_isas, best_isa
+
+        isa, isas = best_isa(), available_isas()
+    except (EdgeInferError, ImportError) as error:
+        reason = f"the native engine is not usable: {error}"
+    return {
+        "name": machine.cpu_name(),
+        "n_cores": machine.physical_cores(),
+        "n_threads": machine.default_n_threads(),
+        "isa": isa,
+        "isas": isas,
+        "available_memory_bytes": machine.available_memory(),
+        "reason": reason,
+    }
+
+
+def _opencl() -> dict[str, Any]:
+    """The devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
+    try:
+        from edgeinfer.backends.opencl import check_device, list_devices
+
+        return {"devices": [vars(info) | {"reason": check_device(info)} for info in list_devices()], "reason": None}
+    except EdgeInferError as error:
+        return {"devices": [], "reason": str(error)}
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    yield from _cpu_lines(found["cpu"])
+    for device in found["opencl"]["devices"]:
+        yield ""
+        yield from _device_lines(device)
+    if found["opencl"]["reason"] is not None:
+        yield f"\nOpenCL          none: {found['opencl']['reason']}"
+
+
+def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
+    from edgeinfer.memory.plan import human_bytes
+
+    fields = {
+        "CPU": cpu["name"],
+        "  cores": f"{cpu['n_cores']} for this process, {cpu['n_threads']} threads by default",
+        "  instructions": f"{cpu['isa']}, of {', '.join(cpu['isas'])}" if cpu["isa"] else None,
+        "  memory": f"{human_bytes(cpu['available_memory_bytes'])} available",
+        "  not usable": cpu["reason"],
+    }
+    yield from _fields(fields)
+
+
+def _device_lines(device: dict[str, Any]) -> Iterator[str]:
+    from edgeinfer.memory.plan import human_bytes
+
+    memory = f"{human_bytes(device['memory_bytes'])}, buffers of at most {human_bytes(device['max_buffer_bytes'])}"
+    fields = {
+        f"OpenCL {device['index']}": f"{device['name']} ({device['kind']})",
+        "  platform": f"{device['platform']}, {device['version']}, driver {device['driver_version']}",
+        "  compute units": f"{device['compute_units']}, groups of at most {device['max_work_group']}",
+        "  memory": memory + (", shared with the CPU" if device["shares_host_memory"] else ""),
+        "  local memory": f"{human_bytes(device['local_memory_bytes'])} a group",
+        "  extensions": ", ".join(device["extensions"]) or "none that are used here",
+        "  not usable": device["reason"],
+    }
+    yield from _fields(fields)
+
+
+def _fields(fields: dict[str, str | None]) -> Iterator[str]:
+    yield from (f"{label:<16}{text}" for label, text in fields.items() if text is not None)

@@ -1,0 +1,110 @@
+"""OpenCL devices: what is listed, what is tried, and what is said where something is missing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from edgeinfer.backends.opencl import OpenCLDevice, check_device, choose_device, library, list_devices
+from edgeinfer.backends.opencl import device as device_module
+from edgeinfer.cli import main
+from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
+
+SOURCES = Path(device_module.__file__).parent
+
+
+@pytest.fixture
+def without_pyopencl(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.open_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "pyopencl", None)
+
+
+def devices_command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["devices", *arguments])
+
+
+def test_devices_are_listed_and_pass_their_check(opencl_device: OpenCLDevice) -> None:
+    found = json.loads(devices_command("--json").stdout)
+    assert found["cpu"]["n_cores"] >= 1 and found["cpu"]["isa"] in found["cpu"]["isas"]
+    assert found["cpu"]["available_memory_bytes"] > 0 and found["cpu"]["reason"] is None
+    of_index = {device["index"]: device for device in found["opencl"]["devices"]}
+    own = of_index[opencl_device.info.index]
+    assert own["reason"] is None and own["memory_bytes"] >= own["max_buffer_bytes"] > 0 and own["compute_units"] >= 1
+    text = devices_command().stdout
+    assert text.startswith("CPU") and f"OpenCL {own['index']}" in text and own["name"] in text
+
+
+def test_without_pyopencl_the_cpu_is_listed_and_the_extra_is_named(without_pyopencl: None) -> None:
+    run = devices_command()
+    assert run.exit_code == 0
+    assert run.stdout.startswith("CPU") and "pip install 'edgeinfer[opencl]'" in run.stdout
+    assert json.loads(devices_command("--json").stdout)["opencl"]["devices"] == []
+
+
+def test_without_a_driver_the_cpu_is_listed_and_it_is_said_what_to_install(
+    opencl_device: OpenCLDevice, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", "from edgeinfer.cli import main; main(prog_name='edgeinfer')", "devices"]
+    environment = os.environ | {"OCL_ICD_VENDORS": str(tmp_path), "OCL_ICD_FILENAMES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("CPU")
+    assert "no OpenCL driver (ICD) is installed" in run.stdout and "pocl-opencl-icd" in run.stdout
+
+
+def test_a_device_that_builds_no_kernel_is_listed_with_the_reason(
+    opencl_device: OpenCLDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dot.cl").write_text((SOURCES / "dot.cl").read_text())
+    (tmp_path / "check.cl").write_text("kernel void dot_products(global int* out) { out[0] = no_such_name; }")
+    monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
+    run = devices_command()
+    assert run.exit_code == 0
+    assert "not usable" in run.stdout and "the driver cannot compile this kernel" in run.stdout
+
+
+def test_a_device_that_calculates_wrong_is_found_out(
+    opencl_device: OpenCLDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dot.cl", "check.cl"):
+        (tmp_path / name).write_text((SOURCES / name).read_text().replace("as_char4(numbers)", "as_uchar4(numbers)"))
+    monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
+    assert "calculates wrong" in str(check_device(opencl_device.info))
+
+
+def test_a_gpu_comes_before_a_cpu_and_a_device_can_be_named(
+    opencl_device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = replace(opencl_device.info, index=0, kind="cpu")
+    gpu = replace(cpu, index=1, kind="gpu")
+    monkeypatch.setattr(library, "list_devices", lambda: [cpu, gpu])
+    assert choose_device() == gpu and choose_device(0) == cpu
+    monkeypatch.setenv("EDGEINFER_OPENCL_DEVICE", "0")
+    assert choose_device() == cpu
+    for wrong, words in [("7", "there is no OpenCL device 7"), ("gpu", "must be the number of a device")]:
+        monkeypatch.setenv("EDGEINFER_OPENCL_DEVICE", wrong)
+        with pytest.raises(InvalidArgument, match=words):
+            choose_device()
+
+
+def test_a_device_that_has_gone_is_unavailable(opencl_device: OpenCLDevice) -> None:
+    with pytest.raises(BackendUnavailable, match="has gone"):
+        OpenCLDevice(replace(opencl_device.info, index=len(list_devices())))
+
+
+def test_more_memory_than_there_is_is_a_lost_backend(opencl_device: OpenCLDevice) -> None:
+    with pytest.raises(BackendLost, match=r"allocating \d+ bytes failed: .*out of memory") as caught:
+        opencl_device.buffer(64 * opencl_device.info.memory_bytes)
+    assert caught.value.exit_code == 5
+
+
+def test_buffers_keep_what_is_written(opencl_device: OpenCLDevice, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((7, 13), dtype=np.float32)
+    found = opencl_device.read(opencl_device.upload(values.T), np.empty((13, 7), dtype=np.float32))
+    assert np.array_equal(found, values.T)
