@@ -18,27 +18,31 @@ Buffer = Any  # pyopencl.Buffer
 _Number = TypeVar("_Number", bound=np.generic)
 
 _SOURCES = Path(__file__).parent
+_NUMBERS = {int: np.int32, float: np.float32}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kernel:
-    """A compiled kernel; handle is pyopencl's."""
+    """A compiled kernel; handle is pyopencl's. is_typed: it was told what its numbers are, so that calls are quick."""
 
     name: str
     handle: Any
+    is_typed: bool = False
 
 
 class OpenCLDevice:
     """A context and an in-order queue on one device, so that what is enqueued later sees what was done before.
 
     Whatever fails raises BackendLost. has_integer_dot: whether packed dot products are used; by default as the device
-    has them.  measured: the fastest way to do something, by its name.
+    has them.  measured: the fastest way to do something, by its name.  n_allocated: bytes of all buffers ever made.
     """
 
     def __init__(self, info: DeviceInfo, has_integer_dot: bool | None = None) -> None:
         self.info = info
         self.has_integer_dot = info.has_integer_dot if has_integer_dot is None else has_integer_dot
         self.measured: dict[str, str] = {}
+        self.n_allocated = 0
+        self._writes: list[Any] = []  # that may still read from the host's memory
         self._cl = open_library()
         self._programs: dict[tuple[str, ...], Any] = {}
         with errors_translated(f"opening device {info.index}, {info.name},"):
@@ -62,8 +66,11 @@ class OpenCLDevice:
 
     def buffer(self, n_bytes: int) -> Buffer:
         """Memory of the device, not initialised; at least 4 bytes."""
+        n_bytes = max(4, n_bytes)
         with errors_translated(f"allocating {n_bytes} bytes"):
-            return self._cl.Buffer(self._context, self._cl.mem_flags.READ_WRITE, max(4, n_bytes))
+            buffer = self._cl.Buffer(self._context, self._cl.mem_flags.READ_WRITE, n_bytes)
+        self.n_allocated += n_bytes
+        return buffer
 
     def upload(self, array: NDArray[Any]) -> Buffer:
         """A buffer of its own with what the array holds."""
@@ -71,44 +78,44 @@ class OpenCLDevice:
         self.write(buffer, array)
         return buffer
 
-    def write(self, buffer: Buffer, array: NDArray[Any]) -> None:
-        """Copy an array to the beginning of a buffer."""
+    def write(self, buffer: Buffer, array: NDArray[Any], at: int = 0) -> None:
+        """Enqueue the copy of an array, which must not change until the next `read` or `finish`, from byte `at` on."""
         if array.nbytes:
             with errors_translated(f"writing {array.nbytes} bytes"):
-                self._cl.enqueue_copy(self._queue, buffer, np.ascontiguousarray(array), is_blocking=True)
+                whole = np.ascontiguousarray(array)
+                copy = self._cl.enqueue_copy(self._queue, buffer, whole, dst_offset=at, is_blocking=False)
+            self._writes.append(copy)  # it holds the array
 
     def read(self, buffer: Buffer, out: NDArray[_Number]) -> NDArray[_Number]:
         """Fill a contiguous array from the beginning of a buffer, when all that was enqueued is done."""
         if out.nbytes:
             with errors_translated(f"reading {out.nbytes} bytes"):
                 self._cl.enqueue_copy(self._queue, out, buffer, is_blocking=True)
+            self._writes.clear()
         return out
 
     def run(self, kernel: Kernel, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
         """Enqueue a kernel. items: work-items by dimension, rounded up to whole groups.  group: those of a group.
 
-        Plain integers are passed as 32 bits, floats as float32.
+        Integers are passed as 32 bits, floats as float32; which argument is which must not change.
         """
         whole = tuple(-(-n // size) * size for n, size in zip(items, group, strict=True))
         with errors_translated(f"running kernel {kernel.name}"):
-            kernel.handle.set_args(*(_argument(each) for each in arguments))
-            self._cl.enqueue_nd_range_kernel(self._queue, kernel.handle, whole, tuple(group))
+            if not kernel.is_typed:
+                kernel.handle.set_scalar_arg_dtypes([_NUMBERS.get(type(each)) for each in arguments])
+                kernel.is_typed = True
+            kernel.handle(self._queue, whole, tuple(group), *arguments)
 
     def finish(self) -> None:
         """Wait until all that was enqueued is done."""
         with errors_translated("waiting for the device"):
             self._queue.finish()
+        self._writes.clear()
 
     def _build(self, text: str, options: Sequence[str], what: str) -> Any:
         with errors_translated(f"building {what}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what compilers remark on kernels that they accept
             return self._cl.Program(self._context, text).build(options=[*options], cache_dir=False)
-
-
-def _argument(value: object) -> object:
-    if isinstance(value, int):
-        return np.int32(value)
-    return np.float32(value) if isinstance(value, float) else value
 
 
 def check_device(info: DeviceInfo) -> str | None:

@@ -1,0 +1,421 @@
+"""The forward pass on a device: what lies there, and the kernels in the order of ModelSpec's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Progress, query_scales
+from edgeinfer.backends.opencl.device import Buffer, Kernel, OpenCLDevice
+from edgeinfer.backends.opencl.matrices import RUN, Activations, DeviceMatrix, Part, joined, part_of, vector_of
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
+from edgeinfer.types import HiddenStates, Logits, TokenIds
+
+TOP = 4  # candidates that the device chooses
+MAX_LEVELS = 16  # of candidates that it chooses one after the other
+HEAD_ROWS = 32  # rows of logits at once
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
+_FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """Matrices of one input, to be read side by side, and the bias of all outputs, if any has one."""
+
+    runs: Sequence[Sequence[Part]]
+    bias: NDArray[np.float32] | None
+
+    @property
+    def matrix_bytes(self) -> list[tuple[int, int]]:
+        """(of codes, of scales) of each run."""
+        sizes = []
+        for run in self.runs:
+            n_out, n_in = sum(part.n_out for part in run), run[0].n_in
+            sizes.append((run[0].format.weight_bytes(n_out, n_in), run[0].format.scale_bytes(n_out, n_in)))
+        return sizes
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer is made of, in the file. norms: by their names in LayerTensors."""
+
+    qkv: LinearParts
+    attn_output: LinearParts
+    gate_up: LinearParts
+    down: LinearParts
+    norms: dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model is made of, in the file; output is None where it is the embedding."""
+
+    token_embd: LinearParts
+    output: LinearParts | None
+    output_norm: NDArray[np.float32]
+    layers: tuple[LayerParts, ...]
+
+    @classmethod
+    def read(cls, model: ModelFile, spec: ModelSpec) -> ModelParts:
+        """Find all tensors, without converting any. Raises UnsupportedModel."""
+        return cls(
+            token_embd=_linear(model, [spec.token_embd]),
+            output=None if spec.tied_embeddings else _linear(model, [spec.output]),
+            output_norm=vector_of(model, spec.output_norm),
+            layers=tuple(_layer(model, names) for names in spec.layers),
+        )
+
+    def buffer_bytes(self) -> Iterator[int]:
+        """Bytes of each buffer."""
+        yield self.output_norm.nbytes
+        for linear in self._linears():
+            for of_codes, of_scales in linear.matrix_bytes:
+                yield of_codes
+                yield of_scales
+            if linear.bias is not None:
+                yield linear.bias.nbytes
+        for layer in self.layers:
+            yield from (norm.nbytes for norm in layer.norms.values())
+
+    def _linears(self) -> Iterator[LinearParts]:
+        yield self.token_embd
+        if self.output is not None:
+            yield self.output
+        for layer in self.layers:
+            yield from (layer.qkv, layer.attn_output, layer.gate_up, layer.down)
+
+
+def _layer(model: ModelFile, names: LayerTensors) -> LayerParts:
+    norms = {role: ref for role, ref in vars(names).items() if role.endswith("_norm") and ref is not None}
+    return LayerParts(
+        qkv=_linear(
+            model,
+            [names.attn_q, names.attn_k, names.attn_v],
+            [names.attn_q_bias, names.attn_k_bias, names.attn_v_bias],
+        ),
+        attn_output=_linear(model, [names.attn_output], [names.attn_output_bias]),
+        gate_up=_linear(model, [names.ffn_gate, names.ffn_up]),
+        down=_linear(model, [names.ffn_down]),
+        norms={role: vector_of(model, ref) for role, ref in norms.items()},
+    )
+
+
+def _linear(model: ModelFile, refs: Sequence[TensorRef], biases: Sequence[TensorRef | None] = ()) -> LinearParts:
+    parts = [part_of(model, ref) for ref in refs]
+    if not any(biases):
+        return LinearParts(joined(parts), None)
+    vectors = [
+        np.zeros(part.n_out, dtype=np.float32) if ref is None else vector_of(model, ref)
+        for part, ref in zip(parts, biases, strict=True)
+    ]
+    return LinearParts(joined(parts), np.concatenate(vectors))
+
+
+def kv_bytes(spec: ModelSpec, n_ctx: int) -> int:
+    """Bytes of the keys, and as many again of the values."""
+    return 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
+
+
+def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int]:
+    """Bytes of each buffer that a pass of n_batch tokens works in, by name."""
+    n_q = spec.n_heads * spec.head_dim
+    widest = max(spec.n_embd, n_q, spec.n_ff)
+    sizes = {
+        "x": n_batch * spec.n_embd,
+        "normed": max(n_batch, HEAD_ROWS) * spec.n_embd,
+        "added": n_batch * spec.n_embd,
+        "qkv": n_batch * (n_q + 2 * spec.n_kv_heads * spec.head_dim),
+        "heads": n_batch * n_q,
+        "gate_up": n_batch * 2 * spec.n_ff,
+        "gated": n_batch * spec.n_ff,
+        "scales": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
+        "sums": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
+        "logits": HEAD_ROWS * spec.n_vocab,
+        "ids": n_batch,
+        "rows": max(n_batch, HEAD_ROWS),
+        "positions": n_batch,
+        "query_scales": n_batch,
+        "chosen": (MAX_LEVELS + 1) * TOP,
+        "chances": (MAX_LEVELS + 1) * TOP,
+    }
+    sizes |= {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(_ropes(spec, n_ctx)[0])}
+    whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": n_batch * n_batch}
+    return {name: 4 * n for name, n in sizes.items()} | whole
+
+
+def _ropes(spec: ModelSpec, n_ctx: int) -> tuple[list[RopeSpec], list[int | None]]:
+    """The rotations that differ, and for each layer the index of its own."""
+    ropes: list[RopeSpec] = []
+    of_layers: list[int | None] = []
+    for attention in spec.attention:
+        rope = attention.rope and attention.rope.of_context(n_ctx)
+        if rope is not None and rope not in ropes:
+            ropes.append(rope)
+        of_layers.append(None if rope is None else ropes.index(rope))
+    return ropes, of_layers
+
+
+class Linear:
+    """Matrices side by side on the device, and their bias."""
+
+    def __init__(self, device: OpenCLDevice, parts: LinearParts) -> None:
+        self.matrices = [DeviceMatrix(device, run) for run in parts.runs]
+        self.n_out = sum(matrix.n_out for matrix in self.matrices)
+        self.n_in = self.matrices[0].n_in
+        self.takes_codes = any(matrix.format.bits for matrix in self.matrices)
+        self.has_no_bias = parts.bias is None
+        self._bias = None if parts.bias is None else device.upload(parts.bias)
+
+    def multiply(self, x: Activations, out: Buffer, n: int, factor: float = 1.0, keep: float = 0.0) -> None:
+        """out (n, n_out) = keep * out + factor * product + bias."""
+        first = 0
+        for matrix in self.matrices:
+            matrix.multiply(x, out, n, first, self.n_out, self._bias, factor, keep)
+            first += matrix.n_out
+
+
+@dataclass(frozen=True)
+class Layer:
+    """See LayerParts; on the device."""
+
+    qkv: Linear
+    attn_output: Linear
+    gate_up: Linear
+    down: Linear
+    norms: dict[str, Buffer]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one pass. ids, positions: (n,) int32.  sees: (n, n) uint8, row i: what token i sees; None for a chain.
+
+    n_past: committed tokens, whose slots of the cache those of the batch follow.
+    """
+
+    ids: TokenIds
+    positions: TokenIds
+    sees: NDArray[np.uint8] | None
+    n_past: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Decoder:
+    """A model on a device, its KV cache and its buffers. Whatever fails there raises BackendLost.
+
+    poll: called now and then during a pass; what it raises ends the pass.
+    """
+
+    def __init__(
+        self,
+        device: OpenCLDevice,
+        parts: ModelParts,
+        spec: ModelSpec,
+        n_ctx: int,
+        n_batch: int,
+        poll: Callable[[], None],
+        progress: Progress | None = None,
+    ) -> None:
+        self.device, self.spec = device, spec
+        self._poll = poll
+        self._ropes, self._rope_of = _ropes(spec, n_ctx)
+        self._query_scales = query_scales(spec, n_ctx)
+        self._group = 16 if device.is_cpu else 64
+        self._n_ctx = n_ctx
+        self._kernels = self._make_kernels()
+        sizes = activation_bytes(spec, n_ctx, n_batch)
+        self._buffers = {name: device.buffer(n_bytes) for name, n_bytes in sizes.items()}
+        self.activation_bytes = device.n_allocated
+        self._keys, self._values = (device.buffer(kv_bytes(spec, n_ctx)) for _ in range(2))
+        self.kv_bytes = device.n_allocated - self.activation_bytes
+        self._load(parts, progress)
+
+    def forward(
+        self, batch: Batch, rows: NDArray[np.int32], out: Logits, taps: Sequence[int], tapped: HiddenStates | None
+    ) -> None:
+        """Run a batch.
+
+        out: (len(rows), n_vocab), for the logits of these rows.  tapped: (len(taps), n, n_embd), for outputs of layers.
+        """
+        self._write(batch)
+        self._embed(self._buffers["ids"], len(batch))
+        self._run_layers(batch, taps, tapped)
+        for first in range(0, len(rows), HEAD_ROWS):
+            here = rows[first : first + HEAD_ROWS]
+            self._head(here)
+            self.device.read(self._buffers["logits"], out[first : first + len(here)])
+        if not len(rows):
+            self.device.finish()
+
+    def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
+        """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
+        if np.array_equal(rows, np.arange(len(rows))):
+            return
+        spec = self.spec
+        self.device.write(self._buffers["rows"], rows)
+        items, group = [spec.head_dim, spec.n_layers * spec.n_kv_heads], [min(16, spec.head_dim), 1]
+        cache = self._keys, self._values
+        self._run("keep_path", items, group, *cache, self._buffers["rows"], len(rows), self._n_ctx, n_past)
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    def _write(self, batch: Batch) -> None:
+        """What the kernels need to know of a batch."""
+        device, buffers = self.device, self._buffers
+        device.write(buffers["ids"], batch.ids)
+        device.write(buffers["positions"], batch.positions)
+        device.write(buffers["query_scales"], self._query_scales[batch.positions])
+        for i, rope in enumerate(self._ropes):
+            angles = batch.positions[:, None] * np.array(rope.inverse_frequencies)  # float64
+            turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * rope.magnitude
+            device.write(buffers[f"turns{i}"], turns.astype(np.float32))
+        if batch.sees is not None:
+            device.write(buffers["sees"], batch.sees)
+
+    def _embed(self, ids: Buffer, n: int, first: int = 0) -> None:
+        self._token_embd.matrices[0].gather(ids, self._buffers["x"], n, self.spec.embedding_scale, first)
+
+    def _run_layers(self, batch: Batch, taps: Sequence[int], tapped: HiddenStates | None) -> None:
+        for index, layer in enumerate(self._layers):
+            self._poll()
+            self._attention(index, layer, batch)
+            self._feed_forward(layer, len(batch))
+            if len(batch) > _FINISH_ABOVE:
+                self.device.finish()
+            if tapped is not None:
+                for place in (place for place, tap in enumerate(taps) if tap == index):
+                    self.device.read(self._buffers["x"], tapped[place])
+
+    def _attention(self, index: int, layer: Layer, batch: Batch) -> None:
+        spec, buffers, n = self.spec, self._buffers, len(batch)
+        n_heads = spec.n_heads + 2 * spec.n_kv_heads
+        x = self._norm(layer.norms.get("attn_norm"), buffers["x"], n, spec.n_embd)
+        layer.qkv.multiply(self._inputs(x, n, layer.qkv), buffers["qkv"], n)
+        self._norm_heads(layer, n)
+        rope_index = self._rope_of[index]
+        rope = None if rope_index is None else self._ropes[rope_index]
+        turns = buffers["positions"] if rope is None else buffers[f"turns{rope_index}"]
+        n_dims, halves = (0, 0) if rope is None else (rope.n_dims, int(rope.kind == "halves"))
+        self._run(
+            *("turn_and_store", [spec.head_dim, n_heads, n], [min(16, spec.head_dim), 1, 1]),
+            *(buffers["qkv"], self._keys, self._values, turns, buffers["query_scales"]),
+            *(index, self._n_ctx, batch.n_past, n_dims, halves),
+        )
+        self._run(
+            *("attend", [self._group, spec.n_heads, n], [self._group, 1, 1]),
+            *(buffers["qkv"], self._keys, self._values, buffers["positions"], buffers["sees"], buffers["heads"]),
+            *(index, self._n_ctx, batch.n_past, n, int(batch.sees is not None)),
+            *(spec.attention[index].window or 0, spec.attention_soft_cap or 0.0),
+        )
+        n_q = spec.n_heads * spec.head_dim
+        heads = self._norm(layer.norms.get("attn_sub_norm"), buffers["heads"], n, n_q, buffers["heads"])
+        self._add(layer.attn_output, self._inputs(heads, n, layer.attn_output), layer.norms.get("attn_post_norm"), n)
+
+    def _norm_heads(self, layer: Layer, n: int) -> None:
+        """Norms on queries and keys, where the model has them."""
+        spec = self.spec
+        stride = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
+        first = 0
+        for role, n_heads in (("attn_q_norm", spec.n_heads), ("attn_k_norm", spec.n_kv_heads)):
+            runs, size = (n_heads, spec.head_dim) if spec.qk_norm == "per_head" else (1, n_heads * spec.head_dim)
+            if spec.qk_norm is not None:
+                place = self._buffers["qkv"], first, stride
+                self._run(
+                    *("rms_norm", [self._group, runs, n], [self._group, 1, 1], *place, *place),
+                    *(layer.norms[role], size, spec.norm_epsilon),
+                )
+            first += n_heads * spec.head_dim
+
+    def _feed_forward(self, layer: Layer, n: int) -> None:
+        spec, buffers = self.spec, self._buffers
+        x = self._norm(layer.norms.get("ffn_norm"), buffers["x"], n, spec.n_embd)
+        layer.gate_up.multiply(self._inputs(x, n, layer.gate_up), buffers["gate_up"], n)
+        self._run("gate", [spec.n_ff, n], [16, 1], buffers["gate_up"], buffers["gated"], spec.n_ff)
+        gated = self._norm(layer.norms.get("ffn_sub_norm"), buffers["gated"], n, spec.n_ff, buffers["gated"])
+        self._add(layer.down, self._inputs(gated, n, layer.down), layer.norms.get("ffn_post_norm"), n)
+
+    def _add(self, linear: Linear, x: Activations, post_norm: Buffer | None, n: int) -> None:
+        """Add what a product gives, after its norm if it has one, to the residual stream."""
+        spec, buffers = self.spec, self._buffers
+        if post_norm is None and linear.has_no_bias:
+            linear.multiply(x, buffers["x"], n, spec.residual_scale, keep=1.0)
+            return
+        linear.multiply(x, buffers["added"], n)
+        added = self._norm(post_norm, buffers["added"], n, spec.n_embd, buffers["added"])
+        self._run("add", [n * spec.n_embd], [16], buffers["x"], added, spec.residual_scale, n * spec.n_embd)
+
+    def _norm(self, weight: Buffer | None, x: Buffer, n: int, size: int, out: Buffer | None = None) -> Buffer:
+        """Where the RMS norm of x (n, size) lies: in out, or in `normed`; x itself without a weight."""
+        if weight is None:
+            return x
+        out = self._buffers["normed"] if out is None else out
+        items, group = [self._group, 1, n], [self._group, 1, 1]
+        self._run("rms_norm", items, group, x, 0, size, out, 0, size, weight, size, self.spec.norm_epsilon)
+        return out
+
+    def _inputs(self, x: Buffer, n: int, linear: Linear) -> Activations:
+        """x (n, n_in) as inputs of a product, rounded to codes where that wants them."""
+        inputs = Activations(x, *(self._buffers[name] for name in ("codes", "scales", "sums")))
+        if linear.takes_codes:
+            items = [linear.n_in // RUN, n]
+            self._run("quantise", items, [1, 1], x, inputs.codes, inputs.scales, inputs.sums, linear.n_in)
+        return inputs
+
+    def _head(self, rows: NDArray[np.int32]) -> None:
+        """Logits of at most HEAD_ROWS rows of the last batch, into their buffer."""
+        spec, buffers, n = self.spec, self._buffers, len(rows)
+        self.device.write(buffers["rows"], rows)
+        items = [spec.n_embd, n]
+        self._run("take_rows", items, [16, 1], buffers["x"], buffers["rows"], buffers["normed"], spec.n_embd)
+        x = self._norm(self._output_norm, buffers["normed"], n, spec.n_embd)
+        self._output.multiply(self._inputs(x, n, self._output), buffers["logits"], n, spec.logit_scale)
+        if spec.logit_soft_cap is not None:
+            n_logits = n * spec.n_vocab
+            self._run("cap_logits", [n_logits], [16], buffers["logits"], spec.logit_soft_cap, n_logits)
+
+    def _run(self, name: str, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
+        self.device.run(self._kernels[name], items, group, *arguments)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    def _make_kernels(self) -> dict[str, Kernel]:
+        spec = self.spec
+        defines = {
+            "GROUP": self._group,
+            "HEAD_DIM": spec.head_dim,
+            "N_HEADS": spec.n_heads,
+            "N_KV_HEADS": spec.n_kv_heads,
+            "ACTIVATION": _ACTIVATIONS[spec.activation],
+            "TOP": TOP,
+        }
+        names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest"
+        return {name: self.device.kernel(name, ["decoder.cl"], defines) for name in names.split()}
+
+    def _load(self, parts: ModelParts, progress: Progress | None) -> None:
+        """Convert and upload everything."""
+        n_steps = len(parts.layers) + 2
+
+        def loaded(n: int) -> None:
+            if progress is not None:
+                progress(n / n_steps)
+
+        n_before = self.device.n_allocated
+        self._token_embd = Linear(self.device, parts.token_embd)
+        loaded(1)
+        self._output = self._token_embd if parts.output is None else Linear(self.device, parts.output)
+        loaded(2)
+        self._output_norm = self.device.upload(parts.output_norm)
+        self._layers: list[Layer] = []
+        for layer in parts.layers:
+            qkv, attn_output, gate_up, down = (
+                Linear(self.device, parts) for parts in (layer.qkv, layer.attn_output, layer.gate_up, layer.down)
+            )
+            norms = {role: self.device.upload(norm) for role, norm in layer.norms.items()}
+            self._layers.append(Layer(qkv, attn_output, gate_up, down, norms))
+            loaded(2 + len(self._layers))
+        self.weight_bytes = self.device.n_allocated - n_before
