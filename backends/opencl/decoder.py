@@ -139,8 +139,8 @@ def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int
         "rows": max(n_batch, HEAD_ROWS),
         "positions": n_batch,
         "query_scales": n_batch,
-        "chosen": (MAX_LEVELS + 1) * TOP,
-        "chances": (MAX_LEVELS + 1) * TOP,
+        "chosen": MAX_LEVELS * TOP,
+        "chances": MAX_LEVELS * TOP,
     }
     sizes |= {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(_ropes(spec, n_ctx)[0])}
     whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": n_batch * n_batch}
@@ -205,6 +205,9 @@ class Batch:
         return len(self.ids)
 
 
+_UNKNOWN = np.zeros(1, dtype=np.int32)  # the token of a batch that the device has chosen
+
+
 class Decoder:
     """A model on a device, its KV cache and its buffers. Whatever fails there raises BackendLost.
 
@@ -252,6 +255,34 @@ class Decoder:
         if not len(rows):
             self.device.finish()
 
+    def draft(self, batch: Batch, n_levels: int, n_vocab: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Run a chain, then its likeliest successor, and that one's, all chosen on the device; see OpenCLSession.draft.
+
+        Nothing is read before the end, so the host waits once.
+        """
+        buffers, chain = self._buffers, batch
+        self._write(chain)
+        self._embed(buffers["ids"], len(chain))
+        for level in range(n_levels):
+            self._run_layers(chain, (), None)
+            self._head(np.array([len(chain) - 1], dtype=np.int32))
+            arguments = (
+                buffers["logits"],
+                buffers["chosen"],
+                buffers["chances"],
+                n_vocab,
+                self.spec.n_vocab,
+                TOP * level,
+            )
+            self._run("likeliest", [self._group, 1], [self._group, 1], *arguments)
+            place = batch.n_past + len(batch) + level
+            chain = Batch(_UNKNOWN, np.array([place], dtype=np.int32), None, place)
+            if level + 1 < n_levels:
+                self._write_places(chain)
+                self._embed(buffers["chosen"], 1, first=TOP * level)
+        ids, chances = (np.empty((n_levels, TOP), dtype=kind) for kind in (np.int32, np.float32))
+        return self.device.read(buffers["chosen"], ids), self.device.read(buffers["chances"], chances)
+
     def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
         """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
         if np.array_equal(rows, np.arange(len(rows))):
@@ -266,16 +297,20 @@ class Decoder:
 
     def _write(self, batch: Batch) -> None:
         """What the kernels need to know of a batch."""
+        self.device.write(self._buffers["ids"], batch.ids)
+        if batch.sees is not None:
+            self.device.write(self._buffers["sees"], batch.sees)
+        self._write_places(batch)
+
+    def _write_places(self, batch: Batch) -> None:
+        """What the kernels need to know of the positions of a batch."""
         device, buffers = self.device, self._buffers
-        device.write(buffers["ids"], batch.ids)
         device.write(buffers["positions"], batch.positions)
         device.write(buffers["query_scales"], self._query_scales[batch.positions])
         for i, rope in enumerate(self._ropes):
             angles = batch.positions[:, None] * np.array(rope.inverse_frequencies)  # float64
             turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * rope.magnitude
             device.write(buffers[f"turns{i}"], turns.astype(np.float32))
-        if batch.sees is not None:
-            device.write(buffers["sees"], batch.sees)
 
     def _embed(self, ids: Buffer, n: int, first: int = 0) -> None:
         self._token_embd.matrices[0].gather(ids, self._buffers["x"], n, self.spec.embedding_scale, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,10 +16,17 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.opencl.decoder import Batch, Decoder, ModelParts, activation_bytes, kv_bytes
+from edgeinfer.backends.opencl.decoder import MAX_LEVELS, TOP, Batch, Decoder, ModelParts, activation_bytes, kv_bytes
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
-from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted, InvalidArgument, ShapeError
+from edgeinfer.errors import (
+    BudgetExceeded,
+    ContextOverflow,
+    EdgeInferError,
+    Interrupted,
+    InvalidArgument,
+    ShapeError,
+)
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
@@ -76,6 +84,17 @@ class OpenCLBackend:
         Raises UnsupportedModel, BackendUnavailable, BackendLost.
         """
         return OpenCLSession(model, spec, plan, OpenCLDevice(self.info), progress)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The TOP likeliest tokens of each level, the likeliest first, of equals that with the smaller id.
+
+    ids: (n_levels, TOP) int32.  p: (n_levels, TOP) float32, their probabilities at temperature 1.
+    """
+
+    ids: NDArray[np.int32]
+    p: NDArray[np.float32]
 
 
 class OpenCLSession:
@@ -141,6 +160,35 @@ class OpenCLSession:
             tapped[:, first:last] = states
         self._parents = links
         return Output(out, tapped if taps else None)
+
+    def draft(self, tokens: ArrayLike, n_levels: int, n_vocab: int | None = None) -> Candidates:
+        """The likeliest tokens behind tokens, behind the first of those, and so on, chosen on the device.
+
+        Only they are read back, once for all levels. It is a forward pass of tokens and of the first candidate of every
+        level but the last, in that order, which `commit` can keep.  n_levels: 1 .. MAX_LEVELS.  n_vocab: candidates are
+        below it; None for all tokens. Raises InvalidArgument, and what `forward` raises.
+        """
+        decoder = self._open()
+        n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
+        if not 1 <= n_levels <= MAX_LEVELS or not TOP <= n_vocab <= self.spec.n_vocab:
+            raise InvalidArgument(
+                f"n_levels must be in 1..{MAX_LEVELS}, and n_vocab in {TOP}..{self.spec.n_vocab}: found {n_levels} and "
+                f"{n_vocab}"
+            )
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        n_rows = len(ids) + n_levels - 1
+        if self._n_past + n_rows > self.n_ctx:
+            raise ContextOverflow(self._n_past + n_rows, self.n_ctx)
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
+        n_before = (len(ids) - 1) // self.n_batch * self.n_batch
+        for first in range(0, n_before, self.n_batch):
+            batch = self._chain(ids[first : first + self.n_batch], first)
+            decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
+        candidates = Candidates(*decoder.draft(self._chain(ids[n_before:], n_before), n_levels, n_vocab))
+        self._parents = check_parents(None, n_rows)
+        return candidates
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""

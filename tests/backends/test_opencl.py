@@ -201,6 +201,67 @@ def test_misuse_is_refused(tiny: Open) -> None:
         session.forward([1])
 
 
+# ---- candidates --------------------------------------------------------------------------------------------------
+
+
+def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_candidates_of_each_level_are_what_the_host_would_choose(
+    is_cpu: bool, tiny: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenCLDevice, "is_cpu", is_cpu)
+    prompt, session, alone = some_tokens(rng, 21), tiny(n_batch=8), tiny()
+    found = session.draft(prompt, 6)
+    text = prompt.tolist()
+    for ids, p in zip(found.ids, found.p, strict=True):
+        logits = alone.forward(text).logits[0]
+        best = np.argsort(-logits, kind="stable")[: len(ids)]
+        assert ids.tolist() == best.tolist()
+        np.testing.assert_allclose(p, softmax(logits)[best], rtol=1e-3)
+        text.append(int(ids[0]))
+    session.commit(range(len(prompt) + 3))  # three of the five that were passed on
+    rest = some_tokens(rng, 4)
+    expected = alone.forward([*text[: len(prompt) + 3], *rest]).logits
+    assert difference(session.forward(rest).logits, expected) < 1e-4
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
+    is_cpu: bool, tiny: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenCLDevice, "is_cpu", is_cpu)
+    decoder = tiny()._open()
+    n = decoder.spec.n_vocab
+    cases = {
+        "equal": (np.zeros(n), [0, 1, 2, 3]),
+        "ascending": (np.arange(n) / n, [199, 198, 197, 196]),
+        "some equal": (np.isin(np.arange(n), [250, 190, 3, 100, 17]) * 5.0, [3, 17, 100, 190]),
+        "minus infinity": (np.where(np.arange(n) == 77, 0, -np.inf), [77, 0, 1, 2]),
+        "no numbers": (np.full(n, np.nan), [199, 199, 199, 199]),
+    }
+    for what, (logits, expected) in cases.items():
+        device, buffers = decoder.device, decoder._buffers
+        device.write(buffers["logits"], logits.astype(np.float32))
+        group = [decoder._group, 1]
+        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "chosen", "chances")), 200, n, 0)
+        assert device.read(buffers["chosen"], np.empty(4, dtype=np.int32)).tolist() == expected, what
+
+
+def test_levels_that_do_not_fit_are_refused(tiny: Open) -> None:
+    session = tiny()
+    with pytest.raises(ContextOverflow):
+        session.draft([1] * 250, 8)
+    for n_levels, n_vocab in [(0, None), (17, None), (1, 3), (1, 10**6)]:
+        with pytest.raises(InvalidArgument, match="n_levels must be in 1..16"):
+            session.draft([1], n_levels, n_vocab)
+    assert session.draft([1] * 250, 7).ids.shape == (7, 4) and session.n_past == 0
+    assert session.draft([1], 4, n_vocab=4).ids.max() < 4
+
+
 # ---- memory and failures -----------------------------------------------------------------------------------------
 
 
