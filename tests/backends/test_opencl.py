@@ -143,11 +143,16 @@ def test_passes_however_cut_agree(tiny: Open, rng: np.random.Generator) -> None:
     assert difference(session.forward(tokens[20:], logits="all").logits, expected[20:]) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("architecture, window", [("qwen2", None), ("gemma2", 20), ("gemma2", 3)])
 def test_branches_of_a_tree_are_chains_and_can_be_kept(
-    architecture: Architecture, opencl_device: OpenCLDevice, tmp_path: Path, rng: np.random.Generator
+    architecture: Architecture,
+    window: int | None,
+    opencl_device: OpenCLDevice,
+    tmp_path: Path,
+    rng: np.random.Generator,
 ) -> None:
-    open_session = opener(write_tiny_model(tmp_path / "m.gguf", architecture, "F32"))
+    keys = {f"{architecture}.attention.sliding_window": window}
+    open_session = opener(write_tiny_model(tmp_path / "m.gguf", architecture, "F32", metadata=keys))
     session, alone = open_session(), open_session()
     prompt, nodes, rest = (some_tokens(rng, n) for n in (30, len(TREE), 3))
     prefill(session, prompt, 30)
@@ -280,6 +285,14 @@ def test_the_plan_is_what_the_session_takes(
     assert session.memory() == plan.use and device.n_allocated == plan.use.total
     session.forward([1, 2, 3, 4], [-1, 0, 0, 1], logits="all")
     assert device.n_allocated == plan.use.total  # the file is closed, and nothing more is taken
+
+
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q8_0", "F16"])
+def test_weights_take_what_they_take_in_the_file(format: str, opencl_device: OpenCLDevice, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", format, n_vocab=304)) as file:
+        plan = OpenCLBackend().plan(file, read_spec(file), 64)
+        no_scales = 4 * 10 if format == "F16" else 0  # a buffer has 4 bytes at least
+        assert plan.use.weights - no_scales == sum(info.n_bytes for info in file.tensors.values())
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(opencl_device: OpenCLDevice, tmp_path: Path) -> None:
