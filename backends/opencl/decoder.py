@@ -232,10 +232,11 @@ class Decoder:
         self._n_ctx = n_ctx
         self._kernels = self._make_kernels()
         sizes = activation_bytes(spec, n_ctx, n_batch)
+        n_before = device.n_allocated
         self._buffers = {name: device.buffer(n_bytes) for name, n_bytes in sizes.items()}
-        self.activation_bytes = device.n_allocated
+        self.activation_bytes = device.n_allocated - n_before
         self._keys, self._values = (device.buffer(kv_bytes(spec, n_ctx)) for _ in range(2))
-        self.kv_bytes = device.n_allocated - self.activation_bytes
+        self.kv_bytes = device.n_allocated - n_before - self.activation_bytes
         self._load(parts, progress)
 
     def forward(
@@ -280,8 +281,8 @@ class Decoder:
             if level + 1 < n_levels:
                 self._write_places(chain)
                 self._embed(buffers["chosen"], 1, first=TOP * level)
-        ids, chances = (np.empty((n_levels, TOP), dtype=kind) for kind in (np.int32, np.float32))
-        return self.device.read(buffers["chosen"], ids), self.device.read(buffers["chances"], chances)
+        ids = self.device.read(buffers["chosen"], np.empty((n_levels, TOP), dtype=np.int32))
+        return ids, self.device.read(buffers["chances"], np.empty((n_levels, TOP), dtype=np.float32))
 
     def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
         """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""

@@ -33,13 +33,13 @@ class Kernel:
 class OpenCLDevice:
     """A context and an in-order queue on one device, so that what is enqueued later sees what was done before.
 
-    Whatever fails raises BackendLost. has_integer_dot: whether packed dot products are used; by default as the device
-    has them.  measured: the fastest way to do something, by its name.  n_allocated: bytes of all buffers ever made.
+    Whatever fails raises BackendLost. has_integer_dot: whether packed dot products are used; by default where the
+    device has them, its compiler knows them and their sums are right.  measured: the fastest way to do something, by
+    its name.  n_allocated: bytes of all buffers ever made.
     """
 
     def __init__(self, info: DeviceInfo, has_integer_dot: bool | None = None) -> None:
         self.info = info
-        self.has_integer_dot = info.has_integer_dot if has_integer_dot is None else has_integer_dot
         self.measured: dict[str, str] = {}
         self.n_allocated = 0
         self._writes: list[Any] = []  # that may still read from the host's memory
@@ -48,6 +48,7 @@ class OpenCLDevice:
         with errors_translated(f"opening device {info.index}, {info.name},"):
             self._context = self._cl.Context([handle_of(info)])
             self._queue = self._cl.CommandQueue(self._context)
+        self.has_integer_dot = self._dots_are_usable() if has_integer_dot is None else has_integer_dot
 
     @property
     def is_cpu(self) -> bool:
@@ -112,25 +113,41 @@ class OpenCLDevice:
             self._queue.finish()
         self._writes.clear()
 
+    def _dots_are_usable(self) -> bool:
+        """Whether the packed dot products that the device says it has build and give the right sums."""
+        self.has_integer_dot = self.info.has_integer_dot
+        try:
+            return self.has_integer_dot and _sums_are_right(self)
+        except BackendLost:
+            return False
+
     def _build(self, text: str, options: Sequence[str], what: str) -> Any:
         with errors_translated(f"building {what}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what compilers remark on kernels that they accept
-            return self._cl.Program(self._context, text).build(options=[*options], cache_dir=False)
+            newest = ["-cl-std=CL3.0"] if self.info.has_integer_dot else []  # older C may lack packed dot products
+            return self._cl.Program(self._context, text).build(options=[*options, *newest], cache_dir=False)
 
 
 def check_device(info: DeviceInfo) -> str | None:
     """Why a device cannot be used: what it says when a small kernel is built and run on it. None where it can."""
     try:
-        device = OpenCLDevice(info)
-        kernel = device.kernel("dot_products", ["dot.cl", "check.cl"])
-        codes = np.arange(256, dtype=np.uint32) * np.uint32(0x01020305) & np.uint32(0x7F7F7F7F)
-        numbers = np.arange(256, dtype=np.uint32) * np.uint32(0x9E3779B1)
-        out = device.buffer(4 * len(codes))
-        device.run(kernel, [len(codes)], [16], device.upload(codes), device.upload(numbers), out)
-        found = device.read(out, np.empty(len(codes), dtype=np.int32))
+        is_right = _sums_are_right(OpenCLDevice(info))
     except BackendLost as error:
         return str(error)
+    return (
+        None
+        if is_right
+        else "it calculates wrong: the sums of a small kernel are not what they must be; update its driver"
+    )
+
+
+def _sums_are_right(device: OpenCLDevice) -> bool:
+    """Whether dot products of bytes are right on a device. Raises BackendLost."""
+    kernel = device.kernel("dot_products", ["dot.cl", "check.cl"])
+    codes = np.arange(256, dtype=np.uint32) * np.uint32(0x01020305) & np.uint32(0x7F7F7F7F)
+    numbers = np.arange(256, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    out = device.buffer(codes.nbytes)
+    device.run(kernel, [len(codes)], [16], device.upload(codes), device.upload(numbers), out)
+    found = device.read(out, np.empty(len(codes), dtype=np.int32))
     expected = (codes.view(np.uint8).astype(np.int32) * numbers.view(np.int8)).reshape(-1, 4).sum(axis=1)
-    if not np.array_equal(found, expected):
-        return "it calculates wrong: the sums of a small kernel are not what they must be; update its driver"
-    return None
+    return np.array_equal(found, expected)

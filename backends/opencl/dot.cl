@@ -2,7 +2,6 @@
 // DOT4_SIGNED: both are signed.
 
 #if INTEGER_DOT
-#pragma OPENCL EXTENSION cl_khr_integer_dot_product : enable
 #define DOT4(codes, numbers, sum) ((sum) + dot_4x8packed_us_int(codes, numbers))
 #define DOT4_SIGNED(codes, numbers, sum) ((sum) + dot_4x8packed_ss_int(codes, numbers))
 #else

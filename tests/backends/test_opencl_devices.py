@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from tiny_models import write_tiny_model
 
+import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, check_device, choose_device, library, list_devices
 from edgeinfer.backends.opencl import device as device_module
 from edgeinfer.cli import main
@@ -47,6 +49,11 @@ def test_without_pyopencl_the_cpu_is_listed_and_the_extra_is_named(without_pyope
     assert json.loads(devices_command("--json").stdout)["opencl"]["devices"] == []
 
 
+def test_without_pyopencl_a_model_is_refused_with_the_extra_to_install(without_pyopencl: None, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"pip install 'edgeinfer\[opencl\]'"):
+        edgeinfer.load(write_tiny_model(tmp_path / "m.gguf"), backend="opencl")
+
+
 def test_without_a_driver_the_cpu_is_listed_and_it_is_said_what_to_install(
     opencl_device: OpenCLDevice, tmp_path: Path
 ) -> None:
@@ -73,9 +80,17 @@ def test_a_device_that_calculates_wrong_is_found_out(
     opencl_device: OpenCLDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("dot.cl", "check.cl"):
-        (tmp_path / name).write_text((SOURCES / name).read_text().replace("as_char4(numbers)", "as_uchar4(numbers)"))
+        (tmp_path / name).write_text((SOURCES / name).read_text().replace("numbers[i], 0)", "numbers[i], 1)"))
     monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
     assert "calculates wrong" in str(check_device(opencl_device.info))
+
+
+def test_packed_dot_products_that_the_compiler_lacks_are_not_used(opencl_device: OpenCLDevice) -> None:
+    if opencl_device.has_integer_dot:
+        pytest.skip("this device has them")
+    claiming = replace(opencl_device.info, extensions=(library.INTEGER_DOT,))
+    assert claiming.has_integer_dot and not OpenCLDevice(claiming).has_integer_dot
+    assert check_device(claiming) is None
 
 
 def test_a_gpu_comes_before_a_cpu_and_a_device_can_be_named(

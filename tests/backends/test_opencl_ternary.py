@@ -1,33 +1,13 @@
 """Ternary products on OpenCL: the integers of numpy, whatever the shape and the way."""
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parts import missing
+from packed_dot import with_packed_dot
 
 from edgeinfer.backends.opencl import OpenCLDevice, TernaryMatrix, available_ways, fastest_way, measure_ways
-from edgeinfer.backends.opencl import device as device_module
 from edgeinfer.backends.ternary.packing import pack_two_bit
 from edgeinfer.errors import InvalidArgument, ShapeError
-
-SOURCES = Path(device_module.__file__).parent
-# The packed dot products as the extension defines them, for devices that lack it.
-EMULATED_DOT = """
-int dot_4x8packed_us_int(uint a, uint b) {
-    int sum = 0;
-    for (int i = 0; i < 4; i++) sum += (int)(a >> 8 * i & 255u) * (int)(char)(b >> 8 * i & 255u);
-    return sum;
-}
-int dot_4x8packed_ss_int(uint a, uint b) {
-    int sum = 0;
-    for (int i = 0; i < 4; i++) sum += (int)(char)(a >> 8 * i & 255u) * (int)(char)(b >> 8 * i & 255u);
-    return sum;
-}
-"""
 
 
 @pytest.fixture(scope="module", params=["plain", "dot", "lookup"])
@@ -36,14 +16,8 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def device(opencl_device: OpenCLDevice, tmp_path_factory: pytest.TempPathFactory) -> OpenCLDevice:
-    """One that takes packed dot products: its own, or emulated ones."""
-    if opencl_device.has_integer_dot:
-        return opencl_device
-    device = OpenCLDevice(opencl_device.info, has_integer_dot=True)
-    build = device._build
-    device._build = lambda text, *rest, **named: build(EMULATED_DOT + text, *rest, **named)  # type: ignore[method-assign]
-    return device
+def device(opencl_device: OpenCLDevice) -> OpenCLDevice:
+    return with_packed_dot(opencl_device)
 
 
 def random_trits(rng: np.random.Generator, n_out: int, n_in: int) -> NDArray[np.int8]:
@@ -118,17 +92,3 @@ def test_misuse_is_refused(opencl_device: OpenCLDevice) -> None:
     without = OpenCLDevice(opencl_device.info, has_integer_dot=False)
     with pytest.raises(InvalidArgument, match="found 'dot'"):
         TernaryMatrix(without, packed, 16, 32, "dot")
-
-
-def test_the_packed_dot_products_compile_for_devices_that_have_them(tmp_path: Path) -> None:
-    clang = next((found for version in range(20, 14, -1) if (found := shutil.which(f"clang-{version}"))), None)
-    if clang is None:
-        missing("clang", "clang 15 or newer is needed, which comes with PoCL")
-    source = tmp_path / "all.cl"
-    source.write_text("\n".join((SOURCES / name).read_text() for name in ("dot.cl", "check.cl", "ternary.cl")))
-    features = ["-cl-ext=+cl_khr_integer_dot_product", "-D__opencl_c_integer_dot_product_input_4x8bit_packed=1"]
-    defines = ["-DINTEGER_DOT=1", "-DSLICES=8", "-DTOKENS=4", "-DWIDTH=16"]
-    command = [clang, "-cl-std=CL3.0", "-target", "spir64", "-S", "-emit-llvm", *features, *defines]
-    run = subprocess.run([*command, source, "-o", tmp_path / "out.ll"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "dot_4x8packed_us_int" in (tmp_path / "out.ll").read_text()
