@@ -1,7 +1,7 @@
 // What a decoder does between its matrix products; the recipe is ModelSpec's.
 //
 // Macros: GROUP, work-items of those groups that sum together; HEAD_DIM; N_HEADS; N_KV_HEADS; ACTIVATION (0 silu,
-// 1 gelu_tanh, 2 relu2); TOP, candidates that are chosen. Queries, keys and values of a token lie side by side in qkv. The cache, keys and values, is
+// 1 gelu_tanh, 2 relu2); TOP, candidates of a row. Queries, keys and values of a token lie side by side in qkv. The cache, keys and values, is
 // (layers, N_KV_HEADS, n_ctx, HEAD_DIM).
 
 #define RUN 32  // activations that share a scale
@@ -118,13 +118,15 @@ kernel void turn_and_store(global float* restrict qkv, global half* restrict key
     }
 }
 
-// Attention of one head of one token over the committed text, positions 0 .. n_past - 1, and what it sees of its batch:
-// sees (n_tokens, n_tokens) where is_tree, else all up to itself. window: positions, 0 for all. Softmax is taken in one
-// pass (Milakov and Gimelshein, arXiv:1805.02867). Groups: (1, N_HEADS, tokens).
+// Attention of one head of one token over the committed text, positions 0 .. n_past - 1, and what it sees of what follows
+// there: all up to itself in a chain, where n_nodes is 0; else the tokens are nodes first, first + 1, ... of a tree, whose
+// node j has slot n_past + j, and node i sees those with sees[i, j], (n_nodes, n_nodes). positions: of all nodes.
+// window: positions, 0 for all. Softmax is taken in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+// Groups: (1, N_HEADS, tokens).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
     global const float* restrict qkv, global const half* restrict keys, global const half* restrict values,
     global const int* restrict positions, global const uchar* restrict sees, global float* restrict out, int layer,
-    int n_ctx, int n_past, int n_tokens, int is_tree, int window, float cap) {
+    int n_ctx, int n_past, int n_tokens, int n_nodes, int first, int window, float cap) {
     local float parts[GROUP], weights[GROUP], query[HEAD_DIM];
     int item = get_local_id(0), head = get_group_id(1), token = get_group_id(2);
     size_t slots = (size_t)(layer * N_KV_HEADS + head / (N_HEADS / N_KV_HEADS)) * n_ctx;
@@ -134,14 +136,15 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
     float sums[(HEAD_DIM + GROUP - 1) / GROUP];
     for (int part = 0; part < (HEAD_DIM + GROUP - 1) / GROUP; part++)
         sums[part] = 0;
-    int oldest = window ? max(0, positions[token] - window + 1) : 0;
-    int last = n_past + (is_tree ? n_tokens : token + 1);
+    int node = first + token;
+    int oldest = window ? max(0, positions[node] - window + 1) : 0;
+    int last = n_past + (n_nodes ? first + n_tokens : token + 1);
     float largest = -INFINITY, total = 0;
     for (int base = min(oldest, n_past); base < last; base += GROUP) {
         int slot = base + item;
         bool is_seen = slot < last && slot >= oldest;
-        if (is_tree && slot >= n_past && slot < last)
-            is_seen = sees[(size_t)token * n_tokens + slot - n_past] && positions[slot - n_past] >= oldest;
+        if (n_nodes && slot >= n_past && slot < last)
+            is_seen = sees[(size_t)node * n_nodes + slot - n_past] && positions[slot - n_past] >= oldest;
         float score = -INFINITY;
         if (is_seen) {
             score = 0;
@@ -228,11 +231,11 @@ int is_before(float value, int id, float other, int other_id) {
     return value > other || (value == other && id < other_id);
 }
 
-// The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1; written as
-// ids, probabilities (rows, TOP) behind the first `first` of them. Groups: (1, rows).
+// The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: ids and
+// probabilities (rows, TOP). Groups: (1, rows).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
     global const float* restrict logits, global int* restrict ids, global float* restrict probabilities, int n,
-    int stride, int first) {
+    int stride) {
     local float parts[GROUP];
     local int places[GROUP];
     int item = get_local_id(0), row = get_group_id(1);
@@ -248,6 +251,8 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
         float value = own[at];
         int id = at;
         largest = fmax(largest, value);
+        if (!is_before(value, id, best[TOP - 1], best_ids[TOP - 1]))
+            continue;
         for (int i = 0; i < TOP; i++) {  // insert it, and go on with what it displaces
             if (is_before(value, id, best[i], best_ids[i])) {
                 float displaced = best[i];
@@ -278,7 +283,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
         }
         int chosen = places[0];
         if (item == 0) {
-            int at = first + row * TOP + place;
+            int at = row * TOP + place;
             ids[at] = min(chosen, n - 1);  // where logits are no numbers nothing is chosen
             probabilities[at] = exp(parts[0] - largest) / total;
         }
@@ -291,5 +296,39 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
             best_ids[TOP - 1] = n;
         }
         barrier(CLK_LOCAL_MEM_FENCE);
+    }
+}
+
+// The next level of a tree: of the candidates (n_rows, TOP) of the level before it those `width` that are reached most
+// often, by the product of the chances from the root on. Its nodes have indices from `first` on, those of the level before
+// from `before` on; with `first` 0 they follow the one row that there is. Fills ids, parents, chances, reach and sees
+// (n_nodes, n_nodes) for them. One item.
+kernel void choose_level(global const int* restrict candidates, global const float* restrict candidate_chances,
+                         global int* restrict ids, global int* restrict parents, global float* restrict chances,
+                         global float* restrict reach, global uchar* restrict sees, int n_rows, int width, int before,
+                         int first, int n_nodes) {
+    int n_taken[TOP];  // of each row, whose candidates come likeliest first
+    for (int row = 0; row < TOP; row++)
+        n_taken[row] = 0;
+    for (int node = first; node < first + width; node++) {
+        int chosen = -1;
+        float most = -1;
+        for (int row = 0; row < n_rows; row++) {
+            if (n_taken[row] == TOP)
+                continue;
+            float value = candidate_chances[row * TOP + n_taken[row]] * (first ? reach[before + row] : 1);
+            if (chosen < 0 || value > most) {
+                chosen = row;
+                most = value;
+            }
+        }
+        int candidate = chosen * TOP + n_taken[chosen]++;
+        int parent = first ? before + chosen : -1;
+        ids[node] = candidates[candidate];
+        parents[node] = parent;
+        chances[node] = candidate_chances[candidate];
+        reach[node] = most;
+        for (int other = 0; other < n_nodes; other++)
+            sees[node * n_nodes + other] = other == node || (parent >= 0 && sees[parent * n_nodes + other]);
     }
 }

@@ -15,8 +15,8 @@ from edgeinfer.gguf import ModelFile
 from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
 from edgeinfer.types import HiddenStates, Logits, TokenIds
 
-TOP = 4  # candidates that the device chooses
-MAX_LEVELS = 16  # of candidates that it chooses one after the other
+TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
+MAX_NODES = 128  # of a tree that it chooses
 HEAD_ROWS = 32  # rows of logits at once
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
 _FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
@@ -136,14 +136,15 @@ def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int
         "sums": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
         "logits": HEAD_ROWS * spec.n_vocab,
         "ids": n_batch,
-        "rows": max(n_batch, HEAD_ROWS),
-        "positions": n_batch,
+        "rows": max(n_batch, HEAD_ROWS, MAX_NODES),
+        "positions": max(n_batch, MAX_NODES),
         "query_scales": n_batch,
-        "chosen": MAX_LEVELS * TOP,
-        "chances": MAX_LEVELS * TOP,
+        "candidates": TOP * TOP,
+        "chances": TOP * TOP,
+        **{name: MAX_NODES for name in ("node_ids", "parents", "node_chances", "reach")},
     }
     sizes |= {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(_ropes(spec, n_ctx)[0])}
-    whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": n_batch * n_batch}
+    whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": max(n_batch, MAX_NODES) ** 2}
     return {name: 4 * n for name, n in sizes.items()} | whole
 
 
@@ -193,19 +194,28 @@ class Layer:
 class Batch:
     """Tokens of one pass. ids, positions: (n,) int32.  sees: (n, n) uint8, row i: what token i sees; None for a chain.
 
-    n_past: committed tokens, whose slots of the cache those of the batch follow.
+    n_past: committed tokens, whose slots of the cache those of the batch follow.  n_nodes: of the tree that these
+    tokens are in, 0 for a chain.  first: node of the tree that the first of them is.
     """
 
     ids: TokenIds
     positions: TokenIds
     sees: NDArray[np.uint8] | None
     n_past: int
+    n_nodes: int = 0
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-_UNKNOWN = np.zeros(1, dtype=np.int32)  # the token of a batch that the device has chosen
+@dataclass(frozen=True)
+class Nodes:
+    """Of a drafted tree, (n,) each: see edgeinfer.speculation.tree.DraftTree."""
+
+    tokens: TokenIds
+    parents: TokenIds
+    p: NDArray[np.float32]
 
 
 class Decoder:
@@ -256,38 +266,38 @@ class Decoder:
         if not len(rows):
             self.device.finish()
 
-    def draft(self, batch: Batch, n_levels: int, n_vocab: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Run a chain, then its likeliest successor, and that one's, all chosen on the device; see OpenCLSession.draft.
+    def draft(self, batch: Batch, n_levels: int, width: int, n_vocab: int) -> Nodes:
+        """Run a chain, then levels of a tree behind it, all chosen on the device; see OpenCLSession.draft.
 
-        Nothing is read before the end, so the host waits once.
+        Nothing is read before the end, so that the host waits for the device once.
         """
-        buffers, chain = self._buffers, batch
-        self._write(chain)
-        self._embed(buffers["ids"], len(chain))
-        for level in range(n_levels):
-            self._run_layers(chain, (), None)
-            self._head(np.array([len(chain) - 1], dtype=np.int32))
-            arguments = (
-                buffers["logits"],
-                buffers["chosen"],
-                buffers["chances"],
-                n_vocab,
-                self.spec.n_vocab,
-                TOP * level,
-            )
-            self._run("likeliest", [self._group, 1], [self._group, 1], *arguments)
-            place = batch.n_past + len(batch) + level
-            chain = Batch(_UNKNOWN, np.array([place], dtype=np.int32), None, place)
-            if level + 1 < n_levels:
-                self._write_places(chain)
-                self._embed(buffers["chosen"], 1, first=TOP * level)
-        ids = self.device.read(buffers["chosen"], np.empty((n_levels, TOP), dtype=np.int32))
-        return ids, self.device.read(buffers["chances"], np.empty((n_levels, TOP), dtype=np.float32))
+        buffers, n_nodes = self._buffers, n_levels * width
+        self._write(batch)
+        self._embed(buffers["ids"], len(batch))
+        rows, before = np.array([len(batch) - 1], dtype=np.int32), 0
+        for first in range(0, n_nodes, width):
+            self._run_layers(batch, (), None)
+            self._head(rows)
+            self._choose(len(rows), width, before, first, n_nodes, n_vocab)
+            if first + width < n_nodes:
+                n_past = batch.n_past if first else batch.n_past + len(batch)
+                places = np.full(width, n_past + first // width, dtype=np.int32)
+                batch = Batch(np.zeros(width, dtype=np.int32), places, None, n_past, n_nodes, first)
+                self._write_places(batch)
+                self._embed(buffers["node_ids"], width, first)
+                rows, before = np.arange(width, dtype=np.int32), first
+        ids, parents = (
+            self.device.read(buffers[name], np.empty(n_nodes, np.int32)) for name in ("node_ids", "parents")
+        )
+        return Nodes(ids, parents, self.device.read(buffers["node_chances"], np.empty(n_nodes, dtype=np.float32)))
 
     def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
         """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
-        if np.array_equal(rows, np.arange(len(rows))):
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        if not moved.size:
             return
+        n_in_place = int(moved[0])
+        rows, n_past = rows[n_in_place:] - np.int32(n_in_place), n_past + n_in_place
         spec = self.spec
         self.device.write(self._buffers["rows"], rows)
         items, group = [spec.head_dim, spec.n_layers * spec.n_kv_heads], [min(16, spec.head_dim), 1]
@@ -306,7 +316,7 @@ class Decoder:
     def _write_places(self, batch: Batch) -> None:
         """What the kernels need to know of the positions of a batch."""
         device, buffers = self.device, self._buffers
-        device.write(buffers["positions"], batch.positions)
+        device.write(buffers["positions"], batch.positions, 4 * batch.first)
         device.write(buffers["query_scales"], self._query_scales[batch.positions])
         for i, rope in enumerate(self._ropes):
             angles = batch.positions[:, None] * np.array(rope.inverse_frequencies)  # float64
@@ -340,12 +350,12 @@ class Decoder:
         self._run(
             *("turn_and_store", [spec.head_dim, n_heads, n], [min(16, spec.head_dim), 1, 1]),
             *(buffers["qkv"], self._keys, self._values, turns, buffers["query_scales"]),
-            *(index, self._n_ctx, batch.n_past, n_dims, halves),
+            *(index, self._n_ctx, batch.n_past + batch.first, n_dims, halves),
         )
         self._run(
             *("attend", [self._group, spec.n_heads, n], [self._group, 1, 1]),
             *(buffers["qkv"], self._keys, self._values, buffers["positions"], buffers["sees"], buffers["heads"]),
-            *(index, self._n_ctx, batch.n_past, n, int(batch.sees is not None)),
+            *(index, self._n_ctx, batch.n_past, n, batch.n_nodes, batch.first),
             *(spec.attention[index].window or 0, spec.attention_soft_cap or 0.0),
         )
         n_q = spec.n_heads * spec.head_dim
@@ -414,6 +424,15 @@ class Decoder:
             n_logits = n * spec.n_vocab
             self._run("cap_logits", [n_logits], [16], buffers["logits"], spec.logit_soft_cap, n_logits)
 
+    def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_vocab: int) -> None:
+        """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
+        buffers, group = self._buffers, [self._group, 1]
+        candidates = buffers["candidates"], buffers["chances"]
+        items = [self._group, n_rows]
+        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_vocab)
+        nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
+        self._run("choose_level", [1], [1], *candidates, *nodes, n_rows, width, before, first, n_nodes)
+
     def _run(self, name: str, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
         self.device.run(self._kernels[name], items, group, *arguments)
 
@@ -429,7 +448,7 @@ class Decoder:
             "ACTIVATION": _ACTIVATIONS[spec.activation],
             "TOP": TOP,
         }
-        names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest"
+        names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest choose_level"
         return {name: self.device.kernel(name, ["decoder.cl"], defines) for name in names.split()}
 
     def _load(self, parts: ModelParts, progress: Progress | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +15,16 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.opencl.decoder import MAX_LEVELS, TOP, Batch, Decoder, ModelParts, activation_bytes, kv_bytes
+from edgeinfer.backends.opencl.decoder import (
+    MAX_NODES,
+    TOP,
+    Batch,
+    Decoder,
+    ModelParts,
+    Nodes,
+    activation_bytes,
+    kv_bytes,
+)
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.errors import (
@@ -86,17 +94,6 @@ class OpenCLBackend:
         return OpenCLSession(model, spec, plan, OpenCLDevice(self.info), progress)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The TOP likeliest tokens of each level, the likeliest first, of equals that with the smaller id.
-
-    ids: (n_levels, TOP) int32.  p: (n_levels, TOP) float32, their probabilities at temperature 1.
-    """
-
-    ids: NDArray[np.int32]
-    p: NDArray[np.float32]
-
-
 class OpenCLSession:
     """See edgeinfer.backends.base.Session. device: not shared with another session."""
 
@@ -161,34 +158,30 @@ class OpenCLSession:
         self._parents = links
         return Output(out, tapped if taps else None)
 
-    def draft(self, tokens: ArrayLike, n_levels: int, n_vocab: int | None = None) -> Candidates:
-        """The likeliest tokens behind tokens, behind the first of those, and so on, chosen on the device.
+    def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
+        """A tree of what is likely behind tokens, `width` nodes in each level, chosen on the device.
 
-        Only they are read back, once for all levels. It is a forward pass of tokens and of the first candidate of every
-        level but the last, in that order, which `commit` can keep.  n_levels: 1 .. MAX_LEVELS.  n_vocab: candidates are
-        below it; None for all tokens. Raises InvalidArgument, and what `forward` raises.
+        Of the successors of a level's nodes those that are reached most often make the next one (EAGLE-2, Li et al.,
+        arXiv:2406.16858); p is the model's own, at temperature 1. Only the tree is read back, once for all levels.
+        It is a forward pass of tokens and then of all nodes but those of the last level, which `commit` can keep.
+        n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: tokens of nodes are
+        below it, as if there were no others; None for all. Raises InvalidArgument, and what `forward` raises.
         """
         decoder = self._open()
         n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
-        if not 1 <= n_levels <= MAX_LEVELS or not TOP <= n_vocab <= self.spec.n_vocab:
-            raise InvalidArgument(
-                f"n_levels must be in 1..{MAX_LEVELS}, and n_vocab in {TOP}..{self.spec.n_vocab}: found {n_levels} and "
-                f"{n_vocab}"
-            )
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
-        n_rows = len(ids) + n_levels - 1
-        if self._n_past + n_rows > self.n_ctx:
-            raise ContextOverflow(self._n_past + n_rows, self.n_ctx)
+        self._check_tree(len(ids), n_levels, width, n_vocab)
         self._stopped = False
         self._parents = np.empty(0, dtype=np.int32)
-        nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
         n_before = (len(ids) - 1) // self.n_batch * self.n_batch
         for first in range(0, n_before, self.n_batch):
+            nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
             batch = self._chain(ids[first : first + self.n_batch], first)
             decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
-        candidates = Candidates(*decoder.draft(self._chain(ids[n_before:], n_before), n_levels, n_vocab))
-        self._parents = check_parents(None, n_rows)
-        return candidates
+        nodes = decoder.draft(self._chain(ids[n_before:], n_before), n_levels, width, n_vocab)
+        passed = nodes.parents[: (n_levels - 1) * width] + np.int32(len(ids))
+        self._parents = np.concatenate([check_parents(None, len(ids)), passed])
+        return nodes
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
@@ -224,6 +217,19 @@ class OpenCLSession:
         """Give the memory back. Further calls raise."""
         self._decoder = None
 
+    def _check_tree(self, n_tokens: int, n_levels: int, width: int, n_vocab: int) -> None:
+        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted."""
+        widest = min(TOP, self.n_batch)
+        if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
+            raise InvalidArgument(
+                f"a drafted tree has levels of 1..{widest} nodes, {MAX_NODES} in all: found {n_levels} of {width}"
+            )
+        if not TOP <= n_vocab <= self.spec.n_vocab:
+            raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
+        n_past = self._n_past + n_tokens + (n_levels - 1) * width
+        if n_past > self.n_ctx:
+            raise ContextOverflow(n_past, self.n_ctx)
+
     def _open(self) -> Decoder:
         if self._decoder is None:
             raise EdgeInferError("this session is closed")
@@ -244,4 +250,4 @@ class OpenCLSession:
             if parent >= 0:
                 sees[row] |= sees[parent]
         depths = sees.sum(axis=1, dtype=np.int32) - 1
-        return Batch(ids, self._n_past + depths, sees, self._n_past)
+        return Batch(ids, self._n_past + depths, sees, self._n_past, len(ids))

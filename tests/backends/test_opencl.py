@@ -220,31 +220,67 @@ def test_misuse_is_refused(tiny: Open) -> None:
         session.forward([1])
 
 
-# ---- candidates --------------------------------------------------------------------------------------------------
+# ---- trees chosen on the device ----------------------------------------------------------------------------------
 
 
-def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    weights = np.exp(logits.astype(np.float64) - logits.max())
-    return weights / weights.sum()
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def chosen_on_the_host(
+    session: OpenCLSession, prompt: list[int], n_levels: int, width: int, n_vocab: int
+) -> tuple[list[int], list[int], list[float]]:
+    """(tokens, parents, p) of the tree, with a pass from the beginning for each node."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    p: list[float] = []
+    reach = {-1: 0.0}
+    level = [-1]
+    for _ in range(n_levels):
+        candidates = []
+        for node in level:
+            text = prompt + [tokens[row] for row in (branch_to(node, parents) if node >= 0 else [])]
+            chances = log_softmax(session.forward(text).logits[0][:n_vocab])
+            best = np.argsort(-chances, kind="stable")[:width].tolist()
+            candidates += [(reach[node] + chances[id], node, id, chances[id]) for id in best]
+        candidates.sort(key=lambda each: -each[0])
+        level = list(range(len(tokens), len(tokens) + width))
+        for of_path, node, id, chance in candidates[:width]:
+            reach[len(tokens)] = of_path
+            tokens.append(id)
+            parents.append(node)
+            p.append(float(np.exp(chance)))
+    return tokens, parents, p
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_candidates_of_each_level_are_what_the_host_would_choose(
-    is_cpu: bool, tiny: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("architecture, n_levels, width", [("qwen2", 6, 1), ("qwen2", 5, 3), ("gemma2", 5, 8)])
+def test_a_tree_is_what_the_host_would_choose(
+    architecture: Architecture,
+    n_levels: int,
+    width: int,
+    is_cpu: bool,
+    opencl_device: OpenCLDevice,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OpenCLDevice, "is_cpu", is_cpu)
-    prompt, session, alone = some_tokens(rng, 21), tiny(n_batch=8), tiny()
-    found = session.draft(prompt, 6)
-    text = prompt.tolist()
-    for ids, p in zip(found.ids, found.p, strict=True):
-        logits = alone.forward(text).logits[0]
-        best = np.argsort(-logits, kind="stable")[: len(ids)]
-        assert ids.tolist() == best.tolist()
-        np.testing.assert_allclose(p, softmax(logits)[best], rtol=1e-3)
-        text.append(int(ids[0]))
-    session.commit(range(len(prompt) + 3))  # three of the five that were passed on
-    rest = some_tokens(rng, 4)
-    expected = alone.forward([*text[: len(prompt) + 3], *rest]).logits
+    keys = {f"{architecture}.attention.sliding_window": 4 if architecture == "gemma2" else None}
+    open_session = opener(write_tiny_model(tmp_path / "m.gguf", architecture, "F32", metadata=keys))
+    prompt, rest, session, alone = some_tokens(rng, 21), some_tokens(rng, 4), open_session(n_batch=8), open_session()
+    nodes = session.draft(prompt, n_levels, width, n_vocab=200)
+    tokens, parents, p = chosen_on_the_host(alone, prompt.tolist(), n_levels, width, 200)
+    # The host adds logarithms: where two nodes are reached as often to seven digits, they may change places.
+    assert nodes.tokens.tolist() == tokens and nodes.parents.tolist() == parents
+    np.testing.assert_allclose(nodes.p, p, rtol=2e-3)
+
+    leaf = (n_levels - 1) * width - 1  # the last node that was passed on
+    path = branch_to(leaf, parents)
+    session.commit([*range(21), *(21 + node for node in path)])
+    assert session.n_past == 21 + len(path)
+    expected = alone.forward([*prompt, *(tokens[node] for node in path), *rest]).logits
     assert difference(session.forward(rest).logits, expected) < 1e-4
 
 
@@ -256,29 +292,34 @@ def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
     decoder = tiny()._open()
     n = decoder.spec.n_vocab
     cases = {
-        "equal": (np.zeros(n), [0, 1, 2, 3]),
-        "ascending": (np.arange(n) / n, [199, 198, 197, 196]),
-        "some equal": (np.isin(np.arange(n), [250, 190, 3, 100, 17]) * 5.0, [3, 17, 100, 190]),
-        "minus infinity": (np.where(np.arange(n) == 77, 0, -np.inf), [77, 0, 1, 2]),
-        "no numbers": (np.full(n, np.nan), [199, 199, 199, 199]),
+        "equal": (np.zeros(n), [0, 1, 2, 3, 4, 5, 6, 7]),
+        "ascending": (np.arange(n) / n, list(range(199, 191, -1))),
+        "some equal": (np.isin(np.arange(n), [250, 190, 3, 100, 17]) * 5.0, [3, 17, 100, 190, 0, 1, 2, 4]),
+        "minus infinity": (np.where(np.arange(n) == 77, 0, -np.inf), [77, 0, 1, 2, 3, 4, 5, 6]),
+        "no numbers": (np.full(n, np.nan), [199] * 8),
     }
     for what, (logits, expected) in cases.items():
         device, buffers = decoder.device, decoder._buffers
         device.write(buffers["logits"], logits.astype(np.float32))
         group = [decoder._group, 1]
-        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "chosen", "chances")), 200, n, 0)
-        assert device.read(buffers["chosen"], np.empty(4, dtype=np.int32)).tolist() == expected, what
+        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "candidates", "chances")), 200, n)
+        assert device.read(buffers["candidates"], np.empty(8, dtype=np.int32)).tolist() == expected, what
 
 
-def test_levels_that_do_not_fit_are_refused(tiny: Open) -> None:
+def test_trees_that_do_not_fit_are_refused(tiny: Open) -> None:
     session = tiny()
     with pytest.raises(ContextOverflow):
         session.draft([1] * 250, 8)
-    for n_levels, n_vocab in [(0, None), (17, None), (1, 3), (1, 10**6)]:
-        with pytest.raises(InvalidArgument, match="n_levels must be in 1..16"):
-            session.draft([1], n_levels, n_vocab)
-    assert session.draft([1] * 250, 7).ids.shape == (7, 4) and session.n_past == 0
-    assert session.draft([1], 4, n_vocab=4).ids.max() < 4
+    assert session.draft([1] * 250, 7).tokens.shape == (7,) and session.n_past == 0
+    for n_levels, width in [(0, 1), (129, 1), (17, 8), (1, 9), (1, 0)]:
+        with pytest.raises(InvalidArgument, match=f"levels of 1..8 nodes, 128 in all: found {n_levels} of {width}"):
+            session.draft([1], n_levels, width)
+    with pytest.raises(InvalidArgument, match=r"levels of 1\.\.4 nodes"):
+        tiny(n_batch=4).draft([1], 2, 8)
+    for n_vocab in (7, 10**6):
+        with pytest.raises(InvalidArgument, match="n_vocab must be in 8"):
+            session.draft([1], 1, n_vocab=n_vocab)
+    assert session.draft([1], 4, 4, n_vocab=8).tokens.max() < 8
 
 
 # ---- memory and failures -----------------------------------------------------------------------------------------

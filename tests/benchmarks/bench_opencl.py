@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--device N] [--rounds 7]
 
 Milliseconds, medians: of passes of some tokens behind 128 others with the logits of the last read back; of a level of
-candidates chosen on the device (`OpenCLSession.draft`, 8 levels); of a copy of 4 bytes there and back; and of ternary
-products with two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included. Through PoCL these
-are figures of the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
+a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a copy of 4 bytes there and back;
+and of ternary products with two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included.
+Through PoCL these are figures of the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ def passes(session: Session, tokens: np.ndarray, rounds: int) -> dict[int, float
     return {n: milliseconds(lambda n=n: session.forward(tokens[:n]), rounds) for n in SIZES}
 
 
-def level(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> float:
-    return round(milliseconds(lambda: session.draft(tokens, N_LEVELS), rounds) / N_LEVELS, 3)
+def levels(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> dict[int, float]:
+    """Of a level of a tree, by number of nodes."""
+    return {
+        width: round(milliseconds(lambda width=width: session.draft(tokens, N_LEVELS, width), rounds) / N_LEVELS, 3)
+        for width in (1, 4)
+    }
 
 
 def round_trip(device: OpenCLDevice, rounds: int) -> float:
@@ -80,7 +84,7 @@ def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]
             tokens = np.random.default_rng(1).integers(0, spec.n_vocab, N_PAST).astype(np.int32)
             result[f"{name}_passes"] = passes(session, tokens, rounds)
             if isinstance(session, OpenCLSession):
-                result["opencl_level"] = level(session, tokens[:1], rounds)
+                result["opencl_levels"] = levels(session, tokens[:1], rounds)
             session.close()
     for shape in TERNARY_SHAPES:
         for n in TERNARY_SIZES:
