@@ -160,6 +160,11 @@ def _ropes(spec: ModelSpec, n_ctx: int) -> tuple[list[RopeSpec], list[int | None
     return ropes, of_layers
 
 
+def _power_of_two(n: int) -> int:
+    """The largest that is at most n."""
+    return 1 << (n.bit_length() - 1)
+
+
 class Linear:
     """Matrices side by side on the device, and their bias."""
 
@@ -238,7 +243,7 @@ class Decoder:
         self._poll = poll
         self._ropes, self._rope_of = _ropes(spec, n_ctx)
         self._query_scales = query_scales(spec, n_ctx)
-        self._group = 16 if device.is_cpu else 64
+        self._group = 16 if device.is_cpu else _power_of_two(min(64, device.info.max_work_group))
         self._n_ctx = n_ctx
         self._kernels = self._make_kernels()
         sizes = activation_bytes(spec, n_ctx, n_batch)

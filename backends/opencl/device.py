@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.opencl.library import DeviceInfo, errors_translated, handle_of, open_library
+from edgeinfer.backends.opencl.library import DeviceInfo, errors_translated, handle_of, lost, open_library
 from edgeinfer.errors import BackendLost
 
 Buffer = Any  # pyopencl.Buffer
@@ -100,12 +100,14 @@ class OpenCLDevice:
 
         Integers are passed as 32 bits, floats as float32; which argument is which must not change.
         """
-        whole = tuple(-(-n // size) * size for n, size in zip(items, group, strict=True))
-        with errors_translated(f"running kernel {kernel.name}"):
+        whole = tuple([-(-n // size) * size for n, size in zip(items, group, strict=True)])
+        try:  # hundreds of times for a token: without the context manager
             if not kernel.is_typed:
                 kernel.handle.set_scalar_arg_dtypes([_NUMBERS.get(type(each)) for each in arguments])
                 kernel.is_typed = True
             kernel.handle(self._queue, whole, tuple(group), *arguments)
+        except self._cl.Error as error:
+            raise lost(f"running kernel {kernel.name}", error) from error
 
     def finish(self) -> None:
         """Wait until all that was enqueued is done."""

@@ -95,12 +95,17 @@ def handle_of(info: DeviceInfo) -> Any:
 
 @contextmanager
 def errors_translated(what: str) -> Iterator[None]:
-    """Within, errors of OpenCL become BackendLost, which says what failed, why, and what to do."""
+    """Within, errors of OpenCL become BackendLost; see `lost`."""
     cl = open_library()
     try:
         yield
     except cl.Error as error:
-        raise BackendLost(f"OpenCL: {what} failed: {_explanation(cl, error)}") from error
+        raise lost(what, error) from error
+
+
+def lost(what: str, error: Any) -> BackendLost:
+    """What an error of OpenCL is here: what failed, why, and what to do."""
+    return BackendLost(f"OpenCL: {what} failed: {_explanation(open_library(), error)}")
 
 
 def _explanation(cl: Any, error: Any) -> str:
