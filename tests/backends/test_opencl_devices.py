@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, check_device, choose_device, library, list_devices
 from edgeinfer.backends.opencl import device as device_module
-from edgeinfer.cli import main
+from edgeinfer.cli.devices import _device_lines, ask_opencl
 from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
 
 SOURCES = Path(device_module.__file__).parent
@@ -27,26 +28,34 @@ def without_pyopencl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyopencl", None)
 
 
-def devices_command(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["devices", *arguments])
+def devices_process(*arguments: str, **environment: str) -> str:
+    """What the command prints in such an environment. PATIENCE: seconds that it waits for the drivers."""
+    patience = environment.pop("PATIENCE", "60")
+    script = (
+        f"import edgeinfer.cli.devices as c; c._PATIENCE_SECONDS = {patience}; from edgeinfer.cli import main; main()"
+    )
+    command = [sys.executable, "-P", "-c", script, "devices", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def test_devices_are_listed_and_pass_their_check(opencl_device: OpenCLDevice) -> None:
-    found = json.loads(devices_command("--json").stdout)
+    found = json.loads(devices_process("--json"))
     assert found["cpu"]["n_cores"] >= 1 and found["cpu"]["isa"] in found["cpu"]["isas"]
     assert found["cpu"]["available_memory_bytes"] > 0 and found["cpu"]["reason"] is None
     of_index = {device["index"]: device for device in found["opencl"]["devices"]}
     own = of_index[opencl_device.info.index]
     assert own["reason"] is None and own["memory_bytes"] >= own["max_buffer_bytes"] > 0 and own["compute_units"] >= 1
-    text = devices_command().stdout
+    text = devices_process()
     assert text.startswith("CPU") and f"OpenCL {own['index']}" in text and own["name"] in text
 
 
-def test_without_pyopencl_the_cpu_is_listed_and_the_extra_is_named(without_pyopencl: None) -> None:
-    run = devices_command()
-    assert run.exit_code == 0
-    assert run.stdout.startswith("CPU") and "pip install 'edgeinfer[opencl]'" in run.stdout
-    assert json.loads(devices_command("--json").stdout)["opencl"]["devices"] == []
+def test_without_pyopencl_the_cpu_is_listed_and_the_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pyopencl.py").write_text("raise ModuleNotFoundError('No module named pyopencl')")
+    run = devices_process(PYTHONPATH=str(tmp_path))
+    assert run.startswith("CPU") and "pip install 'edgeinfer[opencl]'" in run
+    assert json.loads(devices_process("--json", PYTHONPATH=str(tmp_path)))["opencl"]["devices"] == []
 
 
 def test_without_pyopencl_a_model_is_refused_with_the_extra_to_install(without_pyopencl: None, tmp_path: Path) -> None:
@@ -57,12 +66,27 @@ def test_without_pyopencl_a_model_is_refused_with_the_extra_to_install(without_p
 def test_without_a_driver_the_cpu_is_listed_and_it_is_said_what_to_install(
     opencl_device: OpenCLDevice, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", "from edgeinfer.cli import main; main(prog_name='edgeinfer')", "devices"]
-    environment = os.environ | {"OCL_ICD_VENDORS": str(tmp_path), "OCL_ICD_FILENAMES": ""}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("CPU")
-    assert "no OpenCL driver (ICD) is installed" in run.stdout and "pocl-opencl-icd" in run.stdout
+    run = devices_process(OCL_ICD_VENDORS=str(tmp_path), OCL_ICD_FILENAMES="")
+    assert run.startswith("CPU")
+    assert "no OpenCL driver (ICD) is installed" in run and "pocl-opencl-icd" in run
+
+
+@pytest.mark.parametrize(
+    "function, words", [("abort();", "ended the process that asked it"), ("sleep(60);", "not answer within 3 s")]
+)
+def test_a_driver_that_crashes_or_hangs_leaves_the_cpu(
+    function: str, words: str, opencl_device: OpenCLDevice, tmp_path: Path
+) -> None:
+    compiler = shutil.which("cc") or missing("compiler", "cc is not installed")
+    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
+    source.write_text(
+        "#include <stdlib.h>\n#include <unistd.h>\n"
+        f"__attribute__((constructor)) static void start(void) {{ {function} }}"
+    )
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    (tmp_path / "driver.icd").write_text(str(library))
+    run = devices_process(OCL_ICD_VENDORS=str(tmp_path), OCL_ICD_FILENAMES="", PATIENCE="3")
+    assert run.startswith("CPU") and words in run
 
 
 def test_a_device_that_builds_no_kernel_is_listed_with_the_reason(
@@ -71,9 +95,9 @@ def test_a_device_that_builds_no_kernel_is_listed_with_the_reason(
     (tmp_path / "dot.cl").write_text((SOURCES / "dot.cl").read_text())
     (tmp_path / "check.cl").write_text("kernel void dot_products(global int* out) { out[0] = no_such_name; }")
     monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
-    run = devices_command()
-    assert run.exit_code == 0
-    assert "not usable" in run.stdout and "the driver cannot compile this kernel" in run.stdout
+    device, *_ = json.loads(ask_opencl())["devices"]
+    assert "the driver cannot compile this kernel" in device["reason"]
+    assert any(line.startswith("  not usable") and device["reason"] in line for line in _device_lines(device))
 
 
 def test_a_device_that_calculates_wrong_is_found_out(
