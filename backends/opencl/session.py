@@ -15,18 +15,10 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.opencl.decoder import (
-    MAX_NODES,
-    TOP,
-    Batch,
-    Decoder,
-    ModelParts,
-    Nodes,
-    activation_bytes,
-    kv_bytes,
-)
+from edgeinfer.backends.opencl.decoder import Batch, Decoder, Nodes
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
+from edgeinfer.backends.opencl.parts import MAX_NODES, TOP, ModelParts, activation_bytes, kv_bytes
 from edgeinfer.errors import (
     BudgetExceeded,
     ContextOverflow,
