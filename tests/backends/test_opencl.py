@@ -32,6 +32,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.speculation.cost import measure_costs
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
 
@@ -427,6 +428,12 @@ def test_what_it_drafts_changes_no_text(
     assert (
         speculation is not None and speculation.by_drafter["model"].accepted > 10
     )  # the same model: it is often right
+
+
+def test_its_passes_can_be_timed_as_those_of_any_session(tiny: Open) -> None:
+    session = tiny()
+    curve = measure_costs(session, 0.3)
+    assert curve.near[1] > 0 and session.n_past == 0
 
 
 def test_a_drafter_whose_device_fails_ends_drafting_and_not_the_answer(
