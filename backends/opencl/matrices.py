@@ -10,8 +10,9 @@ With two bits that is the format of backends/ternary/packing.py. Scales are half
 each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and floats
 are kept as they are, [tile][k][row].
 
-Q8_0, Q5_0, Q4_0, Q4_1, Q5_1, TQ1_0, TQ2_0 and I2_S have the weights of the file. Scales of Q4_K, Q5_K and Q6_K are
-products of two numbers, here rounded to half floats: a relative error of 2^-11 at most, or 2^-25 absolute.
+Codes of 5 and 6 bits take 8. Q8_0, Q5_0, Q4_0, Q4_1, Q5_1, TQ1_0, TQ2_0 and I2_S have the weights of the file. Scales
+of Q4_K, Q5_K and Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at most, or
+2^-25 absolute.
 """
 
 from __future__ import annotations
