@@ -15,8 +15,7 @@ float sum_of_group(float value, local float* parts) {
     parts[item] = value;
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
-        if (item < half_size)
-            parts[item] += parts[item + half_size];
+        if (item < half_size) parts[item] += parts[item + half_size];
         barrier(CLK_LOCAL_MEM_FENCE);
     }
     float sum = parts[0];
@@ -29,8 +28,7 @@ float maximum_of_group(float value, local float* parts) {
     parts[item] = value;
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int half_size = GROUP / 2; half_size > 0; half_size /= 2) {
-        if (item < half_size)
-            parts[item] = fmax(parts[item], parts[item + half_size]);
+        if (item < half_size) parts[item] = fmax(parts[item], parts[item + half_size]);
         barrier(CLK_LOCAL_MEM_FENCE);
     }
     float maximum = parts[0];
@@ -42,32 +40,30 @@ float capped(float x, float cap) { return cap == 0 ? x : cap * tanh(x / cap); }
 
 // RMS norm of runs of n numbers: run g of token t begins at t * stride + first + g * n, in `in` as in `out`, which may be
 // the same. Groups: (1, runs of a token, tokens).
-kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void rms_norm(
-    global const float* in, int in_first, int in_stride, global float* out, int out_first, int out_stride,
-    global const float* restrict weight, int n, float epsilon) {
+kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void rms_norm(global const float* in, int in_first,
+                                                                        int in_stride, global float* out, int out_first,
+                                                                        int out_stride,
+                                                                        global const float* restrict weight, int n,
+                                                                        float epsilon) {
     local float parts[GROUP];
     int run = get_group_id(1), token = get_group_id(2);
     global const float* from = in + (size_t)token * in_stride + in_first + run * n;
     global float* to = out + (size_t)token * out_stride + out_first + run * n;
     float squares = 0;
-    for (int i = get_local_id(0); i < n; i += GROUP)
-        squares += from[i] * from[i];
+    for (int i = get_local_id(0); i < n; i += GROUP) squares += from[i] * from[i];
     float root = sqrt(sum_of_group(squares, parts) / n + epsilon);
-    for (int i = get_local_id(0); i < n; i += GROUP)
-        to[i] = from[i] / root * weight[i];
+    for (int i = get_local_id(0); i < n; i += GROUP) to[i] = from[i] / root * weight[i];
 }
 
 // Each RUN of values (n_tokens, n) rounded to 8 bits, with its scale and the sum of its codes. Items: (runs, tokens).
 kernel void quantise(global const float* restrict values, global char* restrict codes, global float* restrict scales,
                      global int* restrict sums, int n) {
     int run = get_global_id(0), n_runs = n / RUN;
-    if (run >= n_runs)
-        return;
+    if (run >= n_runs) return;
     size_t at = (size_t)get_global_id(1) * n_runs + run;
     global const float* from = values + at * RUN;
     float largest = 0;
-    for (int i = 0; i < RUN; i++)
-        largest = fmax(largest, fabs(from[i]));
+    for (int i = 0; i < RUN; i++) largest = fmax(largest, fabs(from[i]));
     float inverse = largest >= 1e-30f ? 127 / largest : 0;
     int sum = 0;
     for (int i = 0; i < RUN; i++) {
@@ -85,8 +81,7 @@ kernel void turn_and_store(global float* restrict qkv, global half* restrict key
                            global const float2* restrict turns, global const float* restrict query_scales, int layer,
                            int n_ctx, int n_past, int n_dims, int pairs_are_halves) {
     int i = get_global_id(0), head = get_global_id(1), token = get_global_id(2);
-    if (i >= HEAD_DIM)
-        return;
+    if (i >= HEAD_DIM) return;
     global float* x = qkv + (size_t)token * N_QKV + head * HEAD_DIM;
     int is_query = head < N_HEADS, is_value = head >= N_HEADS + N_KV_HEADS;
     int kv_head = is_query ? 0 : (head - N_HEADS) % N_KV_HEADS;
@@ -96,8 +91,7 @@ kernel void turn_and_store(global float* restrict qkv, global half* restrict key
         return;
     }
     int n_pairs = n_dims / 2;
-    if (i >= n_pairs && i < n_dims)
-        return;  // done with the other of its pair
+    if (i >= n_pairs && i < n_dims) return;  // done with the other of its pair
     float scale = is_query ? query_scales[token] : 1;
     int first = i, second = i;
     float2 turned = (float2)(x[i], 0);
@@ -109,12 +103,10 @@ kernel void turn_and_store(global float* restrict qkv, global half* restrict key
     }
     if (is_query) {
         x[first] = turned.x * scale;
-        if (second != first)
-            x[second] = turned.y * scale;
+        if (second != first) x[second] = turned.y * scale;
     } else {
         vstore_half(turned.x, slot + first, keys);
-        if (second != first)
-            vstore_half(turned.y, slot + second, keys);
+        if (second != first) vstore_half(turned.y, slot + second, keys);
     }
 }
 
@@ -130,12 +122,10 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
     local float parts[GROUP], weights[GROUP], query[HEAD_DIM];
     int item = get_local_id(0), head = get_group_id(1), token = get_group_id(2);
     size_t slots = (size_t)(layer * N_KV_HEADS + head / (N_HEADS / N_KV_HEADS)) * n_ctx;
-    for (int d = item; d < HEAD_DIM; d += GROUP)
-        query[d] = qkv[(size_t)token * N_QKV + head * HEAD_DIM + d];
+    for (int d = item; d < HEAD_DIM; d += GROUP) query[d] = qkv[(size_t)token * N_QKV + head * HEAD_DIM + d];
     barrier(CLK_LOCAL_MEM_FENCE);
     float sums[(HEAD_DIM + GROUP - 1) / GROUP];
-    for (int part = 0; part < (HEAD_DIM + GROUP - 1) / GROUP; part++)
-        sums[part] = 0;
+    for (int part = 0; part < (HEAD_DIM + GROUP - 1) / GROUP; part++) sums[part] = 0;
     int node = first + token;
     int oldest = window ? max(0, positions[node] - window + 1) : 0;
     int last = n_past + (n_nodes ? first + n_tokens : token + 1);
@@ -148,8 +138,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
         float score = -INFINITY;
         if (is_seen) {
             score = 0;
-            for (int d = 0; d < HEAD_DIM; d++)
-                score += query[d] * vload_half((slots + slot) * HEAD_DIM + d, keys);
+            for (int d = 0; d < HEAD_DIM; d++) score += query[d] * vload_half((slots + slot) * HEAD_DIM + d, keys);
             score = capped(score, cap);
         }
         float now = fmax(largest, maximum_of_group(score, parts));
@@ -161,8 +150,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
         int n_here = min(GROUP, last - base);
         for (int part = 0, d = item; d < HEAD_DIM; part++, d += GROUP) {
             float sum = sums[part] * kept;
-            for (int i = 0; i < n_here; i++)
-                sum += weights[i] * vload_half((slots + base + i) * HEAD_DIM + d, values);
+            for (int i = 0; i < n_here; i++) sum += weights[i] * vload_half((slots + base + i) * HEAD_DIM + d, values);
             sums[part] = sum;
         }
         barrier(CLK_LOCAL_MEM_FENCE);  // weights are written again
@@ -174,8 +162,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
 // activation(gate) * up: in (n_tokens, 2 n), out (n_tokens, n). Items: (n, tokens).
 kernel void gate(global const float* restrict in, global float* restrict out, int n) {
     int i = get_global_id(0);
-    if (i >= n)
-        return;
+    if (i >= n) return;
     size_t token = get_global_id(1);
     float x = in[token * 2 * n + i], up = in[token * 2 * n + n + i];
 #if ACTIVATION == 0
@@ -191,22 +178,19 @@ kernel void gate(global const float* restrict in, global float* restrict out, in
 // x += factor * y. Items: (n,).
 kernel void add(global float* restrict x, global const float* restrict y, float factor, int n) {
     int i = get_global_id(0);
-    if (i < n)
-        x[i] += factor * y[i];
+    if (i < n) x[i] += factor * y[i];
 }
 
 // Rows of in (., n), one below the other: out (n_rows, n). Items: (n, n_rows).
 kernel void take_rows(global const float* restrict in, global const int* restrict rows, global float* restrict out,
                       int n) {
     int i = get_global_id(0), row = get_global_id(1);
-    if (i < n)
-        out[(size_t)row * n + i] = in[(size_t)rows[row] * n + i];
+    if (i < n) out[(size_t)row * n + i] = in[(size_t)rows[row] * n + i];
 }
 
 kernel void cap_logits(global float* restrict logits, float cap, int n) {
     int i = get_global_id(0);
-    if (i < n)
-        logits[i] = capped(logits[i], cap);
+    if (i < n) logits[i] = capped(logits[i], cap);
 }
 
 // Moves the rows of a path to where sequential decoding would have put them. rows: ascending, row i is at least i, so
@@ -214,8 +198,7 @@ kernel void cap_logits(global float* restrict logits, float cap, int n) {
 kernel void keep_path(global half* keys, global half* values, global const int* restrict rows, int n_rows, int n_ctx,
                       int n_past) {
     int d = get_global_id(0);
-    if (d >= HEAD_DIM)
-        return;
+    if (d >= HEAD_DIM) return;
     size_t slots = (size_t)get_global_id(1) * n_ctx + n_past;
     global ushort* key_bits = (global ushort*)keys;
     global ushort* value_bits = (global ushort*)values;
@@ -233,9 +216,10 @@ int is_before(float value, int id, float other, int other_id) {
 
 // The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: ids and
 // probabilities (rows, TOP). Groups: (1, rows).
-kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
-    global const float* restrict logits, global int* restrict ids, global float* restrict probabilities, int n,
-    int stride) {
+kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(global const float* restrict logits,
+                                                                         global int* restrict ids,
+                                                                         global float* restrict probabilities, int n,
+                                                                         int stride) {
     local float parts[GROUP];
     local int places[GROUP];
     int item = get_local_id(0), row = get_group_id(1);
@@ -251,8 +235,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
         float value = own[at];
         int id = at;
         largest = fmax(largest, value);
-        if (!is_before(value, id, best[TOP - 1], best_ids[TOP - 1]))
-            continue;
+        if (!is_before(value, id, best[TOP - 1], best_ids[TOP - 1])) continue;
         for (int i = 0; i < TOP; i++) {  // insert it, and go on with what it displaces
             if (is_before(value, id, best[i], best_ids[i])) {
                 float displaced = best[i];
@@ -266,8 +249,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
     }
     largest = maximum_of_group(largest, parts);
     float total = 0;
-    for (int at = item; at < n; at += GROUP)
-        total += exp(own[at] - largest);
+    for (int at = item; at < n; at += GROUP) total += exp(own[at] - largest);
     total = sum_of_group(total, parts);
     for (int place = 0; place < TOP; place++) {
         parts[item] = best[0];
@@ -308,14 +290,12 @@ kernel void choose_level(global const int* restrict candidates, global const flo
                          global float* restrict reach, global uchar* restrict sees, int n_rows, int width, int before,
                          int first, int n_nodes) {
     int n_taken[TOP];  // of each row, whose candidates come likeliest first
-    for (int row = 0; row < TOP; row++)
-        n_taken[row] = 0;
+    for (int row = 0; row < TOP; row++) n_taken[row] = 0;
     for (int node = first; node < first + width; node++) {
         int chosen = -1;
         float most = -1;
         for (int row = 0; row < n_rows; row++) {
-            if (n_taken[row] == TOP)
-                continue;
+            if (n_taken[row] == TOP) continue;
             float value = candidate_chances[row * TOP + n_taken[row]] * (first ? reach[before + row] : 1);
             if (chosen < 0 || value > most) {
                 chosen = row;

@@ -10,7 +10,8 @@ int unsigned_byte(uint word, int i) { return word >> 8 * i & 255u; }
 int signed_byte(uint word, int i) { return (int)(word << (24 - 8 * i)) >> 24; }
 
 int dot4(uint codes, uint numbers, int sum) {
-    return sum + (unsigned_byte(codes, 0) * signed_byte(numbers, 0) + unsigned_byte(codes, 1) * signed_byte(numbers, 1)) +
+    return sum +
+           (unsigned_byte(codes, 0) * signed_byte(numbers, 0) + unsigned_byte(codes, 1) * signed_byte(numbers, 1)) +
            (unsigned_byte(codes, 2) * signed_byte(numbers, 2) + unsigned_byte(codes, 3) * signed_byte(numbers, 3));
 }
 

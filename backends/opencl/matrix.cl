@@ -7,7 +7,7 @@
 #define RUN 32  // inputs of an activation block
 
 #if BITS
-typedef uint Weight;  // a word: as many codes as fit
+typedef uint Weight;      // a word: as many codes as fit
 #define LINE (32 / BITS)  // inputs of a line
 #elif IS_HALF
 typedef half Weight;
@@ -51,8 +51,7 @@ float weight_at(global const Weight* restrict weights, global const half* restri
 kernel void gather(global const Weight* restrict weights, global const half* restrict scales,
                    global const int* restrict ids, global float* restrict out, int first, int n_in, float multiplier) {
     int k = get_global_id(0), i = get_global_id(1);
-    if (k < n_in)
-        out[(size_t)i * n_in + k] = multiplier * weight_at(weights, scales, ids[first + i], k, n_in);
+    if (k < n_in) out[(size_t)i * n_in + k] = multiplier * weight_at(weights, scales, ids[first + i], k, n_in);
 }
 
 // Adds weights of one row times the activations of TOKENS tokens to sums. Activations are codes (n_tokens, n_in), with
@@ -67,8 +66,7 @@ void add_products(global const Weight* restrict weights, global const half* rest
     int n_blocks = n_in / BLOCK;
     for (int block = get_local_id(1); block < n_blocks; block += SLICES) {
         int dots[TOKENS];
-        for (int t = 0; t < TOKENS; t++)
-            dots[t] = 0;
+        for (int t = 0; t < TOKENS; t++) dots[t] = 0;
         for (int line = block * (BLOCK / LINE); line < (block + 1) * (BLOCK / LINE); line++) {
             uint word = own[(size_t)line * ROWS];
             for (int field = 0; field < 8 / BITS; field++) {
@@ -94,8 +92,7 @@ void add_products(global const Weight* restrict weights, global const half* rest
 #else
         float weight = own[(size_t)k * ROWS];
 #endif
-        for (int t = 0; t < TOKENS; t++)
-            sums[t] += weight * values[tokens[t] * n_in + k];
+        for (int t = 0; t < TOKENS; t++) sums[t] += weight * values[tokens[t] * n_in + k];
     }
 #endif
 }
@@ -103,9 +100,9 @@ void add_products(global const Weight* restrict weights, global const half* rest
 // out[token, first_out + row] = keep * itself + factor * (matrix times activations) + bias[first_out + row].
 kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
     global const Weight* restrict weights, global const half* restrict scales, global const uint* restrict codes,
-    global const float* restrict code_scales, global const int* restrict code_sums,
-    global const float* restrict values, global const float* restrict bias, int has_bias, global float* restrict out,
-    int n_out, int n_in, int n_tokens, int first_out, int out_stride, float factor, float keep) {
+    global const float* restrict code_scales, global const int* restrict code_sums, global const float* restrict values,
+    global const float* restrict bias, int has_bias, global float* restrict out, int n_out, int n_in, int n_tokens,
+    int first_out, int out_stride, float factor, float keep) {
     local float parts[ROWS * SLICES];
     int lane = get_local_id(0), slice = get_local_id(1), row = get_global_id(0), first = get_group_id(2) * TOKENS;
     float sums[TOKENS];
@@ -120,8 +117,7 @@ kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
 #if SLICES > 1
         parts[slice * ROWS + lane] = sum;
         barrier(CLK_LOCAL_MEM_FENCE);
-        for (int other = 1; slice == 0 && other < SLICES; other++)
-            sum += parts[other * ROWS + lane];
+        for (int other = 1; slice == 0 && other < SLICES; other++) sum += parts[other * ROWS + lane];
         barrier(CLK_LOCAL_MEM_FENCE);  // parts are written again for the next token
 #endif
         if (slice == 0 && row < n_out && first + t < n_tokens) {

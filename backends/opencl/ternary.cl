@@ -12,8 +12,7 @@ int sum_of_slices(int sum, local int* parts) {
     int lane = get_local_id(0), slice = get_local_id(1);
     parts[slice * ROWS + lane] = sum;
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (int other = 1; slice == 0 && other < SLICES; other++)
-        sum += parts[other * ROWS + lane];
+    for (int other = 1; slice == 0 && other < SLICES; other++) sum += parts[other * ROWS + lane];
     barrier(CLK_LOCAL_MEM_FENCE);  // parts are written again for the next token
 #endif
     return sum;
@@ -21,15 +20,16 @@ int sum_of_slices(int sum, local int* parts) {
 
 // Multiply-add, or packed dot products where INTEGER_DOT is set, for TOKENS tokens at once.
 // sums: (n_tokens,) of each token's activations, because codes are trits + 1.
-kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
-    global const uint* restrict lines, global const uint* restrict activations, global const int* restrict sums,
-    global int* restrict out, int n_out, int n_lines, int n_tokens) {
+kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(global const uint* restrict lines,
+                                                                            global const uint* restrict activations,
+                                                                            global const int* restrict sums,
+                                                                            global int* restrict out, int n_out,
+                                                                            int n_lines, int n_tokens) {
     local int parts[ROWS * SLICES];
     int row = get_global_id(0), first = get_group_id(2) * TOKENS;
     global const uint* own = lines + (size_t)(row / ROWS) * n_lines * ROWS + row % ROWS;
     int sum[TOKENS];
-    for (int t = 0; t < TOKENS; t++)
-        sum[t] = 0;
+    for (int t = 0; t < TOKENS; t++) sum[t] = 0;
     for (int line = get_local_id(1); line < n_lines; line += SLICES) {
         uint word = own[(size_t)line * ROWS];
         for (int field = 0; field < 4; field++) {
@@ -49,9 +49,10 @@ kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
 
 // Table lookup: a table for each byte of a line holds the sum of trits times activations for every value of the byte.
 // The tables of one line are made in local memory by the whole group, for ROWS * WIDTH rows, and serve all of them.
-kernel __attribute__((reqd_work_group_size(ROWS * WIDTH, 1, 1))) void lookup(
-    global const uint* restrict lines, global const char* restrict activations, global int* restrict out, int n_out,
-    int n_lines) {
+kernel __attribute__((reqd_work_group_size(ROWS * WIDTH, 1, 1))) void lookup(global const uint* restrict lines,
+                                                                             global const char* restrict activations,
+                                                                             global int* restrict out, int n_out,
+                                                                             int n_lines) {
     local short tables[4 * 256];
     int row = get_global_id(0), token = get_global_id(1), item = get_local_id(0);
     int tile = min(row, n_out - 1) / ROWS;  // past the last tile there is none to read
@@ -68,10 +69,8 @@ kernel __attribute__((reqd_work_group_size(ROWS * WIDTH, 1, 1))) void lookup(
         }
         barrier(CLK_LOCAL_MEM_FENCE);
         uint word = own[(size_t)line * ROWS];
-        for (int of_byte = 0; of_byte < 4; of_byte++)
-            sum += tables[256 * of_byte + (word >> 8 * of_byte & 255u)];
+        for (int of_byte = 0; of_byte < 4; of_byte++) sum += tables[256 * of_byte + (word >> 8 * of_byte & 255u)];
         barrier(CLK_LOCAL_MEM_FENCE);
     }
-    if (row < n_out)
-        out[(size_t)token * n_out + row] = sum;
+    if (row < n_out) out[(size_t)token * n_out + row] = sum;
 }

@@ -22,9 +22,10 @@ _REMEDY = "see /etc/OpenCL/vendors for the drivers, and update it or take it awa
 @click.command(context_settings=ENVIRONMENT)
 @json_option
 def devices(as_json: bool) -> None:
-    """Show the devices that can run models: the CPU, and those of OpenCL.
+    """Show the devices that can run models.
 
-    Each OpenCL device is tried with a small kernel. What cannot be used is listed with the reason and what to do.
+    The CPU, and those of OpenCL, each tried with a small kernel. What cannot be used is listed with the reason and what
+    to do.
     """
     found = {"cpu": _cpu(), "opencl": _opencl()}
     click.echo(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
