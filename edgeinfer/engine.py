@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from edgeinfer.speculation.opening import DraftPlan
     from edgeinfer.template import ChatTemplate
 
-BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp"]
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl"]
 Prompt: TypeAlias = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
@@ -56,6 +56,7 @@ _BACKENDS = {
     "native": ("edgeinfer.backends.native", "NativeBackend"),
     "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
     "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
+    "opencl": ("edgeinfer.backends.opencl", "OpenCLBackend"),
 }
 
 

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from parts import missing
 
+from edgeinfer.backends.opencl import OpenCLDevice, choose_device
+from edgeinfer.errors import BackendUnavailable
+
 
 def _use_test_core() -> None:
     """Run the tests on the extension that EDGEINFER_TEST_CORE names, for instance one built with sanitizers."""
@@ -48,6 +51,15 @@ def llama_cpp() -> ModuleType:
     if importlib.util.find_spec("llama_cpp") is None:
         missing("llama", "llama-cpp-python is not installed: pip install 'edgeinfer[llama]'")
     return importlib.import_module("llama_cpp")
+
+
+@pytest.fixture(scope="session")
+def opencl_device() -> OpenCLDevice:
+    """The device that would be chosen; PoCL, the CPU, where there is no other."""
+    try:
+        return OpenCLDevice(choose_device())
+    except BackendUnavailable as error:
+        missing("opencl", str(error))
 
 
 @pytest.fixture(scope="session")

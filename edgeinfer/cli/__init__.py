@@ -25,6 +25,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "bench": "Measure how fast a model runs here.",
     "pack": "Make a model load in milliseconds.",
     "export": "Write a model in another format.",
+    "devices": "Show the devices that can run models.",
 }
 
 

@@ -45,10 +45,11 @@ def model(tmp_path_factory):
 exact = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
 
 
-@pytest.fixture(params=["reference", "native", "llama.cpp"])
+@pytest.fixture(params=["reference", "native", "llama.cpp", "opencl"])
 def backend(request):
-    if request.param == "llama.cpp":
-        request.getfixturevalue("llama_cpp")
+    needs = {"llama.cpp": "llama_cpp", "opencl": "opencl_device"}
+    if request.param in needs:
+        request.getfixturevalue(needs[request.param])
     try:
         open_backend(request.param)
     except BackendUnavailable as error:

@@ -17,7 +17,11 @@ ROWS = [  # a part may import from its own row and from those above it here
     {"cli"},
 ]
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
-HEAVY = {"llama_cpp": "edgeinfer.backends.llama_cpp.library", "matplotlib": "edgeinfer.cli.bench"}  # and their owners
+HEAVY = {  # and their owners
+    "llama_cpp": "edgeinfer.backends.llama_cpp.library",
+    "matplotlib": "edgeinfer.cli.bench",
+    "pyopencl": "edgeinfer.backends.opencl.library",
+}
 ROOT_FOLDERS = {"backends", "exporters", "hls", "models", "tests"}  # none of them is a package of its own
 
 

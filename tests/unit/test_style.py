@@ -9,7 +9,7 @@ import pytest
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-NATIVE = sorted(path for ending in ("cpp", "h") for path in (ROOT / "backends").rglob(f"*.{ending}"))
+NATIVE = sorted(path for ending in ("cpp", "h", "cl") for path in (ROOT / "backends").rglob(f"*.{ending}"))
 
 
 def tool(name: str) -> str:

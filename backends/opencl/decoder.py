@@ -1,0 +1,348 @@
+"""The forward pass on a device: what lies there, and the kernels in the order of ModelSpec's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Progress, query_scales
+from edgeinfer.backends.opencl.device import Buffer, Kernel, OpenCLDevice
+from edgeinfer.backends.opencl.matrices import RUN, Activations, DeviceMatrix
+from edgeinfer.backends.opencl.parts import (
+    HEAD_ROWS,
+    TOP,
+    LinearParts,
+    ModelParts,
+    activation_bytes,
+    kv_bytes,
+    ropes_of,
+)
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import HiddenStates, Logits, TokenIds
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
+_FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
+
+
+class Linear:
+    """Matrices side by side on the device, and their bias."""
+
+    def __init__(self, device: OpenCLDevice, parts: LinearParts) -> None:
+        self.matrices = [DeviceMatrix(device, run) for run in parts.runs]
+        self.n_out = sum(matrix.n_out for matrix in self.matrices)
+        self.n_in = self.matrices[0].n_in
+        self.takes_codes = any(matrix.format.bits for matrix in self.matrices)
+        self.has_no_bias = parts.bias is None
+        self._bias = None if parts.bias is None else device.upload(parts.bias)
+
+    def multiply(self, x: Activations, out: Buffer, n: int, factor: float = 1.0, keep: float = 0.0) -> None:
+        """out (n, n_out) = keep * out + factor * product + bias."""
+        first = 0
+        for matrix in self.matrices:
+            matrix.multiply(x, out, n, first, self.n_out, self._bias, factor, keep)
+            first += matrix.n_out
+
+
+@dataclass(frozen=True)
+class Layer:
+    """See LayerParts; on the device."""
+
+    qkv: Linear
+    attn_output: Linear
+    gate_up: Linear
+    down: Linear
+    norms: dict[str, Buffer]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one pass. ids, positions: (n,) int32.  sees: (n, n) uint8, row i: what token i sees; None for a chain.
+
+    n_past: committed tokens, whose slots of the cache those of the batch follow.  n_nodes: of the tree that these
+    tokens are in, 0 for a chain.  first: node of the tree that the first of them is.
+    """
+
+    ids: TokenIds
+    positions: TokenIds
+    sees: NDArray[np.uint8] | None
+    n_past: int
+    n_nodes: int = 0
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Of a drafted tree, (n,) each: see edgeinfer.speculation.tree.DraftTree."""
+
+    tokens: TokenIds
+    parents: TokenIds
+    p: NDArray[np.float32]
+
+
+class Decoder:
+    """A model on a device, its KV cache and its buffers. Whatever fails there raises BackendLost.
+
+    poll: called now and then during a pass; what it raises ends the pass.
+    """
+
+    def __init__(
+        self,
+        device: OpenCLDevice,
+        parts: ModelParts,
+        spec: ModelSpec,
+        n_ctx: int,
+        n_batch: int,
+        poll: Callable[[], None],
+        progress: Progress | None = None,
+    ) -> None:
+        self.device, self.spec = device, spec
+        self._poll = poll
+        self._ropes, self._rope_of = ropes_of(spec, n_ctx)
+        self._query_scales = query_scales(spec, n_ctx)
+        self._group = 16 if device.is_cpu else _power_of_two(min(64, device.info.max_work_group))
+        self._n_ctx = n_ctx
+        self._kernels = self._make_kernels()
+        sizes = activation_bytes(spec, n_ctx, n_batch)
+        n_before = device.n_allocated
+        self._buffers = {name: device.buffer(n_bytes) for name, n_bytes in sizes.items()}
+        self.activation_bytes = device.n_allocated - n_before
+        self._keys, self._values = (device.buffer(kv_bytes(spec, n_ctx)) for _ in range(2))
+        self.kv_bytes = device.n_allocated - n_before - self.activation_bytes
+        self._load(parts, progress)
+
+    def forward(
+        self, batch: Batch, rows: NDArray[np.int32], out: Logits, taps: Sequence[int], tapped: HiddenStates | None
+    ) -> None:
+        """Run a batch.
+
+        out: (len(rows), n_vocab), for the logits of these rows.  tapped: (len(taps), n, n_embd), for outputs of layers.
+        """
+        self._write(batch)
+        self._embed(self._buffers["ids"], len(batch))
+        self._run_layers(batch, taps, tapped)
+        for first in range(0, len(rows), HEAD_ROWS):
+            here = rows[first : first + HEAD_ROWS]
+            self._head(here)
+            self.device.read(self._buffers["logits"], out[first : first + len(here)])
+        if not len(rows):
+            self.device.finish()
+
+    def draft(self, batch: Batch, n_levels: int, width: int, n_vocab: int) -> Nodes:
+        """Run a chain, then levels of a tree behind it, all chosen on the device; see OpenCLSession.draft.
+
+        Nothing is read before the end, so that the host waits for the device once.
+        """
+        buffers, n_nodes = self._buffers, n_levels * width
+        self._write(batch)
+        self._embed(buffers["ids"], len(batch))
+        rows, before = np.array([len(batch) - 1], dtype=np.int32), 0
+        for first in range(0, n_nodes, width):
+            self._run_layers(batch, (), None)
+            self._head(rows)
+            self._choose(len(rows), width, before, first, n_nodes, n_vocab)
+            if first + width < n_nodes:
+                n_past = batch.n_past if first else batch.n_past + len(batch)
+                places = np.full(width, n_past + first // width, dtype=np.int32)
+                batch = Batch(np.zeros(width, dtype=np.int32), places, None, n_past, n_nodes, first)
+                self._write_places(batch)
+                self._embed(buffers["node_ids"], width, first)
+                rows, before = np.arange(width, dtype=np.int32), first
+        ids, parents = (
+            self.device.read(buffers[name], np.empty(n_nodes, np.int32)) for name in ("node_ids", "parents")
+        )
+        return Nodes(ids, parents, self.device.read(buffers["node_chances"], np.empty(n_nodes, dtype=np.float32)))
+
+    def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
+        """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        if not moved.size:
+            return
+        n_in_place = int(moved[0])
+        rows, n_past = rows[n_in_place:] - np.int32(n_in_place), n_past + n_in_place
+        spec = self.spec
+        self.device.write(self._buffers["rows"], rows)
+        items, group = [spec.head_dim, spec.n_layers * spec.n_kv_heads], [min(16, spec.head_dim), 1]
+        cache = self._keys, self._values
+        self._run("keep_path", items, group, *cache, self._buffers["rows"], len(rows), self._n_ctx, n_past)
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    def _write(self, batch: Batch) -> None:
+        """What the kernels need to know of a batch."""
+        self.device.write(self._buffers["ids"], batch.ids)
+        if batch.sees is not None:
+            self.device.write(self._buffers["sees"], batch.sees)
+        self._write_places(batch)
+
+    def _write_places(self, batch: Batch) -> None:
+        """What the kernels need to know of the positions of a batch."""
+        device, buffers = self.device, self._buffers
+        device.write(buffers["positions"], batch.positions, 4 * batch.first)
+        device.write(buffers["query_scales"], self._query_scales[batch.positions])
+        for i, rope in enumerate(self._ropes):
+            angles = batch.positions[:, None] * np.array(rope.inverse_frequencies)  # float64
+            turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * rope.magnitude
+            device.write(buffers[f"turns{i}"], turns.astype(np.float32))
+
+    def _embed(self, ids: Buffer, n: int, first: int = 0) -> None:
+        self._token_embd.matrices[0].gather(ids, self._buffers["x"], n, self.spec.embedding_scale, first)
+
+    def _run_layers(self, batch: Batch, taps: Sequence[int], tapped: HiddenStates | None) -> None:
+        for index, layer in enumerate(self._layers):
+            self._poll()
+            self._attention(index, layer, batch)
+            self._feed_forward(layer, len(batch))
+            if len(batch) > _FINISH_ABOVE:
+                self.device.finish()
+            if tapped is not None:
+                for place in (place for place, tap in enumerate(taps) if tap == index):
+                    self.device.read(self._buffers["x"], tapped[place])
+
+    def _attention(self, index: int, layer: Layer, batch: Batch) -> None:
+        spec, buffers, n = self.spec, self._buffers, len(batch)
+        n_heads = spec.n_heads + 2 * spec.n_kv_heads
+        x = self._norm(layer.norms.get("attn_norm"), buffers["x"], n, spec.n_embd)
+        layer.qkv.multiply(self._inputs(x, n, layer.qkv), buffers["qkv"], n)
+        self._norm_heads(layer, n)
+        rope_index = self._rope_of[index]
+        rope = None if rope_index is None else self._ropes[rope_index]
+        turns = buffers["positions"] if rope is None else buffers[f"turns{rope_index}"]
+        n_dims, halves = (0, 0) if rope is None else (rope.n_dims, int(rope.kind == "halves"))
+        self._run(
+            *("turn_and_store", [spec.head_dim, n_heads, n], [min(16, spec.head_dim), 1, 1]),
+            *(buffers["qkv"], self._keys, self._values, turns, buffers["query_scales"]),
+            *(index, self._n_ctx, batch.n_past + batch.first, n_dims, halves),
+        )
+        self._run(
+            *("attend", [self._group, spec.n_heads, n], [self._group, 1, 1]),
+            *(buffers["qkv"], self._keys, self._values, buffers["positions"], buffers["sees"], buffers["heads"]),
+            *(index, self._n_ctx, batch.n_past, n, batch.n_nodes, batch.first),
+            *(spec.attention[index].window or 0, spec.attention_soft_cap or 0.0),
+        )
+        n_q = spec.n_heads * spec.head_dim
+        heads = self._norm(layer.norms.get("attn_sub_norm"), buffers["heads"], n, n_q, buffers["heads"])
+        self._add(layer.attn_output, self._inputs(heads, n, layer.attn_output), layer.norms.get("attn_post_norm"), n)
+
+    def _norm_heads(self, layer: Layer, n: int) -> None:
+        """Norms on queries and keys, where the model has them."""
+        spec = self.spec
+        stride = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
+        first = 0
+        for role, n_heads in (("attn_q_norm", spec.n_heads), ("attn_k_norm", spec.n_kv_heads)):
+            runs, size = (n_heads, spec.head_dim) if spec.qk_norm == "per_head" else (1, n_heads * spec.head_dim)
+            if spec.qk_norm is not None:
+                place = self._buffers["qkv"], first, stride
+                self._run(
+                    *("rms_norm", [self._group, runs, n], [self._group, 1, 1], *place, *place),
+                    *(layer.norms[role], size, spec.norm_epsilon),
+                )
+            first += n_heads * spec.head_dim
+
+    def _feed_forward(self, layer: Layer, n: int) -> None:
+        spec, buffers = self.spec, self._buffers
+        x = self._norm(layer.norms.get("ffn_norm"), buffers["x"], n, spec.n_embd)
+        layer.gate_up.multiply(self._inputs(x, n, layer.gate_up), buffers["gate_up"], n)
+        self._run("gate", [spec.n_ff, n], [16, 1], buffers["gate_up"], buffers["gated"], spec.n_ff)
+        gated = self._norm(layer.norms.get("ffn_sub_norm"), buffers["gated"], n, spec.n_ff, buffers["gated"])
+        self._add(layer.down, self._inputs(gated, n, layer.down), layer.norms.get("ffn_post_norm"), n)
+
+    def _add(self, linear: Linear, x: Activations, post_norm: Buffer | None, n: int) -> None:
+        """Add what a product gives, after its norm if it has one, to the residual stream."""
+        spec, buffers = self.spec, self._buffers
+        if post_norm is None and linear.has_no_bias:
+            linear.multiply(x, buffers["x"], n, spec.residual_scale, keep=1.0)
+            return
+        linear.multiply(x, buffers["added"], n)
+        added = self._norm(post_norm, buffers["added"], n, spec.n_embd, buffers["added"])
+        self._run("add", [n * spec.n_embd], [16], buffers["x"], added, spec.residual_scale, n * spec.n_embd)
+
+    def _norm(self, weight: Buffer | None, x: Buffer, n: int, size: int, out: Buffer | None = None) -> Buffer:
+        """Where the RMS norm of x (n, size) lies: in out, or in `normed`; x itself without a weight."""
+        if weight is None:
+            return x
+        out = self._buffers["normed"] if out is None else out
+        items, group = [self._group, 1, n], [self._group, 1, 1]
+        self._run("rms_norm", items, group, x, 0, size, out, 0, size, weight, size, self.spec.norm_epsilon)
+        return out
+
+    def _inputs(self, x: Buffer, n: int, linear: Linear) -> Activations:
+        """x (n, n_in) as inputs of a product, rounded to codes where that wants them."""
+        inputs = Activations(x, *(self._buffers[name] for name in ("codes", "scales", "sums")))
+        if linear.takes_codes:
+            items = [linear.n_in // RUN, n]
+            self._run("quantise", items, [16, 1], x, inputs.codes, inputs.scales, inputs.sums, linear.n_in)
+        return inputs
+
+    def _head(self, rows: NDArray[np.int32]) -> None:
+        """Logits of at most HEAD_ROWS rows of the last batch, into their buffer."""
+        spec, buffers, n = self.spec, self._buffers, len(rows)
+        self.device.write(buffers["rows"], rows)
+        items = [spec.n_embd, n]
+        self._run("take_rows", items, [16, 1], buffers["x"], buffers["rows"], buffers["normed"], spec.n_embd)
+        x = self._norm(self._output_norm, buffers["normed"], n, spec.n_embd)
+        self._output.multiply(self._inputs(x, n, self._output), buffers["logits"], n, spec.logit_scale)
+        if spec.logit_soft_cap is not None:
+            n_logits = n * spec.n_vocab
+            self._run("cap_logits", [n_logits], [16], buffers["logits"], spec.logit_soft_cap, n_logits)
+
+    def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_vocab: int) -> None:
+        """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
+        buffers, group = self._buffers, [self._group, 1]
+        candidates = buffers["candidates"], buffers["chances"]
+        items = [self._group, n_rows]
+        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_vocab)
+        nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
+        self._run("choose_level", [1], [1], *candidates, *nodes, n_rows, width, before, first, n_nodes)
+
+    def _run(self, name: str, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
+        self.device.run(self._kernels[name], items, group, *arguments)
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    def _make_kernels(self) -> dict[str, Kernel]:
+        spec = self.spec
+        defines = {
+            "GROUP": self._group,
+            "HEAD_DIM": spec.head_dim,
+            "N_HEADS": spec.n_heads,
+            "N_KV_HEADS": spec.n_kv_heads,
+            "ACTIVATION": _ACTIVATIONS[spec.activation],
+            "TOP": TOP,
+        }
+        names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest choose_level"
+        return {name: self.device.kernel(name, ["decoder.cl"], defines) for name in names.split()}
+
+    def _load(self, parts: ModelParts, progress: Progress | None) -> None:
+        """Convert and upload everything."""
+        n_steps = len(parts.layers) + 2
+
+        def loaded(n: int) -> None:
+            if progress is not None:
+                progress(n / n_steps)
+
+        n_before = self.device.n_allocated
+        self._token_embd = Linear(self.device, parts.token_embd)
+        loaded(1)
+        self._output = self._token_embd if parts.output is None else Linear(self.device, parts.output)
+        loaded(2)
+        self._output_norm = self.device.upload(parts.output_norm)
+        self._layers: list[Layer] = []
+        for layer in parts.layers:
+            qkv, attn_output, gate_up, down = (
+                Linear(self.device, parts) for parts in (layer.qkv, layer.attn_output, layer.gate_up, layer.down)
+            )
+            norms = {role: self.device.upload(norm) for role, norm in layer.norms.items()}
+            self._layers.append(Layer(qkv, attn_output, gate_up, down, norms))
+            loaded(2 + len(self._layers))
+        self.weight_bytes = self.device.n_allocated - n_before
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is at most n."""
+    return 1 << (n.bit_length() - 1)

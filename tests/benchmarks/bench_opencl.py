@@ -1,0 +1,109 @@
+"""An OpenCL device as a drafter's: what a pass costs there, beside the native engine on the CPU in the same run.
+
+    python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--device N] [--rounds 7]
+
+Milliseconds, medians: of passes of some tokens behind 128 others with the logits of the last read back; of a level of
+a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a copy of 4 bytes there and back;
+and of ternary products with two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included.
+Through PoCL these are figures of the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from machine import machine
+
+from edgeinfer.backends.base import Session
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLSession, choose_device, measure_ways
+from edgeinfer.devices import default_n_threads
+from edgeinfer.engine import default_model
+from edgeinfer.gguf import ModelFile
+from edgeinfer.types import Device
+
+SIZES = (1, 2, 4, 8, 16)
+TERNARY_SHAPES = ((2560, 2560), (6912, 2560))
+TERNARY_SIZES = (1, 4, 16)
+N_PAST, N_LEVELS = 128, 8
+
+
+def milliseconds(action: Callable[[], object], rounds: int) -> float:
+    """Median of some rounds, behind one that is not counted."""
+    action()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        action()
+        times.append(1e3 * (time.perf_counter() - started))
+    return round(statistics.median(times), 3)
+
+
+def passes(session: Session, tokens: np.ndarray, rounds: int) -> dict[int, float]:
+    """Of passes by number of tokens, behind N_PAST."""
+    session.forward(tokens[:N_PAST], logits=())
+    session.commit(range(N_PAST))
+    return {n: milliseconds(lambda n=n: session.forward(tokens[:n]), rounds) for n in SIZES}
+
+
+def levels(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> dict[int, float]:
+    """Of a level of a tree, by number of nodes."""
+    return {
+        width: round(milliseconds(lambda width=width: session.draft(tokens, N_LEVELS, width), rounds) / N_LEVELS, 3)
+        for width in (1, 4)
+    }
+
+
+def round_trip(device: OpenCLDevice, rounds: int) -> float:
+    four = np.zeros(1, dtype=np.int32)
+    buffer = device.buffer(4)
+
+    def there_and_back() -> None:
+        device.write(buffer, four)
+        device.read(buffer, four)
+
+    return milliseconds(there_and_back, rounds)
+
+
+def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]:
+    info = choose_device(device_index)
+    device = OpenCLDevice(info)
+    result: dict[str, Any] = {"device": vars(info), "model": model, "round_trip": round_trip(device, 10 * rounds)}
+    with ModelFile.open(model) as file:
+        backends = {"opencl": OpenCLBackend(info), "native": NativeBackend()}
+        for name, backend in backends.items():
+            spec = backend.read_spec(file)
+            session = backend.load(file, spec, backend.plan(file, spec, 256), Device(default_n_threads()))
+            tokens = np.random.default_rng(1).integers(0, spec.n_vocab, N_PAST).astype(np.int32)
+            result[f"{name}_passes"] = passes(session, tokens, rounds)
+            if isinstance(session, OpenCLSession):
+                result["opencl_levels"] = levels(session, tokens[:1], rounds)
+            session.close()
+    for shape in TERNARY_SHAPES:
+        for n in TERNARY_SIZES:
+            seconds = measure_ways(device, n, shape)
+            result[f"ternary_{shape[0]}x{shape[1]}_{n}"] = {way: round(1e3 * each, 3) for way, each in seconds.items()}
+    return result | {"machine": machine()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--device", type=int)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    result = measure(arguments.model or str(default_model()), arguments.device, arguments.rounds)
+    for name, value in result.items():
+        print(f"{name:<22}{value}", file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
