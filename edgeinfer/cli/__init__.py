@@ -24,6 +24,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "inspect": "Show what a GGUF model file holds.",
     "bench": "Measure how fast a model runs here.",
     "pack": "Make a model load in milliseconds.",
+    "distill": "Train a draft head for a model.",
 }
 
 

@@ -1,0 +1,59 @@
+"""Whether the target in torch computes what the native engine computes, before anything is trained on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from edgeinfer.backends.base import Session
+from edgeinfer.errors import NumericalError
+from edgeinfer.training.target import TorchTarget
+from edgeinfer.types import TokenIds
+
+# Of the median position, in units of the standard deviation of its logits. Both round activations to 8 bits alike, but
+# sum in another order, so a number now and then rounds to the next code, a step of 1/127 of its block's largest, and
+# each layer hands that on. Between the native engine and its own reference it is 0.02 to 0.1 on SmolLM2-135M, whose
+# activations have outliers. A wrong tensor, rope or norm gives more than 0.3.
+BOUND = 0.15
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """deviation: root mean square of the difference of a position's logits over their standard deviation, the median.
+
+    same_token: share of the positions where the likeliest token is the same.  n_tokens: positions compared.
+    """
+
+    deviation: float
+    same_token: float
+    n_tokens: int
+
+
+def compare(target: TorchTarget, session: Session, tokens: TokenIds) -> Agreement:
+    """Compare the logits on a text. The session is empty afterwards."""
+    session.truncate(0)
+    native = session.forward(tokens, logits="all").logits
+    ours = target.logits(target.text_features([tokens])[0]).float().cpu().numpy()
+    deviations = np.sqrt(np.mean((ours - native) ** 2, axis=1)) / native.std(axis=1)
+    same = np.mean(ours.argmax(axis=1) == native.argmax(axis=1))
+    return Agreement(float(np.median(deviations)), float(same), len(tokens))
+
+
+def check(target: TorchTarget, session: Session, tokens: TokenIds) -> Agreement:
+    """Compare, and raise NumericalError where the logits part by more than BOUND."""
+    found = compare(target, session, tokens)
+    if not found.deviation <= BOUND:
+        raise NumericalError(
+            f"the target in torch must compute the native engine's logits to within {BOUND} of their standard deviation: "
+            f"found {found.deviation:.3f}, and {found.same_token:.1%} of {found.n_tokens} tokens the same; nothing was "
+            "trained"
+        )
+    return found
+
+
+def precise_products() -> None:
+    """Keep a GPU from rounding what it multiplies to TensorFloat-32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

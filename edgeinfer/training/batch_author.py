@@ -1,0 +1,141 @@
+"""Answers of the target in torch, many side by side: for a GPU, where that is far faster than the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from edgeinfer.engine import Engine
+from edgeinfer.sampling import SamplingParams
+from edgeinfer.training.author import MIN_ANSWER, encode
+from edgeinfer.training.corpus import Request, Text
+from edgeinfer.training.features import Halves, as_halves
+from edgeinfer.training.target import KVCache, TorchTarget
+from edgeinfer.types import TokenIds
+
+WHEN_HALF = 0.5  # share of the texts still being written at which the others are dropped from the batch
+
+
+@dataclass
+class _Drawing:
+    """How the tokens of each text are drawn: (n, 1) each; a temperature of 0 takes the likeliest."""
+
+    temperature: torch.Tensor
+    params: SamplingParams
+    generator: torch.Generator
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all texts but these."""
+        self.temperature = self.temperature[rows]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n,) tokens of logits (n, n_vocab): top_k, top_p, min_p, temperature and draw, as edgeinfer.sampling."""
+        best, ids = logits.topk(min(self.params.top_k, logits.shape[-1]), dim=-1)
+        chances = best.softmax(dim=-1)
+        before = chances.cumsum(dim=-1) - chances
+        kept = (before < self.params.top_p) & (chances >= self.params.min_p * chances[:, :1])
+        noise = torch.rand(best.shape, generator=self.generator, device=best.device)
+        gumbel = -(-noise.clamp(1e-20, 1.0 - 1e-7).log()).log()
+        scores = (best / self.temperature.clamp(min=1e-6) + gumbel).masked_fill(~kept, -torch.inf)
+        drawn = ids.gather(1, scores.argmax(dim=-1, keepdim=True))
+        return torch.where(self.temperature > 0.0, drawn, ids[:, :1]).squeeze(1)
+
+
+class BatchAuthor:
+    """Writes the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream a batch.
+
+    n_prompts: answered at once.  n_ctx, max_tokens: as for NativeAuthor.
+    """
+
+    def __init__(self, target: TorchTarget, engine: Engine, max_tokens: int, n_prompts: int) -> None:
+        self.n_prompts = n_prompts
+        self._target = target
+        self._engine = engine
+        self._max_tokens = max_tokens
+
+    def write(self, requests: Sequence[Request]) -> list[Text]:
+        """See Author.write."""
+        prompts = [self._prompt(request) for request in requests]
+        fitting = [
+            (request, prompt)
+            for request, prompt in zip(requests, prompts, strict=True)
+            if len(prompt) + MIN_ANSWER <= self._engine.n_ctx
+        ]
+        if not fitting:
+            return []
+        answers = self.answers([prompt for _, prompt in fitting], [request.params for request, _ in fitting])
+        return [
+            Text(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
+            for (request, prompt), answer in zip(fitting, answers, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """The tokens that follow each prompt, the one that ends it included."""
+        device, stop_ids = self._target.device, self._stop_ids()
+        drawing = _Drawing(
+            torch.tensor([[0.0 if each.is_greedy else each.temperature] for each in params], device=device),
+            params[0],
+            torch.Generator(device).manual_seed((params[0].seed or 0) & (2**63 - 1)),
+        )
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        n_ctx = min(self._engine.n_ctx, int(lengths.max()) + self._max_tokens)
+        cache = KVCache(self._target.spec, len(prompts), n_ctx, device)
+        features = self._read(prompts, lengths, cache)
+        rows = torch.arange(len(prompts), device=device)  # which text each line of the batch is
+        written = torch.full((len(prompts), self._max_tokens), -1, dtype=torch.int64, device=device)
+        active = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        for step in range(self._max_tokens):
+            tokens = drawing(self._target.logits(features)[:, : self._engine.tokenizer.n_vocab])
+            written[rows, step] = torch.where(active, tokens, -1)
+            active = active & ~torch.isin(tokens, stop_ids) & (lengths < n_ctx)
+            n_active = int(active.sum())
+            if not n_active:
+                break
+            if n_active < WHEN_HALF * len(rows):
+                kept = active.nonzero().squeeze(1)
+                cache.keep(kept)
+                drawing.keep(kept)
+                rows, lengths, tokens, active = rows[kept], lengths[kept], tokens[kept], active[kept]
+            lengths = lengths.clamp(max=n_ctx - 1)
+            features = self._step(tokens, lengths, cache)
+            lengths = lengths + 1
+        return [[token for token in row if token >= 0] for row in written.tolist()]
+
+    def _read(self, prompts: Sequence[list[int]], lengths: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Features (n, n_embd) of the last token of each prompt, all of which go into the cache."""
+        device, longest = self._target.device, max(map(len, prompts))
+        tokens = torch.zeros((len(prompts), longest), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        positions = torch.arange(longest, device=device)
+        mask = (positions[:, None] >= positions)[None, None]
+        rows = self._target.features(tokens.to(device), positions.expand(len(prompts), -1), mask, cache)
+        return rows[torch.arange(len(prompts), device=device), lengths - 1]
+
+    def _step(self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Features (n, n_embd) of one more token for each text, at position `lengths`."""
+        longest = int(lengths.max()) + 1
+        mask = torch.arange(longest, device=tokens.device) <= lengths[:, None]
+        return self._target.features(tokens[:, None], lengths[:, None], mask[:, None, None], cache)[:, 0]
+
+    def _prompt(self, request: Request) -> list[int]:
+        return encode(self._engine, [{"role": "user", "content": request.prompt.turns[0]}])
+
+    def _stop_ids(self) -> torch.Tensor:
+        return torch.tensor(sorted(self._engine.tokenizer.stop_ids), dtype=torch.int64, device=self._target.device)
+
+
+class TorchRecorder:
+    """Features as the target in torch computes them: see Recorder."""
+
+    def __init__(self, target: TorchTarget, n_texts: int) -> None:
+        self.n_texts = n_texts
+        self._target = target
+
+    def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
+        """See Recorder.record."""
+        return [as_halves(rows.float().cpu().numpy()) for rows in self._target.text_features(texts)]
