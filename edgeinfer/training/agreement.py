@@ -46,9 +46,9 @@ def check(target: TorchTarget, session: Session, tokens: TokenIds) -> Agreement:
     found = compare(target, session, tokens)
     if not found.deviation <= BOUND:
         raise NumericalError(
-            f"the target in torch must compute the native engine's logits to within {BOUND} of their standard deviation: "
+            f"the target in torch must give the native engine's logits to within {BOUND} of their standard deviation: "
             f"found {found.deviation:.3f}, and {found.same_token:.1%} of {found.n_tokens} tokens the same; nothing was "
-            "trained"
+            "trained, and a head trained on this would draft for another model"
         )
     return found
 

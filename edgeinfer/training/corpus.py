@@ -7,6 +7,8 @@ is whole or not there, and which prompts it answers follows from its number.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,8 +147,6 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
 
     Raises InvalidArgument with the first difference: texts of two kinds must not lie in one folder.
     """
-    import json
-
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(settings, indent=1).encode())
@@ -155,8 +155,8 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for key in settings.keys() | found.keys():
         if found.get(key) != settings.get(key):
             raise InvalidArgument(
-                f"{path.parent} was made with {key} = {found.get(key)!r:.80}, wanted is {settings.get(key)!r:.80}: name "
-                "another folder (--work), or the same settings"
+                f"{path.parent} was made with {key} = {found.get(key)!r:.80}, wanted is {settings.get(key)!r:.80}: "
+                "name another folder (--work), or the same settings"
             )
 
 
@@ -188,8 +188,6 @@ def draft_vocabulary(texts: Sequence[Text], n_vocab: int, size: int, always: Ite
 
 
 def _save(path: Path, texts: Sequence[Text]) -> None:
-    import io
-
     buffer = io.BytesIO()
     tokens = [text.tokens for text in texts]
     np.savez(
