@@ -10,7 +10,7 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import json_option, warnings_as_notes
-from edgeinfer.cli.plotting import figure_into
+from edgeinfer.cli.plotting import check_matplotlib, figure_into
 from edgeinfer.cli.terminal import ReportLines, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 
@@ -89,6 +89,8 @@ def distill(
     except ImportError as error:
         raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
     settings = _settings(training.Settings, options)
+    if plot is not None:
+        check_matplotlib()
     if not out.parent.is_dir():
         raise InvalidArgument(f"--out {out}: there is no folder {out.parent}")
     with warnings_as_notes(), ReportLines() as report:

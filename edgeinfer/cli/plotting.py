@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +11,21 @@ from typing import Any
 from edgeinfer.errors import BackendUnavailable
 
 
+def check_matplotlib() -> None:
+    """Raises BackendUnavailable where matplotlib is not installed: before work whose figure could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("--plot needs matplotlib: pip install 'edgeinfer[plot]'")
+
+
 @contextmanager
 def figure_into(target: Path, n_panels: int = 1) -> Iterator[Any]:
     """The axes to draw into, one or an array side by side; the file is written at the end.
 
     Raises BackendUnavailable where matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise BackendUnavailable("--plot needs matplotlib: pip install 'edgeinfer[plot]'") from error
+    check_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +106,7 @@ class Corpus:
                 parts = np.split(shard["tokens"].astype(np.int32), ends[:-1]) if len(ends) else []
                 rows = zip(parts, shard["prompt_lengths"].tolist(), shard["is_greedy"].tolist(), strict=True)
                 return [Text(tokens, n_prompt, is_greedy) for tokens, n_prompt, is_greedy in rows]
-        except (ValueError, KeyError, OSError, EOFError) as error:
+        except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
             raise ModelFileError(f"{path} is no shard of texts: {error}; remove it, and it is written anew") from error
 
     def all_texts(self) -> list[Text]:
@@ -182,7 +183,7 @@ def draft_vocabulary(texts: Sequence[Text], n_vocab: int, size: int, always: Ite
         )
     answers = [text.tokens[text.n_prompt :] for text in texts]
     counts = np.bincount(np.concatenate([np.empty(0, np.int32), *answers]), minlength=n_vocab)
-    counts[kept] = 0
+    counts[kept] = -1  # not once more
     order = np.argsort(-counts, kind="stable")
     return np.sort(np.concatenate([order[: size - len(kept)], kept])).astype(np.int32)
 

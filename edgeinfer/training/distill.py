@@ -111,6 +111,7 @@ class _Distillation:
     ) -> None:
         agreement.precise_products()
         use_deterministic_kernels()
+        torch.set_num_threads(run.device.n_threads)
         self._file = file
         self._engine = run
         self._spec = spec

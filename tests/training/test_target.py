@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 from parts import missing
-from tiny_models import write_tiny_model
+from tiny_models import Architecture, write_tiny_model
 
 if importlib.util.find_spec("torch") is None:
     missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
@@ -30,26 +30,23 @@ from edgeinfer.types import Device
 CPU = torch.device("cpu")
 
 
-def reference_logits(file: ModelFile, tokens: np.ndarray) -> np.ndarray:
-    backend, spec = ReferenceBackend("int8"), read_spec(file)
-    session = backend.load(file, spec, backend.plan(file, spec, 128, 128), Device(1))
-    return np.asarray(session.forward(tokens, logits="all").logits)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tensor_type", ["F32", "Q4_1", "Q4_K"])
 def test_logits_equal_those_of_the_reference(
-    architecture: str, tensor_type: str, tmp_path: Path, rng: np.random.Generator
+    architecture: Architecture, tensor_type: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    tokens = rng.integers(0, 291, 50).astype(np.int32)
-    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", architecture, tensor_type, rope_freqs=True)) as file:
-        target = TorchTarget(file, read_spec(file), CPU)
-        logits = target.logits(target.text_features([tokens])[0]).numpy()
-        wanted = reference_logits(file, tokens)
-    # Where sums differ in their last bit, a number may round to the next of 127 codes, or half floats.
-    deviation = np.sqrt(np.mean((logits - wanted) ** 2, axis=1)) / wanted.std(axis=1)
-    assert np.median(deviation) < 2e-3
-    assert_allclose(logits[0], wanted[0], atol=1e-4)  # before one tips over
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, tensor_type, rope_freqs=architecture != "qwen3")
+    texts = [rng.integers(0, 291, n).astype(np.int32) for n in [4] * 24 + [40]]
+    with ModelFile.open(path) as file:
+        backend, spec = ReferenceBackend("int8"), read_spec(file)
+        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1))
+        target = TorchTarget(file, spec, CPU)
+        logits = [target.logits(rows).numpy() for rows in target.text_features(texts)]
+        wanted = [session.forward(text, logits="all").logits for text in texts]
+    errors = [np.abs(a - b).max(axis=1) / np.abs(b).max() for a, b in zip(logits, wanted, strict=True)]
+    # As between the native engine and the reference: see test_native.py.
+    assert np.mean(np.concatenate(errors[:24]) < 5e-6) > 0.6
+    assert max(map(np.max, errors)) < (1e-3 if tensor_type == "F32" else 3e-2)
 
 
 def test_a_text_read_in_steps_has_the_features_of_one_pass(tmp_path: Path, rng: np.random.Generator) -> None:
