@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import NumericalError
@@ -31,19 +33,25 @@ class Agreement:
     n_tokens: int
 
 
-def compare(target: TorchTarget, session: Session, tokens: TokenIds) -> Agreement:
-    """Compare the logits on a text. The session is empty afterwards."""
+def compare(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> Agreement:
+    """Compare the logits on some texts. The session is empty afterwards."""
+    deviations, same = zip(*(_compare(target, session, tokens) for tokens in texts), strict=True)
+    every = np.concatenate(same)
+    return Agreement(float(np.median(np.concatenate(deviations))), float(every.mean()), len(every))
+
+
+def _compare(target: TorchTarget, session: Session, tokens: TokenIds) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """The deviation at each position of a text, and whether the likeliest token is the same."""
     session.truncate(0)
     native = session.forward(tokens, logits="all").logits
     ours = target.logits(target.text_features([tokens])[0]).float().cpu().numpy()
     deviations = np.sqrt(np.mean((ours - native) ** 2, axis=1)) / native.std(axis=1)
-    same = np.mean(ours.argmax(axis=1) == native.argmax(axis=1))
-    return Agreement(float(np.median(deviations)), float(same), len(tokens))
+    return deviations, ours.argmax(axis=1) == native.argmax(axis=1)
 
 
-def check(target: TorchTarget, session: Session, tokens: TokenIds) -> Agreement:
+def check(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> Agreement:
     """Compare, and raise NumericalError where the logits part by more than BOUND."""
-    found = compare(target, session, tokens)
+    found = compare(target, session, texts)
     if not found.deviation <= BOUND:
         raise NumericalError(
             f"the target in torch must give the native engine's logits to within {BOUND} of their standard deviation: "

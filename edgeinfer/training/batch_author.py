@@ -12,10 +12,12 @@ from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import MIN_ANSWER, encode
 from edgeinfer.training.corpus import Request, Text
-from edgeinfer.training.features import Halves, as_halves
+from edgeinfer.training.features import Halves, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
+READ_AT_ONCE = 32  # prompts
+LOOKED_EVERY = 8  # tokens; to look whether texts have ended, a GPU must be waited for
 WHEN_HALF = 0.5  # share of the texts still being written at which the others are dropped from the batch
 
 
@@ -58,12 +60,9 @@ class BatchAuthor:
 
     def write(self, requests: Sequence[Request]) -> list[Text]:
         """See Author.write."""
-        prompts = [self._prompt(request) for request in requests]
-        fitting = [
-            (request, prompt)
-            for request, prompt in zip(requests, prompts, strict=True)
-            if len(prompt) + MIN_ANSWER <= self._engine.n_ctx
-        ]
+        prompts = [(request, self._prompt(request)) for request in requests]
+        fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._engine.n_ctx]
+        fitting.sort(key=lambda pair: len(pair[1]))  # so that little is padded where some are read at a time
         if not fitting:
             return []
         answers = self.answers([prompt for _, prompt in fitting], [request.params for request, _ in fitting])
@@ -81,46 +80,45 @@ class BatchAuthor:
             params[0],
             torch.Generator(device).manual_seed((params[0].seed or 0) & (2**63 - 1)),
         )
+        longest = max(map(len, prompts))
+        n_ctx = min(self._engine.n_ctx, longest + self._max_tokens)
+        cache = KVCache.empty(self._target.spec, len(prompts), n_ctx, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        n_ctx = min(self._engine.n_ctx, int(lengths.max()) + self._max_tokens)
-        cache = KVCache(self._target.spec, len(prompts), n_ctx, device)
         features = self._read(prompts, lengths, cache)
-        rows = torch.arange(len(prompts), device=device)  # which text each line of the batch is
+        texts = torch.arange(len(prompts), device=device)  # which one each row of the batch is
         written = torch.full((len(prompts), self._max_tokens), -1, dtype=torch.int64, device=device)
         active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         for step in range(self._max_tokens):
             tokens = drawing(self._target.logits(features)[:, : self._engine.tokenizer.n_vocab])
-            written[rows, step] = torch.where(active, tokens, -1)
+            written[texts, step] = torch.where(active, tokens, -1)
             active = active & ~torch.isin(tokens, stop_ids) & (lengths < n_ctx)
-            n_active = int(active.sum())
+            n_active = int(active.sum()) if step % LOOKED_EVERY == 0 else len(texts)
             if not n_active:
                 break
-            if n_active < WHEN_HALF * len(rows):
+            if n_active < WHEN_HALF * len(texts):
                 kept = active.nonzero().squeeze(1)
                 cache.keep(kept)
                 drawing.keep(kept)
-                rows, lengths, tokens, active = rows[kept], lengths[kept], tokens[kept], active[kept]
-            lengths = lengths.clamp(max=n_ctx - 1)
-            features = self._step(tokens, lengths, cache)
+                texts, lengths, tokens, active = texts[kept], lengths[kept], tokens[kept], active[kept]
+            # A text that has ended goes on, unseen, in the last place.
+            features = self._step(tokens, lengths.clamp(max=n_ctx - 1), min(longest + step + 1, n_ctx), cache)
             lengths = lengths + 1
         return [[token for token in row if token >= 0] for row in written.tolist()]
 
     def _read(self, prompts: Sequence[list[int]], lengths: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Features (n, n_embd) of the last token of each prompt, all of which go into the cache."""
-        device, longest = self._target.device, max(map(len, prompts))
-        tokens = torch.zeros((len(prompts), longest), dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        positions = torch.arange(longest, device=device)
-        mask = (positions[:, None] >= positions)[None, None]
-        rows = self._target.features(tokens.to(device), positions.expand(len(prompts), -1), mask, cache)
-        return rows[torch.arange(len(prompts), device=device), lengths - 1]
+        """Features (n, n_embd) of the last token of each prompt, all of which go into the cache, some at a time."""
+        device, last = self._target.device, []
+        for first in range(0, len(prompts), READ_AT_ONCE):
+            part = slice(first, first + READ_AT_ONCE)
+            tokens, positions, mask = self._target.side_by_side(prompts[part])
+            rows = self._target.features(tokens, positions, mask, cache.part(part))
+            last.append(rows[torch.arange(len(rows), device=device), lengths[part] - 1])
+        return torch.cat(last)
 
-    def _step(self, tokens: torch.Tensor, lengths: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Features (n, n_embd) of one more token for each text, at position `lengths`."""
-        longest = int(lengths.max()) + 1
-        mask = torch.arange(longest, device=tokens.device) <= lengths[:, None]
-        return self._target.features(tokens[:, None], lengths[:, None], mask[:, None, None], cache)[:, 0]
+    def _step(self, tokens: torch.Tensor, positions: torch.Tensor, n_seen: int, cache: KVCache) -> torch.Tensor:
+        """Features (n, n_embd) of one more token for each text; n_seen: positions up to the last of them."""
+        mask = torch.arange(n_seen, device=tokens.device) <= positions[:, None]
+        return self._target.features(tokens[:, None], positions[:, None], mask[:, None, None], cache)[:, 0]
 
     def _prompt(self, request: Request) -> list[int]:
         return encode(self._engine, [{"role": "user", "content": request.prompt.turns[0]}])
@@ -138,4 +136,4 @@ class TorchRecorder:
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
-        return [as_halves(rows.float().cpu().numpy()) for rows in self._target.text_features(texts)]
+        return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts)]

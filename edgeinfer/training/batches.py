@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,10 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+    def pinned(self) -> Batch:
+        """The same in memory that a GPU reads while others work."""
+        return Batch(*(getattr(self, name).pin_memory() for name in self.__dataclass_fields__))
 
     @property
     def n_tokens(self) -> int:
@@ -88,6 +93,21 @@ class Batches:
         order = np.random.default_rng((seed, epoch)).permutation(len(self._samples)).tolist()
         lengths = [len(sample.text.tokens) - 1 for sample in self._samples]
         return pack(lengths, self._n_rows, self._row_length, order)
+
+    def stream(self, plans: Sequence[Plan], device: torch.device) -> Iterator[Batch]:
+        """The batches on a device, each made while the one before is worked on."""
+
+        def make(plan: Plan) -> Batch:
+            batch = self.build(plan)
+            return batch.pinned() if device.type == "cuda" else batch
+
+        with ThreadPoolExecutor(1) as maker:
+            coming = maker.submit(make, plans[0]) if plans else None
+            for index in range(len(plans)):
+                assert coming is not None
+                batch = coming.result()
+                coming = maker.submit(make, plans[index + 1]) if index + 1 < len(plans) else None
+                yield batch.to(device)
 
     def build(self, plan: Plan) -> Batch:
         """A batch in the computer's memory."""

@@ -44,7 +44,7 @@ AuthorName = Literal["auto", "native", "torch"]
 TREES = (4, 8, 16)  # nodes of the trees that the report replays
 DEPTHS = 6  # of the matches in the report
 HELD_SHARE = 0.03  # of the prompts, where no file names others
-N_CHECKED = 256  # tokens that the target in torch is checked on
+N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ class _Distillation:
                 f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
                 f"texts in {self._work}; give more prompts"
             )
-        agreed = self._check(held_texts[0].tokens)
+        sample = [text.tokens[:N_CHECKED] for text in held_texts[:N_TEXTS_CHECKED]]
+        agreed = agreement.check(self._target, self._engine.session, sample)
         vocabulary = draft_vocabulary(
             texts, self._engine.tokenizer.n_vocab, self._settings.draft_vocab, iter(self._engine.tokenizer.stop_ids)
         )
@@ -207,10 +208,6 @@ class _Distillation:
 
     def _corpora(self) -> tuple[Corpus, Corpus]:
         return Corpus(self._work, "train"), Corpus(self._work, "held")
-
-    def _check(self, tokens: NDArray[np.int32]) -> agreement.Agreement:
-        """Compare torch with the native engine on a text. Raises NumericalError."""
-        return agreement.check(self._target, self._engine.session, tokens[:N_CHECKED])
 
     def _features(self, corpus: Corpus, report: Report) -> Features:
         features = Features(corpus, self._recorder, self._spec.n_embd, self._settings.disk_bytes)

@@ -58,10 +58,14 @@ class NativeRecorder:
 def as_halves(features: NDArray[np.float32]) -> Halves:
     """Features as half floats. Raises NumericalError for those that have none."""
     with np.errstate(over="ignore"):
-        halves = features.astype(np.float16)
-    if not np.isfinite(halves).all():
-        raise NumericalError(f"features must be finite and at most 65504: found up to {np.abs(features).max():g}")
-    return halves
+        return checked_halves(features.astype(np.float16))
+
+
+def checked_halves(features: Halves) -> Halves:
+    """The features. Raises NumericalError if one was too large for a half float, or is no number."""
+    if not np.isfinite(features).all():
+        raise NumericalError("features must be numbers of at most 65504 to be kept as half floats: found others")
+    return features
 
 
 @dataclass(frozen=True)

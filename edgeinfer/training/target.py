@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -19,6 +18,7 @@ from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.types import TokenIds
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,23 @@ class Matrix:
 class KVCache:
     """Keys and values of several texts, (n_layers, n, n_kv_heads, n_ctx, head_dim) each, rounded to half floats."""
 
-    def __init__(self, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> None:
-        shape = (spec.n_layers, n, spec.n_kv_heads, n_ctx, spec.head_dim)
-        self.keys = torch.zeros(shape, device=device)
-        self.values = torch.zeros(shape, device=device)
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
 
-    def keep(self, rows: torch.Tensor) -> None:
+    @classmethod
+    def empty(cls, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> KVCache:
+        """One for n texts of at most n_ctx tokens."""
+        shape = (spec.n_layers, n, spec.n_kv_heads, n_ctx, spec.head_dim)
+        return cls(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+
+    def part(self, texts: slice) -> KVCache:
+        """That of some texts, in the same memory."""
+        return KVCache(self.keys[:, texts], self.values[:, texts])
+
+    def keep(self, texts: torch.Tensor) -> None:
         """Drop all texts but these."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.keys, self.values = self.keys[:, texts], self.values[:, texts]
 
 
 class TorchTarget:
@@ -90,15 +99,18 @@ class TorchTarget:
         """(..., n_vocab) of features (..., n_embd)."""
         return self._products(features, self.spec.output)[0]
 
-    def text_features(self, texts: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
-        """Features of whole texts, (n, n_embd) each, computed side by side."""
+    def side_by_side(self, texts: Sequence[Sequence[int]] | Sequence[TokenIds]) -> tuple[torch.Tensor, ...]:
+        """(tokens, positions, mask) of texts from their beginning, for `features`; the short ones are padded."""
         longest = max(map(len, texts))
         tokens = torch.zeros((len(texts), longest), dtype=torch.int64)
         for row, text in enumerate(texts):
-            tokens[row, : len(text)] = torch.from_numpy(text.astype(np.int64))
-        positions = torch.arange(longest, device=self.device)
-        mask = (positions[:, None] >= positions)[None, None]
-        rows = self.features(tokens.to(self.device), positions.expand(len(texts), -1), mask)
+            tokens[row, : len(text)] = torch.from_numpy(np.asarray(text, dtype=np.int64))
+        place = torch.arange(longest, device=self.device)
+        return tokens.to(self.device), place.expand(len(texts), -1), (place[:, None] >= place)[None, None]
+
+    def text_features(self, texts: Sequence[TokenIds]) -> list[torch.Tensor]:
+        """Features of whole texts, (n, n_embd) each, computed side by side."""
+        rows = self.features(*self.side_by_side(texts))
         return [rows[row, : len(text)] for row, text in enumerate(texts)]
 
     def _attention(

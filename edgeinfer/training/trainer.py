@@ -112,9 +112,8 @@ class Trainer:
     def matches(self, n_steps: int) -> list[float]:
         """How often a draft at each depth is right on the texts that are held out, where those before it were."""
         counts = torch.zeros((n_steps, 2), dtype=torch.int64, device=self._workers.device)
-        plans = self._held.plans(0, 0)
-        for plan in plans[self._workers.rank :: self._workers.n]:
-            batch = self._held.build(plan).to(self._workers.device)
+        plans = self._held.plans(0, 0)[self._workers.rank :: self._workers.n]
+        for batch in self._held.stream(plans, self._workers.device):
             with self._autocast():
                 counts += self._objective.matches(batch, n_steps)
         counts = self._workers.summed(counts)
@@ -132,14 +131,14 @@ class Trainer:
         n_batches = len(plans) // n  # of each worker; what is left over comes in another epoch's order
         if not n_batches:
             raise InvalidArgument(f"{len(self._train)} texts make no batch for {n} workers: write more (--tokens)")
-        for index in range(progress.batch, n_batches):
-            started = time.perf_counter()
-            done = (epoch + index / n_batches) / self._schedule.n_epochs
-            batch = self._train.build(plans[index * n + self._workers.rank])
-            self._step(batch.to(self._workers.device), done)
-            progress.batch, progress.step = index + 1, progress.step + 1
+        started = time.perf_counter()
+        own = plans[progress.batch * n + self._workers.rank : n_batches * n : n]
+        for batch in self._train.stream(own, self._workers.device):
+            done = (epoch + progress.batch / n_batches) / self._schedule.n_epochs
+            self._step(batch, done)
+            progress.batch, progress.step = progress.batch + 1, progress.step + 1
             progress.tokens += batch.n_tokens * n
-            progress.seconds += time.perf_counter() - started
+            progress.seconds, started = progress.seconds + time.perf_counter() - started, time.perf_counter()
             if progress.step % self._schedule.evaluate_every == 0:
                 self._evaluate(report, done)
             if self._workers.any(bool(noted)):

@@ -18,7 +18,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import NumericalError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
-from edgeinfer.training import agreement
+from edgeinfer.training import agreement, batch_author
 from edgeinfer.training.author import NativeAuthor
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.corpus import Mix, Request
@@ -54,7 +54,7 @@ def test_a_text_read_in_steps_has_the_features_of_one_pass(tmp_path: Path, rng: 
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", tensor_type="F32")) as file:
         target = TorchTarget(file, read_spec(file), CPU)
     whole = target.text_features([row.numpy() for row in tokens])
-    cache = KVCache(target.spec, 2, 16, CPU)
+    cache = KVCache.empty(target.spec, 2, 16, CPU)
     for position in range(12):
         positions = torch.full((2, 1), position)
         mask = torch.ones((2, 1, 1, position + 1), dtype=torch.bool)
@@ -75,15 +75,18 @@ def test_a_target_that_parts_from_the_native_engine_is_refused(tmp_path: Path, r
     tokens = rng.integers(0, 291, 60).astype(np.int32)
     with edgeinfer.load(path, draft="none") as engine, ModelFile.open(path) as file:
         target = TorchTarget(file, read_spec(file), CPU)
-        found = agreement.check(target, engine.session, tokens)
+        found = agreement.check(target, engine.session, [tokens])
         assert found.deviation < 0.02 and found.same_token > 0.9 and found.n_tokens == 60
         target._whole["blk.1.attn_k.weight"].values.mul_(-1.0)
         with pytest.raises(NumericalError, match=r"must give the native engine's logits to within 0.15"):
-            agreement.check(target, engine.session, tokens)
+            agreement.check(target, engine.session, [tokens])
 
 
-def test_both_authors_write_the_same_greedy_answers_and_keep_to_the_limits(tmp_path: Path) -> None:
+def test_both_authors_write_the_same_greedy_answers_and_keep_to_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", tensor_type="F32", n_embd=64)
+    monkeypatch.setattr(batch_author, "READ_AT_ONCE", 4)
     prompts = [Prompt((f"number {n} " * (n + 1),)) for n in range(6)] + [Prompt(("word " * 200,))]
     greedy, sampled = Mix(3, 1.0, 0.8), Mix(3, 0.0, 0.8)
     with edgeinfer.load(path, n_ctx=128, draft="none") as engine, ModelFile.open(path) as file:
