@@ -97,6 +97,8 @@ def distill(
         summary = training.distill(
             target, prompts, out, work or out.with_name(f"{out.name}.work"), held_out, settings, report
         )
+    if summary is None:  # another process has it
+        return
     if plot is not None:
         _draw(summary["curve"], plot)
     click.echo(json.dumps(summary) if as_json else visible(_table(summary)))

@@ -27,7 +27,7 @@ from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
 from edgeinfer.training import agreement
-from edgeinfer.training.author import NativeAuthor
+from edgeinfer.training.author import NativeAuthor, encode
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
@@ -39,6 +39,7 @@ from edgeinfer.training.replay import Replay, tokens_per_step
 from edgeinfer.training.target import TorchTarget
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
+from edgeinfer.types import TokenIds
 
 AuthorName = Literal["auto", "native", "torch"]
 TREES = (4, 8, 16)  # nodes of the trees that the report replays
@@ -79,9 +80,10 @@ class Settings:
 
 def distill(
     target: Path, prompts: Path, out: Path, work: Path, held: Path | None, settings: Settings, report: Report
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train a head for a target, write it, and give the report that is written beside it as JSON.
 
+    Of several processes the first gives it, the others None.
     target: a GGUF file that the native engine runs.  prompts, held: see read_prompts; None holds out a part of the
     prompts.  work: a folder for texts, features and the checkpoint.
     Raises InvalidArgument, UnsupportedModel and other errors of model files, NumericalError where torch and the native
@@ -89,11 +91,15 @@ def distill(
     """
     with ExitStack() as opened:
         workers = opened.enter_context(Workers.join(settings.device))
-        run = opened.enter_context(engine.load(target, n_ctx=settings.context, n_threads=settings.n_threads))
+        n_threads = settings.n_threads or max(1, devices.default_n_threads() // workers.n)
+        run = opened.enter_context(engine.load(target, n_ctx=settings.context, n_threads=n_threads))
         file = opened.enter_context(ModelFile.open(target))
         if run.backend != "native" or not isinstance(run.session.spec, ModelSpec):
             raise InvalidArgument(f"{target} must run on the native engine to be distilled: it runs on {run.backend}")
-        return _Distillation(file, run, run.session.spec, out, work, settings, workers).run(prompts, held, report)
+        is_first = workers.rank == 0
+        distillation = _Distillation(file, run, run.session.spec, out, work, settings, workers)
+        summary = distillation.run(prompts, held, report if is_first else lambda what, share: None)
+        return summary if is_first else None
 
 
 class _Distillation:
@@ -130,46 +136,38 @@ class _Distillation:
             self._recorder = TorchRecorder(self._target, n_texts=32)
 
     def run(self, prompts: Path, held: Path | None, report: Report) -> dict[str, Any]:
+        """All stages; gives the report."""
         started = time.time()
         self._write_texts(prompts, held, report)
         train, kept = self._corpora()
         texts, held_texts = train.all_texts(), kept.all_texts()
-        n_answers = sum(text.n_answer for text in texts)
-        if not n_answers or not any(text.n_answer > 2 for text in held_texts):
+        if not texts or not any(text.n_answer > 2 for text in held_texts):
             raise InvalidArgument(
                 f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
                 f"texts in {self._work}; give more prompts"
             )
-        sample = [text.tokens[:N_CHECKED] for text in held_texts[:N_TEXTS_CHECKED]]
-        agreed = agreement.check(self._target, self._engine.session, sample)
-        vocabulary = draft_vocabulary(
-            texts, self._engine.tokenizer.n_vocab, self._settings.draft_vocab, iter(self._engine.tokenizer.stop_ids)
-        )
+        agreed = self._check([text.tokens for text in held_texts])
+        tokenizer = self._engine.tokenizer
+        vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, self._settings.draft_vocab, iter(tokenizer.stop_ids))
         features = self._features(train, report), self._features(kept, report)
         trainer, head = self._trainer(*features, vocabulary)
         if not trainer.run(report):
             raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
-        stored = self._stored(head)
-        answers = np.concatenate([text.tokens[text.n_prompt :] for text in held_texts])
+        tensors = self._rounded_as_stored(head)
         summary = {
             "target": {"name": self._engine.name, "fingerprint": fingerprint(self._file)},
             "settings": asdict(self._settings),
             "prompts": prompts.name,
             "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
-            "trained_on": torch.cuda.get_device_name() if torch.cuda.is_available() else devices.cpu_name(),
-            "n_workers": self._workers.n,
             "texts": len(texts),
-            "answer_tokens": n_answers,
-            "tokens_trained": trainer.progress.tokens,
-            "seconds_trained": trainer.progress.seconds,
-            "seconds": time.time() - started,
+            "answer_tokens": sum(text.n_answer for text in texts),
             "torch_against_native": asdict(agreed),
-            "vocabulary_coverage": float(np.isin(answers, vocabulary).mean()),
-            "head_parameters": sum(values.size for values in stored.values()),
+            "head_parameters": sum(values.size for values in tensors.values()),
+            **self._effort(trainer, started),
             **self._quality(trainer, head, features[1], vocabulary, report),
             "curve": trainer.progress.curve,
         }
-        self._write(stored, vocabulary, summary)
+        self._write(tensors, vocabulary, summary)
         return summary
 
     # ---- The stages --------------------------------------------------------------------------------------------------
@@ -200,6 +198,10 @@ class _Distillation:
         if self._workers.rank == 0:
             check_settings(self._work / "texts.json", wanted)
         self._workers.wait()
+        if isinstance(self._author, BatchAuthor):
+            turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])
+            tokens = [encode(self._engine, [{"role": "user", "content": turn}]) for turn in turns]
+            self._check([np.array(each, dtype=np.int32) for each in tokens])
         train, kept = self._corpora()
         kept.write(others, Mix(seed, 1.0, settings.temperature), self._author, None, report, self._workers.share)
         mix = Mix(seed, settings.greedy_share, settings.temperature)
@@ -208,6 +210,11 @@ class _Distillation:
 
     def _corpora(self) -> tuple[Corpus, Corpus]:
         return Corpus(self._work, "train"), Corpus(self._work, "held")
+
+    def _check(self, texts: Sequence[TokenIds]) -> agreement.Agreement:
+        """Compare torch with the native engine on the first texts. Raises NumericalError."""
+        sample = [tokens[:N_CHECKED] for tokens in texts[:N_TEXTS_CHECKED]]
+        return agreement.check(self._target, self._engine.session, sample)
 
     def _features(self, corpus: Corpus, report: Report) -> Features:
         features = Features(corpus, self._recorder, self._spec.n_embd, self._settings.disk_bytes)
@@ -249,8 +256,8 @@ class _Distillation:
         )
         return trainer, head
 
-    def _stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
-        """The weights as the file will have them, which the head gets too, so that the report is on what is written."""
+    def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
+        """The weights, which the head then has as the file will, so that the report is on what is written."""
         tensors = head.tensors()
         stored = {
             name: _rounded(values, self._type) if values.ndim == 2 else values for name, values in tensors.items()
@@ -264,6 +271,17 @@ class _Distillation:
 
     # ---- The report and the file -------------------------------------------------------------------------------------
 
+    def _effort(self, trainer: Trainer, started: float) -> dict[str, Any]:
+        """On what and for how long. seconds: of this run; seconds_trained: of all runs that the checkpoint has seen."""
+        is_gpu = self._workers.device.type == "cuda"
+        return {
+            "trained_on": torch.cuda.get_device_name() if is_gpu else devices.cpu_name(),
+            "n_workers": self._workers.n,
+            "tokens_trained": trainer.progress.tokens,
+            "seconds_trained": trainer.progress.seconds,
+            "seconds": time.time() - started,
+        }
+
     def _quality(
         self, trainer: Trainer, head: DraftHead, held: Features, vocabulary: NDArray[np.int32], report: Report
     ) -> dict[str, Any]:
@@ -272,6 +290,7 @@ class _Distillation:
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(device)
         output = torch.from_numpy(_rounded(self._target.output[ids].cpu().numpy(), self._type)).to(device)
         replay = Replay(head, self._target.embedding, output, ids)
+        answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
         counts = {size: [0, 0] for size in TREES}
         for number, sample in enumerate(held.samples):
             features = torch.from_numpy(np.array(held.of(sample))).to(device).float()
@@ -281,6 +300,7 @@ class _Distillation:
             report("replay of trees", (number + 1) / len(held.samples))
         return {
             "held_out_texts": len(held.samples),
+            "vocabulary_coverage": float(np.isin(answers, vocabulary).mean()),
             "match_by_depth": trainer.matches(DEPTHS),
             "tokens_per_step": {str(size): tokens / max(1, steps) for size, (tokens, steps) in counts.items()},
         }
