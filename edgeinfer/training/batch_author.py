@@ -91,7 +91,7 @@ class BatchAuthor:
         for step in range(self._max_tokens):
             tokens = drawing(self._target.logits(features)[:, : self._engine.tokenizer.n_vocab])
             written[texts, step] = torch.where(active, tokens, -1)
-            active = active & ~torch.isin(tokens, stop_ids) & (lengths < n_ctx)
+            active = active & ~torch.isin(tokens, stop_ids) & (lengths + 1 < n_ctx)
             n_active = int(active.sum()) if step % LOOKED_EVERY == 0 else len(texts)
             if not n_active:
                 break

@@ -116,6 +116,7 @@ class Batches:
         features = torch.zeros((n, m, self._features.n_embd), dtype=torch.float16)
         places: list[NDArray[np.int64]] = []
         labels: list[NDArray[np.int64]] = []
+        known = iter(self._features.of([self._samples[index] for indices in plan for index in indices]))
         for row, indices in enumerate(plan):
             start = 0
             for number, index in enumerate(indices, start=1):
@@ -123,7 +124,7 @@ class Batches:
                 text, length = sample.text.tokens, min(len(sample.text.tokens) - 1, m)
                 at = slice(start, start + length)
                 tokens[row, at], positions[row, at], documents[row, at] = text[1 : length + 1], range(length), number
-                features[row, at] = torch.from_numpy(np.array(self._features.of(sample)[:length]))
+                features[row, at] = torch.from_numpy(np.array(next(known)[:length]))
                 judged = self._judged(sample)
                 places.append(row * m + start + judged)
                 labels.append(self._draft_ids[text[judged + 2]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -89,6 +90,7 @@ def distill(
     Raises InvalidArgument, UnsupportedModel and other errors of model files, NumericalError where torch and the native
     engine part, Interrupted once a checkpoint is written after SIGINT, OSError.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what makes cuBLAS deterministic; read when it starts
     with ExitStack() as opened:
         workers = opened.enter_context(Workers.join(settings.device))
         n_threads = settings.n_threads or max(1, devices.default_n_threads() // workers.n)
@@ -116,7 +118,6 @@ class _Distillation:
         workers: Workers,
     ) -> None:
         agreement.precise_products()
-        use_deterministic_kernels()
         torch.set_num_threads(run.device.n_threads)
         self._file = file
         self._engine = run
@@ -224,10 +225,11 @@ class _Distillation:
 
     def _trainer(self, train: Features, held: Features, vocabulary: NDArray[np.int32]) -> tuple[Trainer, DraftHead]:
         settings = self._settings
+        use_deterministic_kernels()
         torch.manual_seed(settings.seed)
         head = DraftHead(HeadSizes.of(self._file, self._spec, settings.blocks))
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
-        unit = float(np.sqrt(np.mean(np.square(train.of(train.samples[0]).astype(np.float32)))))
+        unit = float(np.sqrt(np.mean(np.square(train.of(train.samples[:1])[0].astype(np.float32)))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
         objective = Objective(head, self._target.embedding, self._target.output[ids], unit, weights)
         draft_ids = np.full(self._spec.n_vocab, -1, dtype=np.int64)
@@ -293,7 +295,7 @@ class _Distillation:
         answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
         counts = {size: [0, 0] for size in TREES}
         for number, sample in enumerate(held.samples):
-            features = torch.from_numpy(np.array(held.of(sample))).to(device).float()
+            features = torch.from_numpy(np.array(held.of([sample])[0])).to(device).float()
             accepted = replay.accepted(sample.text.tokens, features, sample.text.n_prompt, TREES)
             for size, lengths in accepted.items():
                 counts[size] = [a + b for a, b in zip(counts[size], tokens_per_step(lengths), strict=True)]

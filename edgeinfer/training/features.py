@@ -110,24 +110,33 @@ class Features:
                 self._save(shard, texts)
             report(f"{self._corpus.part}: features", (shard + 1) / len(by_shard))
 
-    def of(self, sample: Sample) -> Halves:
-        """Features of a text, (n, n_embd)."""
-        if sample.shard not in self._kept and self._path(sample.shard).exists():
+    def of(self, samples: Sequence[Sample]) -> list[Halves]:
+        """Features of some texts, (n, n_embd) each."""
+        found = {index: rows for index, rows in enumerate(map(self._kept_rows, samples)) if rows is not None}
+        missing = [index for index in range(len(samples)) if index not in found]
+        recorded = self._record([samples[index].text.tokens for index in missing])
+        found |= dict(zip(missing, recorded, strict=True))
+        return [found[index] for index in range(len(samples))]
+
+    def _kept_rows(self, sample: Sample) -> Halves | None:
+        if sample.shard not in self._kept:
+            if not self._path(sample.shard).exists():
+                return None
             self._kept[sample.shard] = self._load(sample.shard)
-        rows = self._kept.get(sample.shard)
-        if rows is None:
-            return self._recorder.record([sample.text.tokens])[0]
-        return rows[sample.first : sample.first + len(sample.text.tokens)]
+        return self._kept[sample.shard][sample.first : sample.first + len(sample.text.tokens)]
+
+    def _record(self, texts: Sequence[TokenIds]) -> list[Halves]:
+        at_once, rows = self._recorder.n_texts, []
+        for first in range(0, len(texts), at_once):
+            rows += self._recorder.record(texts[first : first + at_once])
+        return rows
 
     def _path(self, shard: int) -> Path:
         return self._corpus.shard(shard).with_suffix(".features.npy")
 
     def _save(self, shard: int, texts: Sequence[TokenIds]) -> None:
-        at_once, rows = self._recorder.n_texts, []
-        for first in range(0, len(texts), at_once):
-            rows += self._recorder.record(texts[first : first + at_once])
         buffer = io.BytesIO()
-        np.save(buffer, np.concatenate([np.empty((0, self.n_embd), np.float16), *rows]))
+        np.save(buffer, np.concatenate([np.empty((0, self.n_embd), np.float16), *self._record(texts)]))
         write_whole(self._path(shard), buffer.getvalue())
 
     def _load(self, shard: int) -> Halves:

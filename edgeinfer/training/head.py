@@ -92,8 +92,8 @@ class Block(nn.Module):
         """
         sizes = self.sizes
         h = self.attn_norm(x)
-        q = rope(self._heads(self.attn_q(h)), positions).transpose(1, 2)
-        k = rope(self._heads(self.attn_k(h)), positions).transpose(1, 2)
+        q = rope(self._heads(self.attn_q(h)).float(), positions).transpose(1, 2)
+        k = rope(self._heads(self.attn_k(h)).float(), positions).transpose(1, 2)
         v = self._heads(self.attn_v(h)).transpose(1, 2)
         group = sizes.n_heads // sizes.n_kv_heads
         keys, values = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -241,5 +240,5 @@ def _signals_noted() -> Iterator[list[int]]:
 
 def use_deterministic_kernels() -> None:
     """Let every operation give the same bits each time, where torch has a kernel that does."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time
