@@ -129,11 +129,13 @@ class Batches:
                 places.append(row * m + start + judged)
                 labels.append(self._draft_ids[text[judged + 2]])
                 start += length
-        arrays = (tokens, positions, documents)
         return Batch(
-            *(torch.from_numpy(array) for array in arrays),
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            torch.from_numpy(documents),
             features,
-            *(torch.from_numpy(np.concatenate(parts)) for parts in (places, labels)),
+            torch.from_numpy(np.concatenate(places)),
+            torch.from_numpy(np.concatenate(labels)),
         )
 
     def _judged(self, sample: Sample) -> NDArray[np.int64]:

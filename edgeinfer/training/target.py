@@ -99,7 +99,7 @@ class TorchTarget:
         """(..., n_vocab) of features (..., n_embd)."""
         return self._products(features, self.spec.output)[0]
 
-    def side_by_side(self, texts: Sequence[Sequence[int]] | Sequence[TokenIds]) -> tuple[torch.Tensor, ...]:
+    def side_by_side(self, texts: Sequence[Sequence[int] | TokenIds]) -> tuple[torch.Tensor, ...]:
         """(tokens, positions, mask) of texts from their beginning, for `features`; the short ones are padded."""
         longest = max(map(len, texts))
         tokens = torch.zeros((len(texts), longest), dtype=torch.int64)

@@ -139,7 +139,7 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
     command += ["--no-python", sys.executable, "-c", "from edgeinfer.cli import main; main()", "distill"]
     command += [given / "m.gguf", "--prompts", given / "p.jsonl", "--out", tmp_path / "h.gguf", "--work", folder, *FAST]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "h.json").read_text())
     assert report["n_workers"] == 2 and report["match_by_depth"][0] > 0.3
