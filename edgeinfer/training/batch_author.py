@@ -16,6 +16,7 @@ from edgeinfer.training.features import Halves, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
+SHORT = 256  # tokens: longer prompts are answered apart, as every text of a batch is attended to up to the longest
 READ_AT_ONCE = 32  # prompts
 LOOKED_EVERY = 8  # tokens; to look whether texts have ended, a GPU must be waited for
 WHEN_HALF = 0.5  # share of the texts still being written at which the others are dropped from the batch
@@ -47,7 +48,7 @@ class _Drawing:
 
 
 class BatchAuthor:
-    """Writes the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream a batch.
+    """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream a batch.
 
     n_prompts: answered at once.  n_ctx, max_tokens: as for NativeAuthor.
     """
@@ -63,12 +64,17 @@ class BatchAuthor:
         prompts = [(request, self._prompt(request)) for request in requests]
         fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._engine.n_ctx]
         fitting.sort(key=lambda pair: len(pair[1]))  # so that little is padded where some are read at a time
-        if not fitting:
+        n_short = sum(len(prompt) <= SHORT for _, prompt in fitting)
+        return [*self._texts(fitting[:n_short]), *self._texts(fitting[n_short:])]
+
+    def _texts(self, prompts: Sequence[tuple[Request, list[int]]]) -> list[Text]:
+        """The prompts with their answers."""
+        if not prompts:
             return []
-        answers = self.answers([prompt for _, prompt in fitting], [request.params for request, _ in fitting])
+        answers = self.answers([prompt for _, prompt in prompts], [request.params for request, _ in prompts])
         return [
             Text(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
-            for (request, prompt), answer in zip(fitting, answers, strict=True)
+            for (request, prompt), answer in zip(prompts, answers, strict=True)
         ]
 
     @torch.inference_mode()

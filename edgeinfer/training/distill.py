@@ -37,7 +37,7 @@ from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.replay import Replay, tokens_per_step
-from edgeinfer.training.target import TorchTarget
+from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
 from edgeinfer.types import TokenIds
@@ -132,9 +132,17 @@ class _Distillation:
         self._author: Author = NativeAuthor(run, settings.max_tokens)
         self._recorder: Recorder = NativeRecorder(run.session, file, spec)
         if use_torch:
-            self._author = BatchAuthor(self._target, run, settings.max_tokens, n_prompts=512 if on_gpu else 32)
+            self._author = BatchAuthor(self._target, run, settings.max_tokens, self._n_side_by_side())
         if on_gpu:
             self._recorder = TorchRecorder(self._target, n_texts=32)
+
+    def _n_side_by_side(self) -> int:
+        """How many texts torch writes at once: a power of two whose caches take half of a GPU's free memory at most."""
+        if self._workers.device.type != "cuda":
+            return 32
+        free = torch.cuda.mem_get_info(self._workers.device)[0]
+        fitting = free // 2 // KVCache.bytes_of(self._spec, self._settings.context)
+        return min(2048, 1 << max(1, fitting).bit_length() - 1)
 
     def run(self, prompts: Path, held: Path | None, report: Report) -> dict[str, Any]:
         """All stages; gives the report."""

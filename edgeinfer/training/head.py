@@ -16,7 +16,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
-from edgeinfer.training.target import Rotation
+from edgeinfer.training.target import Rotation, Turns, turned
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,19 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rope: Rotation,
-        positions: torch.Tensor,
+        turns: Turns,
         mask: torch.Tensor,
         past: Sequence[KeysValues] = (),
     ) -> tuple[torch.Tensor, KeysValues]:
         """The rows and their own keys and values.
 
-        x: (n, m, n_embd) float32.  positions: (n, m).  past: keys and values of other rows, before those of these.
-        mask: (n, 1, m, all of them), True for what a row sees.
+        x: (n, m, n_embd) float32.  turns: of the rows' positions.  past: keys and values of other rows, which stand
+        before those of these.  mask: (n, 1, m, all of them), True for what a row sees.
         """
         sizes = self.sizes
         h = self.attn_norm(x)
-        q = rope(self._heads(self.attn_q(h)).float(), positions).transpose(1, 2)
-        k = rope(self._heads(self.attn_k(h)).float(), positions).transpose(1, 2)
+        q = turned(self._heads(self.attn_q(h)).float(), turns).transpose(1, 2)
+        k = turned(self._heads(self.attn_k(h)).float(), turns).transpose(1, 2)
         v = self._heads(self.attn_v(h)).transpose(1, 2)
         group = sizes.n_heads // sizes.n_kv_heads
         keys, values = (
@@ -139,16 +138,16 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The next features, (n, m, n_embd), and the keys and values of each block.
 
-        features, embeddings: (n, m, n_embd).  past: what other calls gave, whose rows these may see.  The others as for
-        Block.forward.
+        features, embeddings: (n, m, n_embd).  positions: (n, m).  past: what other calls gave, whose rows these may
+        see.  mask: as for Block.forward.
         """
         h1 = self.feature(features)
         h2 = functional.silu(self.token(self.token_norm(embeddings)))
         z = torch.sigmoid(self.mix(torch.cat([h1, h2], dim=-1)).float())
         x = z * h1.float() + (1 - z) * h2.float()
-        own = []
+        turns, own = self.rope(positions), []
         for index, block in enumerate(self.blocks):
-            x, keys_values = block(x, self.rope, positions, mask, [each[index] for each in past])
+            x, keys_values = block(x, turns, mask, [each[index] for each in past])
             own.append(keys_values)
         return x, own
 

@@ -30,7 +30,7 @@ class Matrix:
 
 
 class KVCache:
-    """Keys and values of several texts, (n_layers, n, n_kv_heads, n_ctx, head_dim) each, rounded to half floats."""
+    """Keys and values of several texts, (n_layers, n, n_kv_heads, n_ctx, head_dim) half floats each."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys = keys
@@ -40,7 +40,16 @@ class KVCache:
     def empty(cls, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> KVCache:
         """One for n texts of at most n_ctx tokens."""
         shape = (spec.n_layers, n, spec.n_kv_heads, n_ctx, spec.head_dim)
-        return cls(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+        return cls(*(torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)))
+
+    def put(
+        self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, n_seen: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values (n, m, n_kv_heads, head_dim) at positions (n, m); gives those of the first n_seen."""
+        texts = torch.arange(len(positions), device=positions.device)[:, None]
+        self.keys[layer][texts, :, positions] = keys
+        self.values[layer][texts, :, positions] = values
+        return self.keys[layer][:, :, :n_seen], self.values[layer][:, :, :n_seen]
 
     def part(self, texts: slice) -> KVCache:
         """That of some texts, in the same memory."""
@@ -49,6 +58,11 @@ class KVCache:
     def keep(self, texts: torch.Tensor) -> None:
         """Drop all texts but these."""
         self.keys, self.values = self.keys[:, texts], self.values[:, texts]
+
+    @staticmethod
+    def bytes_of(spec: ModelSpec, n_ctx: int) -> int:
+        """Bytes that one text takes."""
+        return 4 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
 
 
 class TorchTarget:
@@ -68,7 +82,7 @@ class TorchTarget:
             values = torch.from_numpy(dequantize(kind, file.data(name), shape)).to(device)
             self._whole[name] = Matrix(values, shape[-1] if kind == GGMLType.I2_S else kind.block_elements)
         self.embedding = self._whole[spec.token_embd].values * spec.embedding_scale
-        self._ropes = [None if part.rope is None else Rotation(part.rope).to(device) for part in spec.attention]
+        self._ropes = {part.rope: Rotation(part.rope).to(device) for part in spec.attention if part.rope is not None}
 
     @property
     def output(self) -> torch.Tensor:
@@ -86,12 +100,15 @@ class TorchTarget:
         """
         spec = self.spec
         x = self.embedding[tokens]
+        turns = {rope: rotation(positions) for rope, rotation in self._ropes.items()}
         for index, layer in enumerate(spec.layers):
-            x = x + spec.residual_scale * self._attention(index, x, positions, mask, cache)
+            rope = spec.attention[index].rope
+            at = positions, None if rope is None else turns[rope]
+            x = torch.add(x, self._attention(index, x, *at, mask, cache), alpha=spec.residual_scale)
             h = self._norm(layer.ffn_norm, x)
             gate, up = self._products(h, layer.ffn_gate, layer.ffn_up)
             down = self._products(functional.silu(gate) * up, layer.ffn_down)[0]
-            x = x + spec.residual_scale * down
+            x = torch.add(x, down, alpha=spec.residual_scale)
         return self._norm(spec.output_norm, x)
 
     @torch.inference_mode()
@@ -114,7 +131,13 @@ class TorchTarget:
         return [rows[row, : len(text)] for row, text in enumerate(texts)]
 
     def _attention(
-        self, index: int, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: KVCache | None
+        self,
+        index: int,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        turns: Turns | None,
+        mask: torch.Tensor,
+        cache: KVCache | None,
     ) -> torch.Tensor:
         spec, layer = self.spec, self.spec.layers[index]
         h = self._norm(layer.attn_norm, x)
@@ -123,16 +146,14 @@ class TorchTarget:
         q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
         if spec.qk_norm == "per_head":
             q, k = self._norm(layer.attn_q_norm, q), self._norm(layer.attn_k_norm, k)
-        rope = self._ropes[index]
-        if rope is not None:
-            q, k = rope(q, positions), rope(k, positions)
-        k, v = (rows.half().float().transpose(1, 2) for rows in (k, v))  # (n, n_kv_heads, m, head_dim)
-        if cache is not None:
-            rows = torch.arange(len(x), device=self.device)[:, None]
-            cache.keys[index][rows, :, positions] = k.transpose(1, 2)
-            cache.values[index][rows, :, positions] = v.transpose(1, 2)
-            k, v = cache.keys[index][:, :, : mask.shape[-1]], cache.values[index][:, :, : mask.shape[-1]]
-        y = _attend(q * spec.attention_scale, k, v, mask)
+        if turns is not None:
+            q, k = turned(q, turns), turned(k, turns)
+        k, v = k.half(), v.half()
+        if cache is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k, v = cache.put(index, positions, k, v, mask.shape[-1])
+        y = _attend(q * spec.attention_scale, k.float(), v.float(), mask)
         return self._add(self._products(y, layer.attn_output)[0], layer.attn_output_bias)
 
     def _products(self, x: torch.Tensor, *matrices: TensorRef) -> list[torch.Tensor]:
@@ -164,34 +185,42 @@ class TorchTarget:
 
 
 class Rotation(nn.Module):
-    """Turns heads by their position; see RopeSpec."""
+    """How heads are turned by their position; see RopeSpec."""
 
     def __init__(self, rope: RopeSpec) -> None:
         super().__init__()
-        self._rope = rope.of_context(0)
-        frequencies = torch.tensor(self._rope.inverse_frequencies, dtype=torch.float64)
+        self.rope = rope.of_context(0)
+        frequencies = torch.tensor(self.rope.inverse_frequencies, dtype=torch.float64)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """heads: (n, m, n_heads, head_dim).  positions: (n, m)."""
+    def forward(self, positions: torch.Tensor) -> Turns:
+        """For `turned`. positions: (n, m)."""
         angles = (positions[..., None] * self.frequencies)[:, :, None]
-        cosine = (angles.cos() * self._rope.magnitude).to(heads.dtype)
-        sine = (angles.sin() * self._rope.magnitude).to(heads.dtype)
-        n_dims, is_interleaved = self._rope.n_dims, self._rope.kind == "interleaved"
-        turned, rest = heads[..., :n_dims], heads[..., n_dims:]
-        pairs = turned.unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
-        axis = -1 if is_interleaved else -2
-        first, second = pairs.unbind(axis)
-        pairs = torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=axis)
-        return torch.cat([pairs.flatten(-2), rest], dim=-1)
+        cosine, sine = (part * self.rope.magnitude for part in (angles.cos(), angles.sin()))
+        return cosine.float(), sine.float(), self.rope
+
+
+Turns = tuple[torch.Tensor, torch.Tensor, RopeSpec]  # cosines and sines, (n, m, 1, n_dims / 2), and what they are of
+
+
+def turned(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Heads with their position turned in, (n, m, n_heads, head_dim) float32."""
+    cosine, sine, rope = turns
+    is_interleaved = rope.kind == "interleaved"
+    pairs = heads[..., : rope.n_dims].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    axis = -1 if is_interleaved else -2
+    first, second = pairs.unbind(axis)
+    pairs = torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=axis).flatten(-2)
+    return pairs if rope.n_dims == heads.shape[-1] else torch.cat([pairs, heads[..., rope.n_dims :]], dim=-1)
 
 
 def round_activations(x: torch.Tensor, block: int) -> torch.Tensor:
     """As edgeinfer.backends.reference.round_activations; any shape."""
     blocks = x.unflatten(-1, (-1, block))
-    largest = blocks.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(largest >= 1e-30, 127.0 / largest, 0.0)
-    return (torch.round(blocks * inverse) * (largest / 127.0)).flatten(-2)
+    largest = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=-1, keepdim=True)
+    # Blocks of nothing stay nothing: their codes are at most 127, their scale below 1e-32.
+    codes = (blocks * (127.0 / largest.clamp(min=1e-30))).round_()
+    return codes.mul_(largest / 127.0).flatten(-2)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,8 @@ def test_both_authors_write_the_same_greedy_answers_and_keep_to_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", tensor_type="F32", n_embd=64)
-    monkeypatch.setattr(batch_author, "READ_AT_ONCE", 4)
+    monkeypatch.setattr(batch_author, "READ_AT_ONCE", 2)
+    monkeypatch.setattr(batch_author, "SHORT", 25)
     prompts = [Prompt((f"number {n} " * (n + 1),)) for n in range(6)] + [Prompt(("word " * 200,))]
     greedy, sampled = Mix(3, 1.0, 0.8), Mix(3, 0.0, 0.8)
     with edgeinfer.load(path, n_ctx=128, draft="none") as engine, ModelFile.open(path) as file:
