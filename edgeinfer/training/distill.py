@@ -34,7 +34,7 @@ from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
 from edgeinfer.training.features import Features, NativeRecorder, Recorder
 from edgeinfer.training.head import DraftHead, HeadSizes
-from edgeinfer.training.objective import Objective, Weights
+from edgeinfer.training.objective import Objective, Weights, linear_guess
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.replay import Replay, tokens_per_step
 from edgeinfer.training.target import KVCache, TorchTarget
@@ -46,6 +46,7 @@ AuthorName = Literal["auto", "native", "torch"]
 TREES = (4, 8, 16)  # nodes of the trees that the report replays
 DEPTHS = 6  # of the matches in the report
 HELD_SHARE = 0.03  # of the prompts, where no file names others
+N_BATCHES_FITTED = 128  # from which the head's first guess is taken
 N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
 
 
@@ -235,7 +236,7 @@ class _Distillation:
         settings = self._settings
         use_deterministic_kernels()
         torch.manual_seed(settings.seed)
-        head = DraftHead(HeadSizes.of(self._file, self._spec, settings.blocks))
+        head = DraftHead(HeadSizes.of(self._file, self._spec, settings.blocks)).to(self._workers.device)
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
         unit = float(np.sqrt(np.mean(np.square(train.of(train.samples[:1])[0].astype(np.float32)))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
@@ -255,13 +256,18 @@ class _Distillation:
         names = "draft_vocab blocks epochs steps batch_tokens learning_rate warm_up feature_weight token_weight decay"
         wanted = {name: getattr(settings, name) for name in (*names.split(), "noise", "evaluate_every", "seed")}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
+        batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
+        checkpoint = self._work / "checkpoint.pt"
+        if not checkpoint.exists():
+            fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
+            head.begin_with(linear_guess(fitted, self._spec.n_embd, self._workers.device))
         trainer = Trainer(
             objective,
-            Batches(train, draft_ids, rows, length, settings.steps - 1),
+            batches,
             Batches(held, draft_ids, rows, length, 0),
             schedule,
             wanted,
-            self._work / "checkpoint.pt",
+            checkpoint,
             self._workers,
         )
         return trainer, head

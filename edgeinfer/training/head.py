@@ -151,6 +151,18 @@ class DraftHead(nn.Module):
             own.append(keys_values)
         return x, own
 
+    @torch.no_grad()
+    def begin_with(self, next_feature: torch.Tensor) -> None:
+        """Start as a linear guess: next_feature (n_embd, n_embd) times the feature, and what the token adds to it.
+
+        The gate is half open, and the blocks add nothing yet.
+        """
+        self.feature.weight.copy_(2.0 * next_feature)
+        self.mix.weight.zero_()
+        for block in self.blocks:
+            block.attn_output.weight.zero_()
+            block.ffn_down.weight.zero_()
+
     def tensors(self) -> dict[str, NDArray[np.float32]]:
         """The weights under the names that a file has for them."""
         return {_file_name(name): values.detach().float().cpu().numpy() for name, values in self.named_parameters()}

@@ -16,7 +16,7 @@ from edgeinfer.models import RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training.batches import Batch, pack
 from edgeinfer.training.head import DraftHead, HeadSizes
-from edgeinfer.training.objective import Objective, Weights, chain_mask
+from edgeinfer.training.objective import Objective, Weights, chain_mask, linear_guess
 from edgeinfer.training.replay import BEAM, DEPTH, Replay, tokens_per_step
 
 N_VOCAB, N_EMBD = 40, 32
@@ -213,6 +213,28 @@ def test_losses_are_what_they_are_defined_as_and_fall_with_the_gradient(
 def softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def test_a_head_begins_with_the_linear_guess(rng: np.random.Generator, embedding: torch.Tensor) -> None:
+    rule = rng.standard_normal((N_EMBD, N_EMBD), dtype=np.float32) / 6
+    batches = []
+    for _ in range(20):
+        batch = a_batch(rng, [[12], [5, 7]], 12)
+        for i in range(1, 12):
+            batch.features[:, i] = batch.features[:, i - 1] @ torch.from_numpy(rule).T + 0.5 * batch.features[:, i]
+        batches.append(batch)
+    guess = linear_guess(batches, N_EMBD, torch.device("cpu"))
+    now = np.concatenate([batch.features.flatten(0, 1)[batch.places].numpy() for batch in batches])
+    after = np.concatenate([batch.features.flatten(0, 1)[batch.places + 1].numpy() for batch in batches])
+    wanted = np.linalg.lstsq(now, after, rcond=None)[0].T
+    assert_allclose(guess.numpy(), wanted, atol=1e-3)
+    head = a_head(2)
+    head.token.weight.data.zero_()
+    head.begin_with(guess)
+    place = torch.arange(12)
+    features = torch.from_numpy(now[:12])[None]
+    rows, _ = head(features, embedding[None, :12], place[None], (place[:, None] >= place)[None, None])
+    assert_allclose(rows[0].detach().numpy(), now[:12] @ guess.numpy().T, atol=1e-4)
 
 
 def test_texts_are_packed_into_rows_without_overflow(rng: np.random.Generator) -> None:
