@@ -153,11 +153,12 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def begin_with(self, next_feature: torch.Tensor) -> None:
-        """Start as a linear guess: next_feature (n_embd, n_embd) times the feature, and what the token adds to it.
+        """Start as a linear guess: next_feature (n_embd, n_embd) times the feature.
 
-        The gate is half open, and the blocks add nothing yet.
+        The gate is half open; the token adds little yet, and the blocks nothing.
         """
         self.feature.weight.copy_(2.0 * next_feature)
+        self.token.weight.mul_(0.1)
         self.mix.weight.zero_()
         for block in self.blocks:
             block.attn_output.weight.zero_()
