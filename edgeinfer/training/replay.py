@@ -41,10 +41,10 @@ class Replay:
     def __init__(
         self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, draft_vocab: torch.Tensor
     ) -> None:
-        self._head = head
-        self._embedding = embedding
-        self._output = output
-        self._vocab = draft_vocab
+        self.head = head
+        self.embedding = embedding
+        self.output = output
+        self.draft_vocab = draft_vocab
 
     @torch.no_grad()
     def accepted(
@@ -62,7 +62,7 @@ class Replay:
             return found
         context = self._context(ids, features)
         for part in starts.split(AT_ONCE):
-            levels = list(self._levels(ids, features, part, context))
+            levels = list(_Growth(self, ids, features, part, context, max(sizes)).levels())
             for size in sizes:
                 found[size] += _lengths(levels, size).tolist()
         return found
@@ -71,55 +71,90 @@ class Replay:
         """Keys and values of each block for the text with the target's features."""
         n = len(ids) - 1
         place = torch.arange(n, device=ids.device)
-        embeddings = functional.embedding(ids[1:], self._embedding)
+        embeddings = functional.embedding(ids[1:], self.embedding)
         mask = (place[:, None] >= place)[None, None]
-        return self._head(features[None, :n], embeddings[None], place[None], mask)[1]
+        return self.head(features[None, :n], embeddings[None], place[None], mask)[1]
 
-    def _levels(
-        self, ids: torch.Tensor, features: torch.Tensor, starts: torch.Tensor, context: list[KeysValues]
-    ) -> Iterator[Level]:
-        """Level by level the nodes behind each start, (n, BEAM * BEAM) or fewer."""
+
+class _Growth:
+    """Trees growing level by level behind some positions of a text, as far as nodes may be among the `size` likeliest.
+
+    Of the frontier, the nodes to go on from: tokens, reach, is_right (n, k) as for Level; features (n, k, n_embd), that
+    come in; path (n, k, depth + 1), which of the rows kept so far lead to each.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        ids: torch.Tensor,
+        features: torch.Tensor,
+        starts: torch.Tensor,
+        context: list[KeysValues],
+        size: int,
+    ) -> None:
         n, device = len(starts), ids.device
-        place = torch.arange(len(ids) - 1, device=device)
-        seen = (place <= starts[:, None] - 1)[:, None, None]  # of the context; a start's own row is computed below
-        past = [tuple(each.expand(n, -1, -1, -1) for each in pair) for pair in context]
-        state = features[starts][:, None]  # (n, 1, n_embd)
-        token, reach = ids[starts + 1][:, None], torch.ones((n, 1), device=device)
-        right = torch.ones((n, 1), dtype=torch.bool, device=device)
-        kept: list[list[KeysValues]] = []
-        n_kept = 0
-        ancestors = torch.empty((n, 1, 0), dtype=torch.int64, device=device)  # rows of the kept ones that a node sees
+        self._replay = replay
+        self._ids = ids
+        self._starts = starts
+        self._size = size
+        self._kept: list[list[KeysValues]] = [[(k.expand(n, -1, -1, -1), v.expand(n, -1, -1, -1)) for k, v in context]]
+        self._n_kept = 0  # rows behind the context's
+        before = torch.arange(len(ids) - 1, device=device) < starts[:, None]  # a start's own row is computed anew
+        self._seen = before[:, None, None]  # of the context, (n, 1, 1, its rows)
+        self._found = torch.empty((n, 0), device=device)  # reach of all nodes so far
+        self.tokens, self.reach = ids[starts + 1][:, None], torch.ones((n, 1), device=device)
+        self.is_right = torch.ones((n, 1), dtype=torch.bool, device=device)
+        self.features = features[starts][:, None]
+        self.path = torch.empty((n, 1, 0), dtype=torch.int64, device=device)
+
+    def levels(self) -> Iterator[Level]:
+        """The nodes of each depth, those that are gone on from and their sisters."""
         for depth in range(DEPTH):
-            width = token.shape[1]
-            own = torch.arange(width, device=device).expand(n, -1)[..., None] + n_kept
-            ancestors = torch.cat([ancestors, own], dim=-1)
-            mask = torch.cat(
-                [
-                    seen.expand(-1, -1, width, -1),
-                    functional.one_hot(ancestors, n_kept + width).sum(dim=-2).bool()[:, None],
-                ],
-                dim=-1,
-            )
-            positions = (starts + depth)[:, None].expand(-1, width)
-            embeddings = functional.embedding(token, self._embedding)
-            rows, new = self._head(state, embeddings, positions, mask, [past, *kept])
-            kept.append(new)
-            n_kept += width
-            chances = functional.linear(rows, self._output).float().softmax(dim=-1)
-            best, index = chances.topk(min(BEAM, chances.shape[-1]), dim=-1)  # (n, width, BEAM)
-            children = self._vocab[index].flatten(1)
-            children_reach = (reach[..., None] * best).flatten(1)
-            record = ids[(starts + depth + 2).clamp(max=len(ids) - 1)]
-            is_there = (starts + depth + 2 < len(ids))[:, None]
-            children_right = (
-                right[..., None].expand(-1, -1, best.shape[-1]).flatten(1) & (children == record[:, None]) & is_there
-            )
-            yield Level(children, children_reach, children_right)
-            reach, chosen = children_reach.topk(min(BEAM, children.shape[1]), dim=-1)
-            parent = chosen // best.shape[-1]
-            token, right = children.gather(1, chosen), children_right.gather(1, chosen)
-            state = rows.gather(1, parent[..., None].expand(-1, -1, rows.shape[-1]))
-            ancestors = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
+            rows = self._forward(depth)
+            level = self._children(rows, depth)
+            yield level
+            self._found = torch.cat([self._found, level.reach], dim=1)
+            if not self._choose(level, rows):
+                return
+
+    def _forward(self, depth: int) -> torch.Tensor:
+        """The features that the frontier's nodes predict, (n, k, n_embd)."""
+        n, width = self.tokens.shape
+        own = torch.arange(self._n_kept, self._n_kept + width, device=self.tokens.device).expand(n, -1)
+        self.path = torch.cat([self.path, own[..., None]], dim=-1)
+        self._n_kept += width
+        on_path = functional.one_hot(self.path, self._n_kept).sum(dim=-2).bool()[:, None]
+        mask = torch.cat([self._seen.expand(-1, -1, width, -1), on_path], dim=-1)
+        positions = (self._starts + depth)[:, None].expand(-1, width)
+        embeddings = functional.embedding(self.tokens, self._replay.embedding)
+        rows, keys_values = self._replay.head(self.features, embeddings, positions, mask, self._kept)
+        self._kept.append(keys_values)
+        return rows
+
+    def _children(self, rows: torch.Tensor, depth: int) -> Level:
+        """The likeliest tokens behind each node of the frontier, (n, k * BEAM)."""
+        chances = functional.linear(rows, self._replay.output).softmax(dim=-1)
+        best, index = chances.topk(min(BEAM, chances.shape[-1]), dim=-1)
+        tokens = self._replay.draft_vocab[index]
+        place = (self._starts + depth + 2)[:, None, None]
+        record = self._ids[place.clamp(max=len(self._ids) - 1)]
+        is_right = self.is_right[..., None] & (tokens == record) & (place < len(self._ids))
+        return Level(tokens.flatten(1), (self.reach[..., None] * best).flatten(1), is_right.flatten(1))
+
+    def _choose(self, level: Level, rows: torch.Tensor) -> bool:
+        """Make the likeliest nodes of a level the frontier; gives False where none of them can matter.
+
+        One that is not among the likeliest now never will be, nor what comes behind it.
+        """
+        least = self._found.topk(min(self._size, self._found.shape[1]), dim=1).values[:, -1:]
+        reach, chosen = level.reach.topk(min(BEAM, level.reach.shape[1]), dim=-1)
+        width = int((reach >= least).sum(dim=1).max())
+        self.reach, chosen = reach[:, :width], chosen[:, :width]
+        parents = (chosen // (level.tokens.shape[1] // rows.shape[1]))[..., None]
+        self.tokens, self.is_right = level.tokens.gather(1, chosen), level.is_right.gather(1, chosen)
+        self.features = rows.gather(1, parents.expand(-1, -1, rows.shape[-1]))
+        self.path = self.path.gather(1, parents.expand(-1, -1, self.path.shape[-1]))
+        return width > 0
 
 
 def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:

@@ -130,6 +130,20 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
     assert other.exit_code == 0 and weights(tmp_path / "other.gguf") != weights(given / "first.gguf")
 
 
+def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path) -> None:
+    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0"]
+    result = run(given, tmp_path / "h.gguf", *options, "--author", "torch", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["match_by_depth"][0] > 0.2 and report["torch_against_native"]["same_token"] > 0.9
+    assert not list((tmp_path / "work").glob("*.features.npy"))
+    with ModelFile.open(tmp_path / "h.gguf") as head:
+        assert head.metadata["draft-head.block_count"] == 0 and len(head.tensors) == 4 + 2
+        assert head.tensors["gate.mix.weight"].type.name == "F16"
+    other = run(given, tmp_path / "h.gguf", *options)
+    assert other.exit_code == 2 and "was made with" in other.stderr
+
+
 def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -> None:
     folder = fresh(work, tmp_path / "work")
     (folder / "held-00000.npz").unlink()
