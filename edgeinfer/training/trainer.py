@@ -143,7 +143,7 @@ class Trainer:
             if self._workers.any(bool(noted)):
                 return False
         progress.epoch, progress.batch = epoch + 1, 0
-        if epoch + 1 == self._schedule.n_epochs:
+        if epoch + 1 == self._schedule.n_epochs and self._n_losses:  # not twice at the same step
             self._evaluate(report, 1.0)
         return True
 

@@ -77,7 +77,9 @@ def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path:
     assert 1.0 <= after["tokens_per_step"]["4"] <= after["tokens_per_step"]["8"] <= after["tokens_per_step"]["16"]
     assert after == json.loads((tmp_path / "b.json").read_text())
     assert after["tokens_trained"] == after["curve"][-1]["tokens"] > 1500
-    assert after["curve"][-1]["token_loss"] < after["curve"][0]["token_loss"]
+    assert 0 < after["curve"][-1]["token_loss"] < after["curve"][0]["token_loss"]
+    points = [point["tokens"] for point in after["curve"]]
+    assert points == sorted(set(points))
     if plot:
         assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
 
