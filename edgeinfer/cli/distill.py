@@ -35,7 +35,14 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option(
     "--context", type=click.IntRange(32), default=1024, show_default=True, help="Tokens of prompt and answer."
 )
-@click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Answers not sampled.")
+@click.option(
+    "--answers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="To each prompt; the second ones come when all have one.",
+)
+@click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Of first answers, not sampled.")
 @click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of those that are sampled.")
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")
 @click.option("--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens it can draft.")

@@ -65,17 +65,26 @@ class Author(Protocol):
 
 @dataclass(frozen=True)
 class Mix:
-    """How answers are drawn: a share of them greedily, the others sampled at a temperature, by a seed."""
+    """How answers are drawn: a share of them greedily, the others sampled at a temperature, by a seed.
+
+    n_answers: to each prompt; all but the first are sampled.
+    """
 
     seed: int
     greedy_share: float
     temperature: float
+    n_answers: int = 1
 
-    def request(self, prompt: Prompt) -> Request:
-        """The prompt with the parameters that this mix gives it, which depend on no other prompt."""
-        if prompt.share("greedy", self.seed) < self.greedy_share:
+    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """Every prompt once, then every prompt for the second time, and so on."""
+        return [self.request(prompt, number) for number in range(self.n_answers) for prompt in prompts]
+
+    def request(self, prompt: Prompt, number: int = 0) -> Request:
+        """The prompt with the parameters of its answer of that number, which depend on no other prompt."""
+        if number == 0 and prompt.share("greedy", self.seed) < self.greedy_share:
             return Request(prompt, SamplingParams(temperature=0.0, seed=0))
-        return Request(prompt, SamplingParams(temperature=self.temperature, seed=prompt.number("noise", self.seed)))
+        noise = prompt.number(f"noise {number}" if number else "noise", self.seed)
+        return Request(prompt, SamplingParams(temperature=self.temperature, seed=noise))
 
 
 class Corpus:
@@ -122,22 +131,22 @@ class Corpus:
         report: Report,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Write the shards that are missing, until there are answers of n_tokens tokens or all prompts are answered.
+        """Write the shards that are missing, until there are answers of n_tokens tokens or all requests are answered.
 
-        share: (i, n) for one of n processes that write shards i, i + n, ... of the prompts.
+        share: (i, n) for one of n processes that write shards i, i + n, ... of them.
         """
+        requests = mix.requests(prompts)
         self.folder.mkdir(parents=True, exist_ok=True)
         rank, n_processes = share
         n_done = 0
-        for number in range(rank, -(-len(prompts) // author.n_prompts), n_processes):
+        for number in range(rank, -(-len(requests) // author.n_prompts), n_processes):
             if n_tokens is not None and n_done * n_processes >= n_tokens:
                 return
             if not self.shard(number).exists():
                 first = number * author.n_prompts
-                texts = author.write([mix.request(prompt) for prompt in prompts[first : first + author.n_prompts]])
-                _save(self.shard(number), texts)
+                _save(self.shard(number), author.write(requests[first : first + author.n_prompts]))
             n_done += sum(text.n_answer for text in self.texts(number))
-            done = (number + 1) * author.n_prompts / len(prompts)
+            done = (number + 1) * author.n_prompts / len(requests)
             if n_tokens is not None:
                 done = max(done, n_done * n_processes / n_tokens)
             report(f"{self.part}: {n_done * n_processes:,} tokens of answers", min(1.0, done))

@@ -57,6 +57,7 @@ class Settings:
     tokens: int
     max_tokens: int
     context: int
+    answers: int
     greedy_share: float
     temperature: float
     n_held: int
@@ -202,7 +203,7 @@ class _Distillation:
             "prompts_of_a_shard": self._author.n_prompts,
             **{
                 name: getattr(settings, name)
-                for name in ("max_tokens", "context", "greedy_share", "temperature", "seed")
+                for name in ("max_tokens", "context", "answers", "greedy_share", "temperature", "seed")
             },
         }
         if self._workers.rank == 0:
@@ -214,7 +215,7 @@ class _Distillation:
             self._check([np.array(each, dtype=np.int32) for each in tokens])
         train, kept = self._corpora()
         kept.write(others, Mix(seed, 1.0, settings.temperature), self._author, None, report, self._workers.share)
-        mix = Mix(seed, settings.greedy_share, settings.temperature)
+        mix = Mix(seed, settings.greedy_share, settings.temperature, settings.answers)
         train.write(questions, mix, self._author, settings.tokens, report, self._workers.share)
         self._workers.wait()
 

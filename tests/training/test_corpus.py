@@ -87,6 +87,19 @@ def test_a_mix_gives_each_prompt_parameters_of_its_own() -> None:
     assert all(Mix(7, 1.0, 0.9).request(prompt).params.is_greedy for prompt in PROMPTS)
 
 
+def test_further_answers_are_sampled_anew_behind_the_first_ones(tmp_path: Path) -> None:
+    once, often = Mix(7, 0.5, 0.9), Mix(7, 0.5, 0.9, n_answers=3)
+    requests = often.requests(PROMPTS)
+    assert requests[:40] == once.requests(PROMPTS)
+    assert [request.prompt for request in requests] == PROMPTS * 3
+    assert not any(request.params.is_greedy for request in requests[40:])
+    seeds = [request.params.seed for request in requests if not request.params.is_greedy]
+    assert len(set(seeds)) == len(seeds)
+    corpus = Corpus(tmp_path, "train")
+    corpus.write(PROMPTS, often, Writer(), None, silent)
+    assert len(corpus.all_texts()) == 120
+
+
 def test_a_run_that_was_stopped_writes_only_the_shards_that_are_missing(tmp_path: Path) -> None:
     mix = Mix(1, 0.5, 0.8)
     whole, parts = Corpus(tmp_path / "whole", "train"), Corpus(tmp_path / "parts", "train")

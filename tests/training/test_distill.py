@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -155,8 +156,13 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
     command += ["--no-python", sys.executable, "-c", "from edgeinfer.cli import main; main()", "distill"]
     command += [given / "m.gguf", "--prompts", given / "p.jsonl", "--out", tmp_path / "h.gguf", "--work", folder, *FAST]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    group = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
+    try:
+        _, errors = group.communicate(timeout=240)
+    finally:
+        if group.returncode is None:
+            os.killpg(group.pid, signal.SIGKILL)
+    assert group.returncode == 0, errors[-3000:]
     report = json.loads((tmp_path / "h.json").read_text())
     assert report["n_workers"] == 2 and report["match_by_depth"][0] > 0.3
     assert_array_equal(sorted(weights(tmp_path / "h.gguf")), sorted(weights(given / "first.gguf")))
