@@ -65,5 +65,12 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl
 	@$(PIP) install --quiet '$(OPENCL)' || echo "== pyopencl cannot be had here; its tests are skipped"
 	@touch $@
 
+# Training of draft heads, and the oracle of ternary checkpoints: some 5 GB, so `make test` skips what needs it where it
+# is not there.
+.venv/.train: .venv/.created pyproject.toml
+	@echo "== installing torch and transformers (5 GB)"
+	@$(PIP) install --quiet 'torch>=2.4' transformers matplotlib
+	@touch $@
+
 clean:
 	rm -rf .venv build

@@ -26,6 +26,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "pack": "Make a model load in milliseconds.",
     "export": "Write a model in another format.",
     "devices": "Show the devices that can run models.",
+    "distill": "Train a draft head for a model.",
 }
 
 

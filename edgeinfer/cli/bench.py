@@ -13,8 +13,9 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import warnings_as_notes
+from edgeinfer.cli.plotting import figure_into
 from edgeinfer.cli.terminal import ProgressBar, visible
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.bench import Report
@@ -137,21 +138,12 @@ def _write_csv(result: Report) -> None:
 
 
 def _draw(result: Report, target: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise BackendUnavailable("--plot needs matplotlib: pip install 'edgeinfer[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name in result.engines:
-        axes.plot([p.n for p in result.curve], [result.cost(p, name) for p in result.curve], marker="o", label=name)
-    axes.set_xlabel("tokens in one pass, n")
-    axes.set_ylabel("c(n): time over that of one token")
-    axes.set_title(f"{result.model}, {result.n_threads} thread(s)", fontsize=9)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
+    with figure_into(target) as axes:
+        for name in result.engines:
+            axes.plot([p.n for p in result.curve], [result.cost(p, name) for p in result.curve], marker="o", label=name)
+        axes.set_xlabel("tokens in one pass, n")
+        axes.set_ylabel("c(n): time over that of one token")
+        axes.set_title(f"{result.model}, {result.n_threads} thread(s)", fontsize=9)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()

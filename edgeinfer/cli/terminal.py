@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _BAR_AFTER_SECONDS = 1.0
+_LINE_SECONDS = 10.0  # between lines about a long run
 
 # C0 but for tab and newline, DEL, C1, and what turns the direction of the text: escape sequences cannot form.
 _VISIBLE = (
@@ -74,13 +75,13 @@ class ProgressBar:
         self._start = time.monotonic()
         self._bar: Progress | None = None
 
-    def __call__(self, share: float) -> None:
-        """Show the share that is done, 0..1."""
+    def __call__(self, share: float, what: str | None = None) -> None:
+        """Show the share that is done, 0..1, and what is being done where that has changed."""
         if self._bar is None:
             if time.monotonic() - self._start < _BAR_AFTER_SECONDS or not sys.stderr.isatty():
                 return
             self._bar = self._show()
-        self._bar.update(self._bar.task_ids[0], completed=share)
+        self._bar.update(self._bar.task_ids[0], completed=share, description=what or self._what)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -104,3 +105,33 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class ReportLines:
+    """What a long run is doing: a bar on a terminal, elsewhere a line now and then. A context manager."""
+
+    def __init__(self) -> None:
+        self._bar = ProgressBar("")
+        self._stage = ""
+        self._last_line = 0.0
+
+    def __call__(self, what: str, share: float) -> None:
+        """Show what is done, the part before a colon being its name, and the share of that which is done, 0..1."""
+        stage = what.partition(":")[0]
+        is_due = stage != self._stage or share >= 1.0 or time.monotonic() - self._last_line > _LINE_SECONDS
+        if is_due and not sys.stderr.isatty():
+            note(f"{what} ({share:.0%})")
+            self._last_line = time.monotonic()
+        if stage != self._stage:
+            self._bar.close()
+            self._bar = ProgressBar(stage)
+            self._stage = stage
+        self._bar(share, what)
+
+    def __enter__(self) -> ReportLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.close()

@@ -1,0 +1,149 @@
+"""`edgeinfer distill`: a draft head for a model, trained on text that the model writes itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgeinfer.cli import ENVIRONMENT
+from edgeinfer.cli.options import json_option, warnings_as_notes
+from edgeinfer.cli.plotting import check_matplotlib, figure_into
+from edgeinfer.cli.terminal import ReportLines, visible
+from edgeinfer.errors import BackendUnavailable, InvalidArgument
+
+if TYPE_CHECKING:
+    from edgeinfer.training.distill import Settings
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SHARE = click.FloatRange(0, 1)
+_POSITIVE = click.FloatRange(0, min_open=True)
+
+
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt".')
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The head's GGUF file; the report: .json.")
+@click.option("--held-out", type=_FILE, help="Prompts to judge by, never trained on.  [default: 3 % of the prompts]")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder for what is made on the way.  [default: OUT.work]"
+)
+@click.option("--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of answers to train on.")
+@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of one answer.")
+@click.option(
+    "--context", type=click.IntRange(32), default=1024, show_default=True, help="Tokens of prompt and answer."
+)
+@click.option(
+    "--answers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="To each prompt; the second ones come when all have one.",
+)
+@click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Of first answers, not sampled.")
+@click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of those that are sampled.")
+@click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")
+@click.option("--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens it can draft.")
+@click.option("--blocks", type=click.IntRange(0), default=1, show_default=True, help="Decoder blocks behind the gate.")
+@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Times each text is trained on.")
+@click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Of its own drafts, each time.")
+@click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
+@click.option("--lr", "learning_rate", type=_POSITIVE, default=1e-3, show_default=True, help="Largest learning rate.")
+@click.option("--warm-up", type=_SHARE, default=0.05, show_default=True, help="Share of the training it rises in.")
+@click.option("--feature-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Of the feature loss.")
+@click.option("--token-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Of the cross-entropy.")
+@click.option("--decay", type=_SHARE, default=0.8, show_default=True, help="Of the losses of each further step.")
+@click.option("--noise", type=click.FloatRange(0), default=0.1, show_default=True, help="On features, in their units.")
+@click.option(
+    "--evaluate-every", type=click.IntRange(1), default=100, show_default=True, help="Batches; saves as well."
+)
+@click.option(
+    "--type", type=click.Choice(["f16", "q8_0", "q4_0"]), default="q8_0", show_default=True, help="Of matrices."
+)
+@click.option(
+    "--author",
+    type=click.Choice(["auto", "native", "torch"]),
+    default="auto",
+    show_default=True,
+    help="Of the answers.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB of features.")
+@click.option("-t", "--threads", "n_threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]")
+@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw loss and matches over training tokens into a PNG.")
+@json_option
+def distill(
+    target: Path,
+    prompts: Path,
+    out: Path,
+    held_out: Path | None,
+    work: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train a draft head for a model.
+
+    TARGET answers the prompts, as it will run; a small head learns to foretell its text, and `-md OUT` drafts with it.
+    Answers, features and checkpoints are kept in a folder: stopped by Ctrl-C, the same command goes on where it was,
+    and ends with the same weights. On several GPUs: torchrun --nproc-per-node N --no-python edgeinfer distill ...
+    """
+    try:
+        import edgeinfer.training.distill as training
+    except ImportError as error:
+        raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
+    settings = _settings(training.Settings, options)
+    if plot is not None:
+        check_matplotlib()
+    if not out.parent.is_dir():
+        raise InvalidArgument(f"--out {out}: there is no folder {out.parent}")
+    with warnings_as_notes(), ReportLines() as report:
+        summary = training.distill(
+            target, prompts, out, work or out.with_name(f"{out.name}.work"), held_out, settings, report
+        )
+    if summary is None:  # another process has it
+        return
+    if plot is not None:
+        _draw(summary["curve"], plot)
+    click.echo(json.dumps(summary) if as_json else visible(_table(summary)))
+
+
+def _settings(kind: type[Settings], options: dict[str, Any]) -> Settings:
+    """The options as settings. Raises InvalidArgument for those that do not go together."""
+    disk_gib = options.pop("disk_gib")
+    if options["max_tokens"] >= options["context"]:
+        raise InvalidArgument(
+            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --context {options['context']}"
+        )
+    return kind(disk_bytes=int(disk_gib * 2**30), **options)
+
+
+def _table(summary: dict[str, Any]) -> str:
+    lines = [
+        f"trained on {summary['answer_tokens']:,} tokens of {summary['texts']:,} answers, "
+        f"{summary['tokens_trained']:,} positions in all",
+        f"held out: {summary['held_out_texts']} answers, {summary['vocabulary_coverage']:.1%} of them in the draft "
+        "vocabulary",
+        "match by depth    " + "  ".join(f"{share:.3f}" for share in summary["match_by_depth"]),
+    ]
+    lines += [f"{size:>2} nodes: {rate:.2f} tokens a step" for size, rate in summary["tokens_per_step"].items()]
+    return "\n".join(lines)
+
+
+def _draw(curve: list[dict[str, Any]], target: Path) -> None:
+    tokens = [point["tokens"] for point in curve]
+    with figure_into(target, n_panels=2) as (losses, matches):
+        losses.plot(tokens, [point["token_loss"] for point in curve], label="cross-entropy")
+        losses.plot(tokens, [point["feature_loss"] for point in curve], label="features, SmoothL1")
+        losses.set_ylabel("loss of the first step")
+        for depth in range(len(curve[0]["match"])):
+            matches.plot(tokens, [point["match"][depth] for point in curve], label=f"depth {depth + 1}")
+        matches.set_ylabel("match on texts held out")
+        for axes in (losses, matches):
+            axes.set_xlabel("tokens trained on")
+            axes.set_xscale("log")
+            axes.grid(alpha=0.3)
+            axes.legend()

@@ -1,0 +1,147 @@
+"""Batches for training: texts packed into rows of one length, with what each position is to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer.training.features import Features, Sample
+
+Plan = list[list[int]]  # for each row of a batch, the texts that stand in it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of texts; of a text with tokens t and features f, position i has t[i + 1] and f[i] and predicts t[i + 2].
+
+    tokens, positions, documents: (n, m) int64; documents tells the texts of a row apart, 0 is padding.
+    features: (n, m, n_embd), whose next row in a text is the feature to predict.
+    places: (k,) int64, positions that are judged, as indices into n * m.  labels: (k,) int64, the token to predict as
+    an index into the draft vocabulary, -1 for one that is not in it.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    features: torch.Tensor
+    places: torch.Tensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+    def pinned(self) -> Batch:
+        """The same in memory that a GPU reads while others work."""
+        return Batch(*(getattr(self, name).pin_memory() for name in self.__dataclass_fields__))
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions that are judged."""
+        return len(self.places)
+
+
+def pack(lengths: Sequence[int], n_rows: int, row_length: int, order: Sequence[int]) -> list[Plan]:
+    """Batches of texts in this order: each goes into the first row of the batch that has room, else into a new batch.
+
+    lengths: of the texts, those of more than row_length count as that.
+    """
+    plans: list[Plan] = []
+    room: list[int] = []
+    for index in order:
+        length = min(lengths[index], row_length)
+        row = next((row for row, left in enumerate(room) if left >= length), None)
+        if row is None and len(room) < n_rows and plans:
+            row = len(room)
+            plans[-1].append([])
+            room.append(row_length)
+        if row is None:
+            plans.append([[]])
+            room, row = [row_length], 0
+        plans[-1][row].append(index)
+        room[row] -= length
+    return plans
+
+
+class Batches:
+    """All batches of a corpus. draft_ids: (n_vocab,) index of each token in the draft vocabulary, or -1.
+
+    Positions are judged where the token to predict belongs to the answer and `n_before` positions of the text lie
+    before them.
+    """
+
+    def __init__(
+        self, features: Features, draft_ids: NDArray[np.int64], n_rows: int, row_length: int, n_before: int
+    ) -> None:
+        self._features = features
+        self._draft_ids = draft_ids
+        self._n_rows = n_rows
+        self._row_length = row_length
+        self._n_before = n_before
+        self._samples = [sample for sample in features.samples if self._n_judged(sample) > 0]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def plans(self, seed: int, epoch: int) -> list[Plan]:
+        """The batches of an epoch, which follow from its number and the seed."""
+        order = np.random.default_rng((seed, epoch)).permutation(len(self._samples)).tolist()
+        lengths = [len(sample.text.tokens) - 1 for sample in self._samples]
+        return pack(lengths, self._n_rows, self._row_length, order)
+
+    def stream(self, plans: Sequence[Plan], device: torch.device) -> Iterator[Batch]:
+        """The batches on a device, each made while the one before is worked on."""
+
+        def make(plan: Plan) -> Batch:
+            batch = self.build(plan)
+            return batch.pinned() if device.type == "cuda" else batch
+
+        with ThreadPoolExecutor(1) as maker:
+            coming = maker.submit(make, plans[0]) if plans else None
+            for index in range(len(plans)):
+                assert coming is not None
+                batch = coming.result()
+                coming = maker.submit(make, plans[index + 1]) if index + 1 < len(plans) else None
+                yield batch.to(device)
+
+    def build(self, plan: Plan) -> Batch:
+        """A batch in the computer's memory."""
+        n, m = len(plan), self._row_length
+        tokens, positions, documents = (np.zeros((n, m), dtype=np.int64) for _ in range(3))
+        features = torch.zeros((n, m, self._features.n_embd), dtype=torch.float16)
+        places: list[NDArray[np.int64]] = []
+        labels: list[NDArray[np.int64]] = []
+        known = iter(self._features.of([self._samples[index] for indices in plan for index in indices]))
+        for row, indices in enumerate(plan):
+            start = 0
+            for number, index in enumerate(indices, start=1):
+                sample = self._samples[index]
+                text, length = sample.text.tokens, min(len(sample.text.tokens) - 1, m)
+                at = slice(start, start + length)
+                tokens[row, at], positions[row, at], documents[row, at] = text[1 : length + 1], range(length), number
+                features[row, at] = torch.from_numpy(np.array(next(known)[:length]))
+                judged = self._judged(sample)
+                places.append(row * m + start + judged)
+                labels.append(self._draft_ids[text[judged + 2]])
+                start += length
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            torch.from_numpy(documents),
+            features,
+            torch.from_numpy(np.concatenate(places)),
+            torch.from_numpy(np.concatenate(labels)),
+        )
+
+    def _judged(self, sample: Sample) -> NDArray[np.int64]:
+        """Positions of a text that are judged; the one behind them is in the row too, as its feature is wanted."""
+        last = min(len(sample.text.tokens) - 1, self._row_length) - 1
+        return np.arange(max(sample.text.n_prompt - 2, self._n_before), last, dtype=np.int64)
+
+    def _n_judged(self, sample: Sample) -> int:
+        return len(self._judged(sample))

@@ -1,0 +1,350 @@
+"""From a target and prompts to a draft head: texts, features, training, a report on texts that are held out, a file.
+
+Every stage keeps what it made in a folder, and a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgeinfer import devices, engine
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.engine import Engine
+from edgeinfer.errors import Interrupted, InvalidArgument
+from edgeinfer.exporters.draft_head import write_draft_head
+from edgeinfer.exporters.quantize import quantize
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.training import agreement
+from edgeinfer.training.author import NativeAuthor, encode
+from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
+from edgeinfer.training.batches import Batches
+from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
+from edgeinfer.training.features import Features, NativeRecorder, Recorder
+from edgeinfer.training.head import DraftHead, HeadSizes
+from edgeinfer.training.objective import Objective, Weights, linear_guess
+from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
+from edgeinfer.training.replay import Replay, tokens_per_step
+from edgeinfer.training.target import KVCache, TorchTarget
+from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
+from edgeinfer.training.workers import Workers
+from edgeinfer.types import TokenIds
+
+AuthorName = Literal["auto", "native", "torch"]
+TREES = (4, 8, 16)  # nodes of the trees that the report replays
+DEPTHS = 6  # of the matches in the report
+HELD_SHARE = 0.03  # of the prompts, where no file names others
+N_BATCHES_FITTED = 128  # from which the head's first guess is taken
+N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `edgeinfer distill` was asked for; the command's --help says what each is."""
+
+    tokens: int
+    max_tokens: int
+    context: int
+    answers: int
+    greedy_share: float
+    temperature: float
+    n_held: int
+    draft_vocab: int
+    blocks: int
+    epochs: int
+    steps: int
+    batch_tokens: int
+    learning_rate: float
+    warm_up: float
+    feature_weight: float
+    token_weight: float
+    decay: float
+    noise: float
+    evaluate_every: int
+    seed: int
+    type: str
+    author: AuthorName = "auto"
+    device: str = "auto"
+    disk_bytes: int = 20 << 30
+    n_threads: int | None = None
+
+
+def distill(
+    target: Path, prompts: Path, out: Path, work: Path, held: Path | None, settings: Settings, report: Report
+) -> dict[str, Any] | None:
+    """Train a head for a target, write it, and give the report that is written beside it as JSON.
+
+    Of several processes the first gives it, the others None.
+    target: a GGUF file that the native engine runs.  prompts, held: see read_prompts; None holds out a part of the
+    prompts.  work: a folder for texts, features and the checkpoint.
+    Raises InvalidArgument, UnsupportedModel and other errors of model files, NumericalError where torch and the native
+    engine part, Interrupted once a checkpoint is written after SIGINT, OSError.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what makes cuBLAS deterministic; read when it starts
+    with ExitStack() as opened:
+        workers = opened.enter_context(Workers.join(settings.device))
+        n_threads = settings.n_threads or max(1, devices.default_n_threads() // workers.n)
+        run = opened.enter_context(engine.load(target, n_ctx=settings.context, n_threads=n_threads))
+        file = opened.enter_context(ModelFile.open(target))
+        if run.backend != "native" or not isinstance(run.session.spec, ModelSpec):
+            raise InvalidArgument(f"{target} must run on the native engine to be distilled: it runs on {run.backend}")
+        is_first = workers.rank == 0
+        distillation = _Distillation(file, run, run.session.spec, out, work, settings, workers)
+        summary = distillation.run(prompts, held, report if is_first else lambda what, share: None)
+        return summary if is_first else None
+
+
+class _Distillation:
+    """One run of `distill`."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        run: Engine,
+        spec: ModelSpec,
+        out: Path,
+        work: Path,
+        settings: Settings,
+        workers: Workers,
+    ) -> None:
+        agreement.precise_products()
+        torch.set_num_threads(run.device.n_threads)
+        self._file = file
+        self._engine = run
+        self._spec = spec
+        self._out = out
+        self._work = work
+        self._settings = settings
+        self._workers = workers
+        self._target = TorchTarget(file, spec, workers.device)
+        on_gpu = workers.device.type == "cuda"
+        use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
+        self._author: Author = NativeAuthor(run, settings.max_tokens)
+        self._recorder: Recorder = NativeRecorder(run.session, file, spec)
+        if use_torch:
+            self._author = BatchAuthor(self._target, run, settings.max_tokens, self._n_side_by_side())
+        if on_gpu:
+            self._recorder = TorchRecorder(self._target, n_texts=32)
+
+    def _n_side_by_side(self) -> int:
+        """How many texts torch writes at once: a power of two whose caches take half of a GPU's free memory at most."""
+        if self._workers.device.type != "cuda":
+            return 32
+        free = torch.cuda.mem_get_info(self._workers.device)[0]
+        fitting = free // 2 // KVCache.bytes_of(self._spec, self._settings.context)
+        return min(2048, 1 << max(1, fitting).bit_length() - 1)
+
+    def run(self, prompts: Path, held: Path | None, report: Report) -> dict[str, Any]:
+        """All stages; gives the report."""
+        started = time.time()
+        self._write_texts(prompts, held, report)
+        train, kept = self._corpora()
+        texts, held_texts = train.all_texts(), kept.all_texts()
+        if not texts or not any(text.n_answer > 2 for text in held_texts):
+            raise InvalidArgument(
+                f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
+                f"texts in {self._work}; give more prompts"
+            )
+        agreed = self._check([text.tokens for text in held_texts])
+        tokenizer = self._engine.tokenizer
+        vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, self._settings.draft_vocab, iter(tokenizer.stop_ids))
+        features = self._features(train, report), self._features(kept, report)
+        trainer, head = self._trainer(*features, vocabulary)
+        if not trainer.run(report):
+            raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
+        tensors = self._rounded_as_stored(head)
+        summary = {
+            "target": {"name": self._engine.name, "fingerprint": fingerprint(self._file)},
+            "settings": asdict(self._settings),
+            "prompts": prompts.name,
+            "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
+            "texts": len(texts),
+            "answer_tokens": sum(text.n_answer for text in texts),
+            "torch_against_native": asdict(agreed),
+            "head_parameters": sum(values.size for values in tensors.values()),
+            **self._effort(trainer, started),
+            **self._quality(trainer, head, features[1], vocabulary, report),
+            "curve": trainer.progress.curve,
+        }
+        self._write(tensors, vocabulary, summary)
+        return summary
+
+    # ---- The stages --------------------------------------------------------------------------------------------------
+
+    def _write_texts(self, prompts: Path, held: Path | None, report: Report) -> None:
+        """The shards of texts that are missing."""
+        settings, seed = self._settings, self._settings.seed
+        questions = shuffled(read_prompts(prompts), seed)
+        if held is None:
+            n_held = min(settings.n_held, max(1, round(HELD_SHARE * len(questions))))
+            questions, others = held_out(questions, n_held)
+        else:
+            others = shuffled(read_prompts(held), seed)
+            asked = set(others)
+            questions = [question for question in questions if question not in asked]
+        others = others[: settings.n_held]
+        wanted = {
+            "target": fingerprint(self._file),
+            "prompts": _digest(questions),
+            "held_out": _digest(others),
+            "author": type(self._author).__name__,
+            "prompts_of_a_shard": self._author.n_prompts,
+            **{
+                name: getattr(settings, name)
+                for name in ("max_tokens", "context", "answers", "greedy_share", "temperature", "seed")
+            },
+        }
+        if self._workers.rank == 0:
+            check_settings(self._work / "texts.json", wanted)
+        self._workers.wait()
+        if isinstance(self._author, BatchAuthor):
+            turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])
+            tokens = [encode(self._engine, [{"role": "user", "content": turn}]) for turn in turns]
+            self._check([np.array(each, dtype=np.int32) for each in tokens])
+        train, kept = self._corpora()
+        kept.write(others, Mix(seed, 1.0, settings.temperature), self._author, None, report, self._workers.share)
+        mix = Mix(seed, settings.greedy_share, settings.temperature, settings.answers)
+        train.write(questions, mix, self._author, settings.tokens, report, self._workers.share)
+        self._workers.wait()
+
+    def _corpora(self) -> tuple[Corpus, Corpus]:
+        return Corpus(self._work, "train"), Corpus(self._work, "held")
+
+    def _check(self, texts: Sequence[TokenIds]) -> agreement.Agreement:
+        """Compare torch with the native engine on the first texts. Raises NumericalError."""
+        sample = [tokens[:N_CHECKED] for tokens in texts[:N_TEXTS_CHECKED]]
+        return agreement.check(self._target, self._engine.session, sample)
+
+    def _features(self, corpus: Corpus, report: Report) -> Features:
+        features = Features(corpus, self._recorder, self._spec.n_embd, self._settings.disk_bytes)
+        features.prepare(report, self._workers.share)
+        self._workers.wait()
+        return features
+
+    def _trainer(self, train: Features, held: Features, vocabulary: NDArray[np.int32]) -> tuple[Trainer, DraftHead]:
+        settings = self._settings
+        use_deterministic_kernels()
+        torch.manual_seed(settings.seed)
+        head = DraftHead(HeadSizes.of(self._file, self._spec, settings.blocks)).to(self._workers.device)
+        ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
+        unit = float(np.sqrt(np.mean(np.square(train.of(train.samples[:1])[0].astype(np.float32)))))
+        weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
+        objective = Objective(head, self._target.embedding, self._target.output[ids], unit, weights)
+        draft_ids = np.full(self._spec.n_vocab, -1, dtype=np.int64)
+        draft_ids[vocabulary] = np.arange(len(vocabulary))
+        length = settings.context - settings.context % 8
+        rows = max(1, settings.batch_tokens // (length * self._workers.n))
+        schedule = Schedule(
+            settings.epochs,
+            settings.steps,
+            settings.learning_rate,
+            settings.warm_up,
+            settings.seed,
+            settings.evaluate_every,
+        )
+        names = "draft_vocab blocks epochs steps batch_tokens learning_rate warm_up feature_weight token_weight decay"
+        wanted = {name: getattr(settings, name) for name in (*names.split(), "noise", "evaluate_every", "seed")}
+        wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
+        batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
+        checkpoint = self._work / "checkpoint.pt"
+        if not checkpoint.exists():
+            fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
+            head.begin_with(linear_guess(fitted, self._spec.n_embd, self._workers.device))
+        trainer = Trainer(
+            objective,
+            batches,
+            Batches(held, draft_ids, rows, length, 0),
+            schedule,
+            wanted,
+            checkpoint,
+            self._workers,
+        )
+        return trainer, head
+
+    def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
+        """The weights, which the head then has as the file will, so that the report is on what is written."""
+        tensors = head.tensors()
+        stored = {
+            name: _rounded(values, self._type) if values.ndim == 2 else values for name, values in tensors.items()
+        }
+        head.load_tensors(stored)
+        return tensors
+
+    @property
+    def _type(self) -> GGMLType:
+        return GGMLType[self._settings.type.upper()]
+
+    # ---- The report and the file -------------------------------------------------------------------------------------
+
+    def _effort(self, trainer: Trainer, started: float) -> dict[str, Any]:
+        """On what and for how long. seconds: of this run; seconds_trained: of all runs that the checkpoint has seen."""
+        is_gpu = self._workers.device.type == "cuda"
+        return {
+            "trained_on": torch.cuda.get_device_name() if is_gpu else devices.cpu_name(),
+            "n_workers": self._workers.n,
+            "tokens_trained": trainer.progress.tokens,
+            "seconds_trained": trainer.progress.seconds,
+            "seconds": time.time() - started,
+        }
+
+    def _quality(
+        self, trainer: Trainer, head: DraftHead, held: Features, vocabulary: NDArray[np.int32], report: Report
+    ) -> dict[str, Any]:
+        """Matches by depth and tokens a step for trees, on the texts that are held out."""
+        device = self._workers.device
+        ids = torch.from_numpy(vocabulary.astype(np.int64)).to(device)
+        output = torch.from_numpy(_rounded(self._target.output[ids].cpu().numpy(), self._type)).to(device)
+        replay = Replay(head, self._target.embedding, output, ids)
+        answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
+        counts = {size: [0, 0] for size in TREES}
+        for number, sample in enumerate(held.samples):
+            features = torch.from_numpy(np.array(held.of([sample])[0])).to(device).float()
+            accepted = replay.accepted(sample.text.tokens, features, sample.text.n_prompt, TREES)
+            for size, lengths in accepted.items():
+                counts[size] = [a + b for a, b in zip(counts[size], tokens_per_step(lengths), strict=True)]
+            report("replay of trees", (number + 1) / len(held.samples))
+        return {
+            "held_out_texts": len(held.samples),
+            "vocabulary_coverage": float(np.isin(answers, vocabulary).mean()),
+            "match_by_depth": trainer.matches(DEPTHS),
+            "tokens_per_step": {str(size): tokens / max(1, steps) for size, (tokens, steps) in counts.items()},
+        }
+
+    def _write(
+        self, tensors: dict[str, NDArray[np.float32]], vocabulary: NDArray[np.int32], summary: dict[str, Any]
+    ) -> None:
+        if self._workers.rank == 0:
+            sizes = HeadSizes.of(self._file, self._spec, self._settings.blocks).keys()
+            output = self._target.output[torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)]
+            weights = tensors | {"output.weight": output.cpu().numpy()}
+            write_draft_head(self._out, self._file, self._spec, sizes, weights, vocabulary, self._type)
+            write_whole(report_path(self._out), (json.dumps(summary, indent=1) + "\n").encode())
+        self._workers.wait()
+
+
+def report_path(head: Path) -> Path:
+    """Where the report on a head lies."""
+    return head.with_suffix(".json")
+
+
+def _rounded(values: NDArray[np.float32], type: GGMLType) -> NDArray[np.float32]:
+    return dequantize(type, quantize(type, values), values.shape)
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """What tells lists of prompts apart, in hex."""
+    text = json.dumps([prompt.turns for prompt in prompts])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,186 @@
+"""The draft head in torch: Dovetail's gate (arXiv:2412.18934, section 3.2) and llama blocks behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec, RopeSpec
+from edgeinfer.models.rope import inverse_frequencies
+from edgeinfer.training.target import Rotation, Turns, turned
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a head, as its file names them."""
+
+    n_embd: int
+    n_layers: int
+    n_ff: int
+    n_heads: int
+    n_kv_heads: int
+    norm_epsilon: float
+    rope_base: float
+    n_ctx: int
+
+    @classmethod
+    def of(cls, file: ModelFile, spec: ModelSpec, n_layers: int) -> HeadSizes:
+        """Those of the target, with as many blocks as given. Raises UnsupportedModel for heads that do not divide."""
+        if spec.n_embd % (2 * spec.n_heads):
+            raise UnsupportedModel(
+                f"{file.path}: a draft head needs rows of a multiple of 2 x {spec.n_heads} heads: found {spec.n_embd}"
+            )
+        base = file.metadata.get(f"{spec.architecture}.rope.freq_base", 10000.0)
+        sizes = (spec.n_embd, n_layers, spec.n_ff, spec.n_heads, spec.n_kv_heads)
+        return cls(*sizes, spec.norm_epsilon, float(base) if isinstance(base, int | float) else 1e4, spec.n_ctx_train)
+
+    def keys(self) -> dict[str, int | float]:
+        """What the file says of them, behind "draft-head."."""
+        return {
+            "embedding_length": self.n_embd,
+            "block_count": self.n_layers,
+            "feed_forward_length": self.n_ff,
+            "attention.head_count": self.n_heads,
+            "attention.head_count_kv": self.n_kv_heads,
+            "attention.layer_norm_rms_epsilon": self.norm_epsilon,
+            "rope.freq_base": self.rope_base,
+            "context_length": self.n_ctx,
+        }
+
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # (n, n_kv_heads, m, head_dim) each
+
+
+class Block(nn.Module):
+    """A llama block: attention and a gated network, each behind an RMS norm and added to what came in."""
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        n_embd, head_dim = sizes.n_embd, sizes.n_embd // sizes.n_heads
+        self.sizes = sizes
+        self.attn_norm = nn.RMSNorm(n_embd, sizes.norm_epsilon)
+        self.attn_q = _linear(n_embd, n_embd)
+        self.attn_k = _linear(n_embd, sizes.n_kv_heads * head_dim)
+        self.attn_v = _linear(n_embd, sizes.n_kv_heads * head_dim)
+        self.attn_output = _linear(n_embd, n_embd)
+        self.ffn_norm = nn.RMSNorm(n_embd, sizes.norm_epsilon)
+        self.ffn_gate = _linear(n_embd, sizes.n_ff)
+        self.ffn_up = _linear(n_embd, sizes.n_ff)
+        self.ffn_down = _linear(sizes.n_ff, n_embd)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        turns: Turns,
+        mask: torch.Tensor,
+        past: Sequence[KeysValues] = (),
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """The rows and their own keys and values.
+
+        x: (n, m, n_embd) float32.  turns: of the rows' positions.  past: keys and values of other rows, which stand
+        before those of these.  mask: (n, 1, m, all of them), True for what a row sees.
+        """
+        sizes = self.sizes
+        h = self.attn_norm(x)
+        q = turned(self._heads(self.attn_q(h)).float(), turns).transpose(1, 2)
+        k = turned(self._heads(self.attn_k(h)).float(), turns).transpose(1, 2)
+        v = self._heads(self.attn_v(h)).transpose(1, 2)
+        group = sizes.n_heads // sizes.n_kv_heads
+        keys, values = (
+            torch.cat(parts, dim=2).repeat_interleave(group, dim=1)
+            for parts in zip(*past, (k, v), strict=True)  # all keys, and all values
+        )
+        y = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        x = x + self.attn_output(y.transpose(1, 2).flatten(-2)).float()
+        h = self.ffn_norm(x)
+        return x + self.ffn_down(functional.silu(self.ffn_gate(h)) * self.ffn_up(h)).float(), (k, v)
+
+    def _heads(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(-1, (-1, self.sizes.n_embd // self.sizes.n_heads))
+
+
+class DraftHead(nn.Module):
+    """From the feature of a position and the token behind it to the feature of the next position.
+
+    h1 = W1 f;  h2 = SiLU(W2 norm(e));  z = sigmoid(Wz [h1; h2]);  x = z h1 + (1 - z) h2;  then the blocks.
+    f: the target's row behind its last norm.  e: its embedding of the token.
+    """
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        n_embd = sizes.n_embd
+        self.sizes = sizes
+        self.feature = _linear(n_embd, n_embd)
+        self.token_norm = nn.RMSNorm(n_embd, sizes.norm_epsilon)
+        self.token = _linear(n_embd, n_embd)
+        self.mix = _linear(2 * n_embd, n_embd)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        n_dims = n_embd // sizes.n_heads
+        frequencies = tuple(inverse_frequencies(sizes.rope_base, n_dims))
+        self.rope = Rotation(RopeSpec("interleaved", n_dims, frequencies))
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        past: Sequence[Sequence[KeysValues]] = (),
+    ) -> tuple[torch.Tensor, list[KeysValues]]:
+        """The next features, (n, m, n_embd), and the keys and values of each block.
+
+        features, embeddings: (n, m, n_embd).  positions: (n, m).  past: what other calls gave, whose rows these may
+        see.  mask: as for Block.forward.
+        """
+        h1 = self.feature(features)
+        h2 = functional.silu(self.token(self.token_norm(embeddings)))
+        z = torch.sigmoid(self.mix(torch.cat([h1, h2], dim=-1)).float())
+        x = z * h1.float() + (1 - z) * h2.float()
+        turns, own = self.rope(positions), []
+        for index, block in enumerate(self.blocks):
+            x, keys_values = block(x, turns, mask, [each[index] for each in past])
+            own.append(keys_values)
+        return x, own
+
+    @torch.no_grad()
+    def begin_with(self, next_feature: torch.Tensor) -> None:
+        """Start as a linear guess: next_feature (n_embd, n_embd) times the feature.
+
+        The gate is half open; the token adds little yet, and the blocks nothing.
+        """
+        self.feature.weight.copy_(2.0 * next_feature)
+        self.token.weight.mul_(0.1)
+        self.mix.weight.zero_()
+        for block in self.blocks:
+            block.attn_output.weight.zero_()
+            block.ffn_down.weight.zero_()
+
+    def tensors(self) -> dict[str, NDArray[np.float32]]:
+        """The weights under the names that a file has for them."""
+        return {_file_name(name): values.detach().float().cpu().numpy() for name, values in self.named_parameters()}
+
+    def load_tensors(self, tensors: dict[str, NDArray[np.float32]]) -> None:
+        """The weights back from what `tensors` gives."""
+        state = {name: torch.from_numpy(tensors[_file_name(name)]) for name, _ in self.named_parameters()}
+        self.load_state_dict(state)
+
+
+def _file_name(parameter: str) -> str:
+    name = parameter.replace("blocks.", "blk.")
+    return name if name.startswith("blk.") else f"gate.{name}"
+
+
+def _linear(n_in: int, n_out: int) -> nn.Linear:
+    """Without a bias; Xavier's normal numbers to begin with."""
+    linear = nn.Linear(n_in, n_out, bias=False)
+    nn.init.normal_(linear.weight, std=math.sqrt(2 / (n_in + n_out)))
+    return linear

@@ -1,0 +1,142 @@
+"""What a head is trained for, and how well it does: losses and matches over several steps of its own drafts.
+
+The first step has the target's features. Each further one has, at every position, what the step before predicted for
+it, so that the head learns to go on from its own features as it must when it drafts (HASS, arXiv:2408.15766; EAGLE-3,
+arXiv:2503.01840). A row of step s sees the first step's rows up to s positions before it, then one row of each step:
+the chain that drafting would have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from edgeinfer.training.batches import Batch
+from edgeinfer.training.head import DraftHead, KeysValues
+
+
+@dataclass(frozen=True)
+class Weights:
+    """feature: of the SmoothL1 distance to the target's feature, in units of `unit`.  token: of the cross-entropy with
+    the target's chances over the draft vocabulary.  decay: what the losses of each further step count, against the one
+    before.  noise: added to features, uniform in +-noise units (EAGLE, arXiv:2401.15077, section 3.2)."""
+
+    feature: float
+    token: float
+    decay: float
+    noise: float
+
+
+class Objective(nn.Module):
+    """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_draft, n_embd), the rows of the draft vocabulary.
+
+    unit: root mean square of the features.
+    """
+
+    def __init__(
+        self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, unit: float, weights: Weights
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("output", output, persistent=False)
+        self._unit = unit
+        self._weights = weights
+
+    def forward(self, batch: Batch, n_steps: int, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, its parts): parts are the feature and the token loss of the first step, detached.
+
+        noise: (n, m, n_embd), in 0..1.
+        """
+        weights = self._weights
+        wanted = _at(batch.features.float().roll(-1, dims=1), batch.places)
+        with torch.no_grad():
+            chances = functional.linear(wanted, self.output).float().softmax(dim=-1)
+        in_vocabulary = (batch.labels >= 0).float()
+        n_known = in_vocabulary.sum().clamp(min=1.0)
+        features = batch.features.float() + (2.0 * noise - 1.0) * (weights.noise * self._unit)
+        total, parts, factor = torch.zeros((), device=noise.device), [], 1.0
+        for predicted in self._steps(batch, features, n_steps):
+            rows = _at(predicted, batch.places)
+            feature = functional.smooth_l1_loss(rows / self._unit, wanted / self._unit)
+            log_chances = functional.linear(rows, self.output).float().log_softmax(dim=-1)
+            token = -((chances * log_chances).sum(dim=-1) * in_vocabulary).sum() / n_known
+            total = total + factor * (weights.feature * feature + weights.token * token)
+            parts += [feature.detach(), token.detach()]
+            factor *= weights.decay
+        return total, torch.stack(parts[:2])
+
+    @torch.no_grad()
+    def matches(self, batch: Batch, n_steps: int) -> torch.Tensor:
+        """(n_steps, 2): of chains drafted from each position, how many had a step s to be judged behind steps that
+        were right, and in how many of these it was right too."""
+        judged = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
+        judged[batch.places] = True
+        judged, alive = judged.view_as(batch.tokens), judged.view_as(batch.tokens)
+        counts = []
+        for step, predicted in enumerate(self._steps(batch, batch.features.float(), n_steps)):
+            found = functional.linear(_at(predicted, batch.places), self.output).argmax(dim=-1)
+            right = torch.zeros_like(judged).view(-1)
+            right[batch.places] = found == batch.labels
+            reached = alive & _ahead(judged, step)
+            alive = reached & _ahead(right.view_as(judged), step)
+            counts.append(torch.stack([reached.sum(), alive.sum()]))
+        return torch.stack(counts)
+
+    def _steps(self, batch: Batch, features: torch.Tensor, n_steps: int) -> list[torch.Tensor]:
+        """The features that each step predicts, (n, m, n_embd)."""
+        embeddings = functional.embedding(batch.tokens, self.embedding)
+        past: list[list[KeysValues]] = []
+        outputs = []
+        for step in range(n_steps):
+            mask = chain_mask(batch.documents, step)
+            predicted, own = self.head(features, embeddings, batch.positions, mask, past)
+            outputs.append(predicted)
+            past.append(own)
+            features = predicted.roll(1, dims=1)
+        return outputs
+
+
+def linear_guess(batches: Iterable[Batch], n_embd: int, device: torch.device) -> torch.Tensor:
+    """(n_embd, n_embd): the matrix that guesses the next feature from a feature with the least squared error.
+
+    A head that starts with it is spared the many steps in which descent would find it. A part of 1e-4 of the features'
+    mean square is added to the diagonal, as they may be fewer than their numbers.
+    """
+    squares, products = (torch.zeros((n_embd, n_embd), dtype=torch.float64, device=device) for _ in range(2))
+    for batch in batches:
+        features = batch.features.double()
+        now, after = _at(features, batch.places), _at(features.roll(-1, dims=1), batch.places)
+        squares += now.T @ now
+        products += now.T @ after
+    squares += 1e-4 * squares.diagonal().mean() * torch.eye(n_embd, dtype=torch.float64, device=device)
+    return torch.linalg.solve(squares, products).T.float()
+
+
+def chain_mask(documents: torch.Tensor, step: int) -> torch.Tensor:
+    """(n, 1, m, (step + 1) m), True for what rows of a step see of the rows of the steps up to it.
+
+    documents: (n, m). Of the first step a row sees its text up to `step` positions before itself; of step t the one
+    position step - t before itself.
+    """
+    n, m = documents.shape
+    place = torch.arange(m, device=documents.device)
+    distance = place[:, None] - place  # of a row to what it sees
+    same = documents[:, :, None] == documents[:, None]
+    first = same & (distance >= step)
+    others = [(distance == step - earlier).expand(n, -1, -1) for earlier in range(1, step + 1)]
+    return torch.cat([first, *others], dim=-1)[:, None]
+
+
+def _ahead(values: torch.Tensor, step: int) -> torch.Tensor:
+    """values (n, m) of `step` positions further on, False behind the end."""
+    return functional.pad(values, (0, step))[:, step:]
+
+
+def _at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(k, n_embd) of (n, m, n_embd)."""
+    return rows.flatten(0, 1)[places]

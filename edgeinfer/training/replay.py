@@ -1,0 +1,175 @@
+"""How many tokens a step drafting with a head would give, by a replay on answers that were recorded.
+
+At every position of an answer the head drafts a tree from the target's features up to there, best-first by the product
+of its chances as EAGLE-2 does (arXiv:2406.16858, section 4): level by level the likeliest nodes are gone on from, and
+the likeliest of all are kept. What of the tree the record goes along is accepted, and one token more comes from the
+target; the steps of a whole answer follow from that. For greedy answers this is what would happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from edgeinfer.training.head import DraftHead, KeysValues
+from edgeinfer.types import TokenIds
+
+DEPTH = 8  # levels of a tree
+BEAM = 8  # nodes of a level that are gone on from
+AT_ONCE = 32  # positions that are drafted from side by side
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes of one depth, for each of some positions.
+
+    tokens: (n, k) ids of the target.  reach: (n, k) chance of the node and all before it.  is_right: (n, k) whether the
+    record goes along it.
+    """
+
+    tokens: torch.Tensor
+    reach: torch.Tensor
+    is_right: torch.Tensor
+
+
+class Replay:
+    """Drafts with a head on recorded texts. draft_vocab: (n_draft,) ids.  The others as for Objective."""
+
+    def __init__(
+        self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, draft_vocab: torch.Tensor
+    ) -> None:
+        self.head = head
+        self.embedding = embedding
+        self.output = output
+        self.draft_vocab = draft_vocab
+
+    @torch.no_grad()
+    def accepted(
+        self, tokens: TokenIds, features: torch.Tensor, n_prompt: int, sizes: Sequence[int]
+    ) -> dict[int, list[int]]:
+        """For trees of each size, how many drafted tokens are right at each position of the answer but its last two.
+
+        tokens: (n,).  features: (n, n_embd).
+        """
+        device = features.device
+        ids = torch.from_numpy(tokens.astype("int64")).to(device)
+        starts = torch.arange(n_prompt - 1, len(ids) - 2, device=device)  # ids[start + 1] is known, what follows not
+        found: dict[int, list[int]] = {size: [] for size in sizes}
+        if not len(starts):
+            return found
+        context = self._context(ids, features)
+        for part in starts.split(AT_ONCE):
+            levels = list(_Growth(self, ids, features, part, context, max(sizes)).levels())
+            for size in sizes:
+                found[size] += _lengths(levels, size).tolist()
+        return found
+
+    def _context(self, ids: torch.Tensor, features: torch.Tensor) -> list[KeysValues]:
+        """Keys and values of each block for the text with the target's features."""
+        n = len(ids) - 1
+        place = torch.arange(n, device=ids.device)
+        embeddings = functional.embedding(ids[1:], self.embedding)
+        mask = (place[:, None] >= place)[None, None]
+        return self.head(features[None, :n], embeddings[None], place[None], mask)[1]
+
+
+class _Growth:
+    """Trees growing level by level behind some positions of a text, as far as nodes may be among the `size` likeliest.
+
+    Of the frontier, the nodes to go on from: tokens, reach, is_right (n, k) as for Level; features (n, k, n_embd), that
+    come in; path (n, k, depth + 1), which of the rows kept so far lead to each.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        ids: torch.Tensor,
+        features: torch.Tensor,
+        starts: torch.Tensor,
+        context: list[KeysValues],
+        size: int,
+    ) -> None:
+        n, device = len(starts), ids.device
+        self._replay = replay
+        self._ids = ids
+        self._starts = starts
+        self._size = size
+        self._kept: list[list[KeysValues]] = [[(k.expand(n, -1, -1, -1), v.expand(n, -1, -1, -1)) for k, v in context]]
+        self._n_kept = 0  # rows behind the context's
+        before = torch.arange(len(ids) - 1, device=device) < starts[:, None]  # a start's own row is computed anew
+        self._seen = before[:, None, None]  # of the context, (n, 1, 1, its rows)
+        self._found = torch.empty((n, 0), device=device)  # reach of all nodes so far
+        self.tokens, self.reach = ids[starts + 1][:, None], torch.ones((n, 1), device=device)
+        self.is_right = torch.ones((n, 1), dtype=torch.bool, device=device)
+        self.features = features[starts][:, None]
+        self.path = torch.empty((n, 1, 0), dtype=torch.int64, device=device)
+
+    def levels(self) -> Iterator[Level]:
+        """The nodes of each depth, those that are gone on from and their sisters."""
+        for depth in range(DEPTH):
+            rows = self._forward(depth)
+            level = self._children(rows, depth)
+            yield level
+            self._found = torch.cat([self._found, level.reach], dim=1)
+            if not self._choose(level, rows):
+                return
+
+    def _forward(self, depth: int) -> torch.Tensor:
+        """The features that the frontier's nodes predict, (n, k, n_embd)."""
+        n, width = self.tokens.shape
+        own = torch.arange(self._n_kept, self._n_kept + width, device=self.tokens.device).expand(n, -1)
+        self.path = torch.cat([self.path, own[..., None]], dim=-1)
+        self._n_kept += width
+        on_path = functional.one_hot(self.path, self._n_kept).sum(dim=-2).bool()[:, None]
+        mask = torch.cat([self._seen.expand(-1, -1, width, -1), on_path], dim=-1)
+        positions = (self._starts + depth)[:, None].expand(-1, width)
+        embeddings = functional.embedding(self.tokens, self._replay.embedding)
+        rows, keys_values = self._replay.head(self.features, embeddings, positions, mask, self._kept)
+        self._kept.append(keys_values)
+        return rows
+
+    def _children(self, rows: torch.Tensor, depth: int) -> Level:
+        """The likeliest tokens behind each node of the frontier, (n, k * BEAM)."""
+        chances = functional.linear(rows, self._replay.output).softmax(dim=-1)
+        best, index = chances.topk(min(BEAM, chances.shape[-1]), dim=-1)
+        tokens = self._replay.draft_vocab[index]
+        place = (self._starts + depth + 2)[:, None, None]
+        record = self._ids[place.clamp(max=len(self._ids) - 1)]
+        is_right = self.is_right[..., None] & (tokens == record) & (place < len(self._ids))
+        return Level(tokens.flatten(1), (self.reach[..., None] * best).flatten(1), is_right.flatten(1))
+
+    def _choose(self, level: Level, rows: torch.Tensor) -> bool:
+        """Make the likeliest nodes of a level the frontier; gives False where none of them can matter.
+
+        One that is not among the likeliest now never will be, nor what comes behind it.
+        """
+        least = self._found.topk(min(self._size, self._found.shape[1]), dim=1).values[:, -1:]
+        reach, chosen = level.reach.topk(min(BEAM, level.reach.shape[1]), dim=-1)
+        width = int((reach >= least).sum(dim=1).max())
+        self.reach, chosen = reach[:, :width], chosen[:, :width]
+        parents = (chosen // (level.tokens.shape[1] // rows.shape[1]))[..., None]
+        self.tokens, self.is_right = level.tokens.gather(1, chosen), level.is_right.gather(1, chosen)
+        self.features = rows.gather(1, parents.expand(-1, -1, rows.shape[-1]))
+        self.path = self.path.gather(1, parents.expand(-1, -1, self.path.shape[-1]))
+        return width > 0
+
+
+def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:
+    """(tokens, steps) of an answer, given how many drafted tokens would be right at each of its positions."""
+    position = n_steps = 0
+    while position < len(lengths):
+        position += lengths[position] + 1
+        n_steps += 1
+    return min(position, len(lengths)), n_steps
+
+
+def _lengths(levels: Sequence[Level], size: int) -> torch.Tensor:
+    """(n,) length of the right path in the tree of the `size` likeliest nodes."""
+    reach = torch.cat([level.reach for level in levels], dim=1)
+    is_right = torch.cat([level.is_right for level in levels], dim=1)
+    # Of equal chances the one nearer to the root is taken, so that a node never comes without its parent.
+    order = reach.argsort(dim=1, descending=True, stable=True)[:, :size]
+    return is_right.gather(1, order).sum(dim=1)

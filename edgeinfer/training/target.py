@@ -1,0 +1,259 @@
+"""The target in torch, from the weights of its file, computing what the native engine computes.
+
+As there, the input of a quantised matrix is rounded to 8 bits by block, and keys and values are half floats. What is
+left of a difference comes from the order of float sums, which now and then moves a number over the edge of a rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.types import TokenIds
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """values: (n_out, n_in) float32.  block: in which its input is rounded, 1 for not at all."""
+
+    values: torch.Tensor
+    block: int
+
+
+class KVCache:
+    """Keys and values of several texts, (n_layers, n, n_kv_heads, n_ctx, head_dim) half floats each."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> KVCache:
+        """One for n texts of at most n_ctx tokens."""
+        shape = (spec.n_layers, n, spec.n_kv_heads, n_ctx, spec.head_dim)
+        return cls(*(torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)))
+
+    def put(
+        self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, n_seen: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values (n, m, n_kv_heads, head_dim) at positions (n, m); gives those of the first n_seen."""
+        texts = torch.arange(len(positions), device=positions.device)[:, None]
+        self.keys[layer][texts, :, positions] = keys
+        self.values[layer][texts, :, positions] = values
+        return self.keys[layer][:, :, :n_seen], self.values[layer][:, :, :n_seen]
+
+    def part(self, texts: slice) -> KVCache:
+        """That of some texts, in the same memory."""
+        return KVCache(self.keys[:, texts], self.values[:, texts])
+
+    def keep(self, texts: torch.Tensor) -> None:
+        """Drop all texts but these."""
+        self.keys, self.values = self.keys[:, texts], self.values[:, texts]
+
+    @staticmethod
+    def bytes_of(spec: ModelSpec, n_ctx: int) -> int:
+        """Bytes that one text takes."""
+        return 4 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
+
+
+class TorchTarget:
+    """A target of the llama family: norms before attention and network, rotary positions, a gated network with SiLU.
+
+    Raises UnsupportedModel for a recipe with anything else.
+    """
+
+    def __init__(self, file: ModelFile, spec: ModelSpec, device: torch.device) -> None:
+        _check_recipe(file, spec)
+        self.spec = spec
+        self.device = device
+        self._parts: dict[TensorRef, Matrix] = {}
+        self._whole: dict[str, Matrix] = {}
+        for name, shape in spec.tensor_shapes().items():
+            kind = file.tensors[name].type
+            values = torch.from_numpy(dequantize(kind, file.data(name), shape)).to(device)
+            self._whole[name] = Matrix(values, shape[-1] if kind == GGMLType.I2_S else kind.block_elements)
+        self.embedding = self._whole[spec.token_embd].values * spec.embedding_scale
+        self._ropes = {part.rope: Rotation(part.rope).to(device) for part in spec.attention if part.rope is not None}
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The output matrix, (n_vocab, n_embd)."""
+        return self._whole[self.spec.output].values
+
+    @torch.inference_mode()
+    def features(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Rows behind the last norm, (n, m, n_embd), which the output matrix reads.
+
+        tokens, positions: (n, m) int64.  mask: what a row sees, True where it does: (n, 1, m, m), or with a cache
+        (n, 1, m, k) over its first k positions, where the rows' own keys are put before that.
+        """
+        spec = self.spec
+        x = self.embedding[tokens]
+        turns = {rope: rotation(positions) for rope, rotation in self._ropes.items()}
+        for index, layer in enumerate(spec.layers):
+            rope = spec.attention[index].rope
+            at = positions, None if rope is None else turns[rope]
+            x = torch.add(x, self._attention(index, x, *at, mask, cache), alpha=spec.residual_scale)
+            h = self._norm(layer.ffn_norm, x)
+            gate, up = self._products(h, layer.ffn_gate, layer.ffn_up)
+            down = self._products(functional.silu(gate) * up, layer.ffn_down)[0]
+            x = torch.add(x, down, alpha=spec.residual_scale)
+        return self._norm(spec.output_norm, x)
+
+    @torch.inference_mode()
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """(..., n_vocab) of features (..., n_embd)."""
+        return self._products(features, self.spec.output)[0]
+
+    def side_by_side(self, texts: Sequence[Sequence[int] | TokenIds]) -> tuple[torch.Tensor, ...]:
+        """(tokens, positions, mask) of texts from their beginning, for `features`; the short ones are padded."""
+        longest = max(map(len, texts))
+        tokens = torch.zeros((len(texts), longest), dtype=torch.int64)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.from_numpy(np.asarray(text, dtype=np.int64))
+        place = torch.arange(longest, device=self.device)
+        return tokens.to(self.device), place.expand(len(texts), -1), (place[:, None] >= place)[None, None]
+
+    def text_features(self, texts: Sequence[TokenIds]) -> list[torch.Tensor]:
+        """Features of whole texts, (n, n_embd) each, computed side by side."""
+        rows = self.features(*self.side_by_side(texts))
+        return [rows[row, : len(text)] for row, text in enumerate(texts)]
+
+    def _attention(
+        self,
+        index: int,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        turns: Turns | None,
+        mask: torch.Tensor,
+        cache: KVCache | None,
+    ) -> torch.Tensor:
+        spec, layer = self.spec, self.spec.layers[index]
+        h = self._norm(layer.attn_norm, x)
+        q, k, v = self._products(h, layer.attn_q, layer.attn_k, layer.attn_v)
+        q, k, v = self._add(q, layer.attn_q_bias), self._add(k, layer.attn_k_bias), self._add(v, layer.attn_v_bias)
+        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
+        if spec.qk_norm == "per_head":
+            q, k = self._norm(layer.attn_q_norm, q), self._norm(layer.attn_k_norm, k)
+        if turns is not None:
+            q, k = turned(q, turns), turned(k, turns)
+        k, v = k.half(), v.half()
+        if cache is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k, v = cache.put(index, positions, k, v, mask.shape[-1])
+        y = _attend(q * spec.attention_scale, k.float(), v.float(), mask)
+        return self._add(self._products(y, layer.attn_output)[0], layer.attn_output_bias)
+
+    def _products(self, x: torch.Tensor, *matrices: TensorRef) -> list[torch.Tensor]:
+        """Each matrix times the rows of x, rounded once for all that round alike."""
+        rounded: dict[int, torch.Tensor] = {1: x}
+        products = []
+        for ref in matrices:
+            matrix = self._part(ref)
+            if matrix.block not in rounded:
+                rounded[matrix.block] = round_activations(x, matrix.block)
+            products.append(functional.linear(rounded[matrix.block], matrix.values))
+        return products
+
+    def _norm(self, ref: TensorRef | None, x: torch.Tensor) -> torch.Tensor:
+        if ref is None:
+            return x
+        return functional.rms_norm(x, x.shape[-1:], self._part(ref).values, self.spec.norm_epsilon)
+
+    def _add(self, x: torch.Tensor, bias: TensorRef | None) -> torch.Tensor:
+        return x if bias is None else x + self._part(bias).values
+
+    def _part(self, ref: TensorRef) -> Matrix:
+        if not isinstance(ref, TensorRows):
+            return self._whole[ref]
+        if ref not in self._parts:
+            whole = self._whole[ref.name]
+            self._parts[ref] = Matrix(whole.values[ref.first : ref.last], whole.block)
+        return self._parts[ref]
+
+
+class Rotation(nn.Module):
+    """How heads are turned by their position; see RopeSpec."""
+
+    def __init__(self, rope: RopeSpec) -> None:
+        super().__init__()
+        self.rope = rope.of_context(0)
+        frequencies = torch.tensor(self.rope.inverse_frequencies, dtype=torch.float64)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> Turns:
+        """For `turned`. positions: (n, m)."""
+        angles = (positions[..., None] * self.frequencies)[:, :, None]
+        cosine, sine = (part * self.rope.magnitude for part in (angles.cos(), angles.sin()))
+        return cosine.float(), sine.float(), self.rope
+
+
+Turns = tuple[torch.Tensor, torch.Tensor, RopeSpec]  # cosines and sines, (n, m, 1, n_dims / 2), and what they are of
+
+
+def turned(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Heads with their position turned in, (n, m, n_heads, head_dim) float32."""
+    cosine, sine, rope = turns
+    is_interleaved = rope.kind == "interleaved"
+    pairs = heads[..., : rope.n_dims].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    axis = -1 if is_interleaved else -2
+    first, second = pairs.unbind(axis)
+    pairs = torch.stack([first * cosine - second * sine, first * sine + second * cosine], dim=axis).flatten(-2)
+    return pairs if rope.n_dims == heads.shape[-1] else torch.cat([pairs, heads[..., rope.n_dims :]], dim=-1)
+
+
+def round_activations(x: torch.Tensor, block: int) -> torch.Tensor:
+    """As edgeinfer.backends.reference.round_activations; any shape."""
+    blocks = x.unflatten(-1, (-1, block))
+    largest = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=-1, keepdim=True)
+    # Blocks of nothing stay nothing: their codes are at most 127, their scale below 1e-32.
+    codes = (blocks * (127.0 / largest.clamp(min=1e-30))).round_()
+    return codes.mul_(largest / 127.0).flatten(-2)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """softmax(q k) v by head, (n, m, n_heads * head_dim); heads of keys serve groups of consecutive queries.
+
+    q: (n, m, n_heads, head_dim), scaled.  k, v: (n, n_kv_heads, j, head_dim).  mask: (n or 1, 1, m, j).
+    """
+    n, m, n_heads, head_dim = q.shape
+    n_kv_heads = k.shape[1]
+    groups = q.view(n, m, n_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).reshape(n, n_kv_heads, -1, head_dim)
+    scores = (groups @ k.transpose(-1, -2)).view(n, n_heads, m, -1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    y = weights.view(n, n_kv_heads, -1, weights.shape[-1]) @ v
+    return y.view(n, n_heads, m, head_dim).transpose(1, 2).reshape(n, m, -1)
+
+
+def _check_recipe(file: ModelFile, spec: ModelSpec) -> None:
+    """Raises UnsupportedModel for what the class does not compute."""
+    first = spec.layers[0]
+    unknown = {
+        "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
+        "a scale on the logits": spec.logit_scale != 1.0,
+        "queries that grow with the position": spec.query_temperature,
+        "windows of attention": any(part.window for part in spec.attention),
+        "an activation other than SiLU": spec.activation != "silu",
+        "norms over whole queries": spec.qk_norm == "whole",
+        "norms behind attention or network, or inside": any(
+            (first.attn_post_norm, first.ffn_post_norm, first.attn_sub_norm, first.ffn_sub_norm)
+        ),
+    }
+    for what, is_there in unknown.items():
+        if is_there:
+            raise UnsupportedModel(
+                f"{file.path}: a head cannot be trained for {spec.architecture}, which has {what}; it can for llama, "
+                "qwen2, qwen3 and what is built like them"
+            )

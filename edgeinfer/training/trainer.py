@@ -1,0 +1,244 @@
+"""The training loop: AdamW with warm-up and cosine, on one device or several, from a checkpoint where there is one.
+
+Everything random follows from the seed and the number of the step, so a run that was stopped and goes on ends with the
+same weights, bit for bit, on the same machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.training.batches import Batch, Batches
+from edgeinfer.training.corpus import Report, write_whole
+from edgeinfer.training.objective import Objective
+from edgeinfer.training.workers import Workers
+
+CLIP = 1.0  # largest norm of the gradients
+WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast. n_steps: of the head's own drafts in each batch.  warm_up: share of the training."""
+
+    n_epochs: int
+    n_steps: int
+    learning_rate: float
+    warm_up: float
+    seed: int
+    evaluate_every: int  # batches
+
+    def rate(self, done: float) -> float:
+        """The learning rate when this share of the training is done."""
+        if done < self.warm_up:
+            return self.learning_rate * done / self.warm_up
+        angle = math.pi * (done - self.warm_up) / (1.0 - self.warm_up)
+        return self.learning_rate * 0.5 * (1.0 + math.cos(angle))
+
+
+@dataclass
+class Progress:
+    """How far a training is, and how it went. tokens: positions judged, each as often as it was.
+
+    curve: points with the tokens, the seconds, the losses since the point before, and the matches by depth on texts
+    that are held out.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a head, keeping a checkpoint in a file. settings: what a checkpoint must have been made with."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        train: Batches,
+        held: Batches,
+        schedule: Schedule,
+        settings: dict[str, Any],
+        checkpoint: Path,
+        workers: Workers,
+    ) -> None:
+        self.progress = Progress()
+        self._objective = objective.to(workers.device)
+        self._train = train
+        self._held = held
+        self._schedule = schedule
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._workers = workers
+        self._optimizer = torch.optim.AdamW(
+            objective.head.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+        )
+        self._module: Any = objective
+        if workers.n > 1:
+            ids = [workers.device.index] if workers.device.type == "cuda" else None
+            self._module = DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
+        self._losses = torch.zeros(2, device=workers.device)
+        self._n_losses = 0
+        if checkpoint.exists():
+            self._resume()
+
+    def run(self, report: Report) -> bool:
+        """Train to the end; gives False where SIGINT or SIGTERM came before it. The checkpoint is written either way.
+
+        Raises NumericalError if the loss is no number any more.
+        """
+        with _signals_noted() as noted:
+            finished = all(self._epoch(epoch, noted, report) for epoch in self._epochs_left())
+        self._save()
+        return finished
+
+    @torch.no_grad()
+    def matches(self, n_steps: int) -> list[float]:
+        """How often a draft at each depth is right on the texts that are held out, where those before it were."""
+        counts = torch.zeros((n_steps, 2), dtype=torch.int64, device=self._workers.device)
+        plans = self._held.plans(0, 0)[self._workers.rank :: self._workers.n]
+        for batch in self._held.stream(plans, self._workers.device):
+            with self._autocast():
+                counts += self._objective.matches(batch, n_steps)
+        counts = self._workers.summed(counts)
+        return [right / max(1, judged) for judged, right in counts.tolist()]
+
+    # ---- An epoch ----------------------------------------------------------------------------------------------------
+
+    def _epochs_left(self) -> range:
+        return range(self.progress.epoch, self._schedule.n_epochs)
+
+    def _epoch(self, epoch: int, noted: list[int], report: Report) -> bool:
+        """Train from where the progress is to the end of the epoch; gives False where a signal came."""
+        progress, n = self.progress, self._workers.n
+        plans = self._train.plans(self._schedule.seed, epoch)
+        n_batches = len(plans) // n  # of each worker; what is left over comes in another epoch's order
+        if not n_batches:
+            raise InvalidArgument(f"{len(self._train)} texts make no batch for {n} workers: write more (--tokens)")
+        started = time.perf_counter()
+        own = plans[progress.batch * n + self._workers.rank : n_batches * n : n]
+        for batch in self._train.stream(own, self._workers.device):
+            done = (epoch + progress.batch / n_batches) / self._schedule.n_epochs
+            self._step(batch, done)
+            progress.batch, progress.step = progress.batch + 1, progress.step + 1
+            progress.tokens += batch.n_tokens * n
+            progress.seconds, started = progress.seconds + time.perf_counter() - started, time.perf_counter()
+            if progress.step % self._schedule.evaluate_every == 0:
+                self._evaluate(report, done)
+            if self._workers.any(bool(noted)):
+                return False
+        progress.epoch, progress.batch = epoch + 1, 0
+        if epoch + 1 == self._schedule.n_epochs and self._n_losses:  # not twice at the same step
+            self._evaluate(report, 1.0)
+        return True
+
+    def _step(self, batch: Batch, done: float) -> None:
+        device, schedule = self._workers.device, self._schedule
+        generator = torch.Generator(device).manual_seed(
+            (schedule.seed << 32) + self.progress.step * self._workers.n + self._workers.rank
+        )
+        noise = torch.rand(batch.features.shape, generator=generator, device=device)
+        for group in self._optimizer.param_groups:
+            group["lr"] = schedule.rate(done)
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            loss, parts = self._module(batch, schedule.n_steps, noise)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._objective.head.parameters(), CLIP)
+        self._optimizer.step()
+        self._losses += parts
+        self._n_losses += 1
+
+    def _evaluate(self, report: Report, done: float) -> None:
+        """A point of the curve, and a checkpoint."""
+        feature, token = (self._losses / max(1, self._n_losses)).tolist()
+        if not math.isfinite(feature + token):
+            raise NumericalError(f"the loss is {feature} and {token} at step {self.progress.step}: lower --lr")
+        self._losses.zero_()
+        self._n_losses = 0
+        match = self.matches(self._schedule.n_steps)
+        progress = self.progress
+        point = {"tokens": progress.tokens, "seconds": progress.seconds, "feature_loss": feature, "token_loss": token}
+        progress.curve.append(point | {"match": match})
+        report(
+            f"training: {progress.tokens:,} tokens, losses {feature:.4f} {token:.3f}, match "
+            + " ".join(f"{share:.3f}" for share in match),
+            done,
+        )
+        self._save()
+
+    def _autocast(self) -> Any:
+        is_cuda = self._workers.device.type == "cuda"
+        return torch.autocast("cuda", dtype=torch.bfloat16) if is_cuda else contextlib.nullcontext()
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._workers.rank == 0:
+            state = {
+                "settings": self._settings,
+                "progress": asdict(self.progress),
+                "head": self._objective.head.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "losses": (self._losses.cpu(), self._n_losses),
+            }
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            write_whole(self._checkpoint, buffer.getvalue())
+        self._workers.wait()
+
+    def _resume(self) -> None:
+        try:
+            state = torch.load(self._checkpoint, map_location=self._workers.device, weights_only=True)
+        except Exception as error:  # whatever the bytes make torch raise
+            raise ModelFileError(f"{self._checkpoint} is no checkpoint: {error}; remove it to train anew") from error
+        for key, wanted in self._settings.items():
+            if state["settings"].get(key) != wanted:
+                raise InvalidArgument(
+                    f"{self._checkpoint} was made with {key} = {state['settings'].get(key)!r:.80}, wanted is "
+                    f"{wanted!r:.80}: remove it to train anew, or name the same settings"
+                )
+        self.progress = Progress(**state["progress"])
+        self._objective.head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._losses, self._n_losses = state["losses"][0].to(self._workers.device), state["losses"][1]
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM are added to in place of what they do otherwise; a second one does that."""
+    noted: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def use_deterministic_kernels() -> None:
+    """Let every operation give the same bits each time, where torch has a kernel that does."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time

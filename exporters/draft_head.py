@@ -1,0 +1,51 @@
+"""A draft head as a GGUF file; CONTRIBUTING.md has its keys, tensors and equations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.quantize import quantize
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.models.draft_head import fingerprint
+
+Floats = NDArray[np.float32]
+
+
+def write_draft_head(
+    path: Path,
+    target: ModelFile,
+    spec: ModelSpec,
+    sizes: Mapping[str, int | float],
+    weights: Mapping[str, Floats],
+    draft_vocab: NDArray[np.int32],
+    type: GGMLType,
+) -> None:
+    """Write a head of kind "dgf" for this target; its matrices get the type, its norms are F32.
+
+    sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name.
+    draft_vocab: (n_draft,) ascending ids of the target.
+    Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
+    """
+    keys: dict[str, str | int | float] = {
+        "general.architecture": "draft-head",
+        "general.type": "adapter",
+        "draft-head.kind": "dgf",
+        "draft-head.target.architecture": spec.architecture,
+        "draft-head.target.name": str(target.metadata.get("general.name") or target.path.stem),
+        "draft-head.target.vocab_size": spec.n_vocab,
+        "draft-head.target.fingerprint": fingerprint(target),
+        **{f"draft-head.{key}": value for key, value in sizes.items()},
+    }
+    ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, draft_vocab.astype("<i4").view(np.uint8))
+    write_gguf(path, keys, [*(_tensor(name, values, type) for name, values in weights.items()), ids])
+
+
+def _tensor(name: str, values: Floats, type: GGMLType) -> Tensor:
+    stored = type if values.ndim == 2 else GGMLType.F32
+    return Tensor(name, stored, values.shape, quantize(stored, values))

@@ -1,0 +1,205 @@
+"""`edgeinfer distill` as a whole, on a tiny model: it learns, it goes on where it was, it refuses what is wrong."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from numpy.testing import assert_array_equal
+from parts import missing
+from tiny_models import write_tiny_model
+
+if importlib.util.find_spec("torch") is None:
+    missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
+import torch
+
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.cli import main
+from edgeinfer.gguf import ModelFile
+from edgeinfer.training import trainer as trainer_module
+from edgeinfer.training.trainer import Schedule
+
+FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
+FAST += "--steps 2 --epochs 3 --evaluate-every 4 --threads 1".split()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model m.gguf whose text can be foretold to some degree, and prompts p.jsonl."""
+    folder = tmp_path_factory.mktemp("given")
+    write_tiny_model(folder / "m.gguf", tensor_type="Q8_0", n_embd=64, n_layers=1)
+    lines = [json.dumps({"turns": [f"hello {n} world"]}) for n in range(60)]
+    (folder / "p.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(given: Path) -> Path:
+    """A folder with texts and features, made once."""
+    result = run(given, given / "first.gguf", "--work", given / "work")
+    assert result.exit_code == 0, result.output
+    return given / "work"
+
+
+def run(given: Path, out: Path, *options: object) -> Result:
+    arguments = ["distill", given / "m.gguf", "--prompts", given / "p.jsonl", "--out", out, *FAST, *options]
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="edgeinfer")
+
+
+def fresh(work: Path, folder: Path) -> Path:
+    """A folder with the same texts and features, and no checkpoint."""
+    folder.mkdir()
+    for path in work.iterdir():
+        if path.name != "checkpoint.pt":
+            os.link(path, folder / path.name)
+    return folder
+
+
+def weights(head: Path) -> dict[str, bytes]:
+    with ModelFile.open(head) as file:
+        return {name: file.data(name).tobytes() for name in file.tensors}
+
+
+def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path: Path) -> None:
+    untrained = run(given, tmp_path / "a.gguf", "--work", fresh(work, tmp_path / "a"), "--lr", "1e-12", "--json")
+    plot = ["--plot", tmp_path / "b.png"] if importlib.util.find_spec("matplotlib") else []
+    trained = run(given, tmp_path / "b.gguf", "--work", fresh(work, tmp_path / "b"), "--json", *plot)
+    assert untrained.exit_code == trained.exit_code == 0, untrained.output + trained.output
+    before, after = (json.loads(result.stdout) for result in (untrained, trained))
+    assert after["match_by_depth"][0] > before["match_by_depth"][0] + 0.3
+    assert after["tokens_per_step"]["4"] > before["tokens_per_step"]["4"] + 0.3
+    assert 1.0 <= after["tokens_per_step"]["4"] <= after["tokens_per_step"]["8"] <= after["tokens_per_step"]["16"]
+    assert after == json.loads((tmp_path / "b.json").read_text())
+    assert after["tokens_trained"] == after["curve"][-1]["tokens"] > 1500
+    assert 0 < after["curve"][-1]["token_loss"] < after["curve"][0]["token_loss"]
+    points = [point["tokens"] for point in after["curve"]]
+    assert points == sorted(set(points))
+    if plot:
+        assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_file_is_as_documented(given: Path, work: Path) -> None:
+    with ModelFile.open(given / "first.gguf") as head, ModelFile.open(given / "m.gguf") as target:
+        keys = {key.removeprefix("draft-head."): value for key, value in head.metadata.items()}
+        shapes = {name: info.shape for name, info in head.tensors.items()}
+        vocabulary = head.data("draft_vocab").view("<i4")
+        output = head.tensors["output.weight"]
+        rows = dequantize(output.type, head.data("output.weight"), output.shape)
+        info = target.tensors["output.weight"]
+        wanted = dequantize(info.type, target.data("output.weight"), info.shape)[vocabulary]
+        eos = target.metadata["tokenizer.ggml.eos_token_id"]
+    assert keys["block_count"] == 1 and keys["embedding_length"] == 64 and keys["feed_forward_length"] == 192
+    assert keys["attention.head_count"] == 4 and keys["attention.head_count_kv"] == 2
+    assert keys["rope.freq_base"] == 10000.0 and keys["context_length"] == 512
+    assert keys["attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    block = {name: shapes[f"blk.0.{name}.weight"] for name in ("attn_k", "attn_output", "ffn_down", "ffn_norm")}
+    assert block == {"attn_k": (32, 64), "attn_output": (64, 64), "ffn_down": (64, 192), "ffn_norm": (64,)}
+    assert shapes["gate.mix.weight"] == (64, 128) and shapes["gate.token_norm.weight"] == (64,)
+    assert len(shapes) == 4 + 9 + 2 and vocabulary.tolist() == sorted(set(vocabulary.tolist())) and eos in vocabulary
+    assert shapes["output.weight"] == (96, 64) and np.abs(rows - wanted).max() < 0.02
+
+
+def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
+    given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh(work, tmp_path / "again")
+    n_left = [3, 2, 5]
+
+    def interrupting(self: Any, batch: Any, done: float) -> None:
+        step(self, batch, done)
+        if n_left:
+            n_left[0] -= 1
+            if not n_left[0]:
+                del n_left[0]
+                os.kill(os.getpid(), 2)
+
+    step = trainer_module.Trainer._step
+    monkeypatch.setattr(trainer_module.Trainer, "_step", interrupting)
+    for _ in range(3):
+        result = run(given, tmp_path / "again.gguf", "--work", folder)
+        assert result.exit_code == 130 and "the same command goes on from" in result.stderr
+        assert not (tmp_path / "again.gguf").exists()
+    result = run(given, tmp_path / "again.gguf", "--work", folder)
+    assert result.exit_code == 0, result.output
+    assert weights(tmp_path / "again.gguf") == weights(given / "first.gguf")
+    other = run(given, tmp_path / "other.gguf", "--work", fresh(work, tmp_path / "other"), "--noise", "0.2")
+    assert other.exit_code == 0 and weights(tmp_path / "other.gguf") != weights(given / "first.gguf")
+
+
+def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path) -> None:
+    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0"]
+    result = run(given, tmp_path / "h.gguf", *options, "--author", "torch", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["match_by_depth"][0] > 0.2 and report["torch_against_native"]["same_token"] > 0.9
+    assert not list((tmp_path / "work").glob("*.features.npy"))
+    with ModelFile.open(tmp_path / "h.gguf") as head:
+        assert head.metadata["draft-head.block_count"] == 0 and len(head.tensors) == 4 + 2
+        assert head.tensors["gate.mix.weight"].type.name == "F16"
+    other = run(given, tmp_path / "h.gguf", *options)
+    assert other.exit_code == 2 and "was made with" in other.stderr
+
+
+def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -> None:
+    folder = fresh(work, tmp_path / "work")
+    (folder / "held-00000.npz").unlink()
+    for path in [*folder.glob("train-*.npz")][::2]:
+        path.unlink()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--no-python", sys.executable, "-c", "from edgeinfer.cli import main; main()", "distill"]
+    command += [given / "m.gguf", "--prompts", given / "p.jsonl", "--out", tmp_path / "h.gguf", "--work", folder, *FAST]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    group = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
+    try:
+        _, errors = group.communicate(timeout=240)
+    finally:
+        if group.returncode is None:
+            os.killpg(group.pid, signal.SIGKILL)
+    assert group.returncode == 0, errors[-3000:]
+    report = json.loads((tmp_path / "h.json").read_text())
+    assert report["n_workers"] == 2 and report["match_by_depth"][0] > 0.3
+    assert_array_equal(sorted(weights(tmp_path / "h.gguf")), sorted(weights(given / "first.gguf")))
+
+
+@pytest.mark.parametrize(
+    "options, code, words",
+    [
+        (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --context 96"),
+        (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
+        (["--seed", "2"], 2, "was made with"),
+        (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, wanted is 5"),
+        (["--type", "q4_k"], 2, "'q4_k' is not one of 'f16', 'q8_0', 'q4_0'"),
+        (["--prompts", "nowhere"], 2, "File 'nowhere' does not exist"),
+        (["--out", "nowhere/h.gguf"], 2, "there is no folder nowhere"),
+        (["--held-out", "{p}"], 2, "there must be answers to train on and answers to hold out"),
+    ]
+    + ([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "torch finds no GPU here; use --device cpu")]),
+)
+def test_options_that_are_wrong_are_refused(
+    options: list[str], code: int, words: str, given: Path, work: Path, tmp_path: Path
+) -> None:
+    options = [option.format(p=given / "p.jsonl") for option in options]
+    folder = tmp_path / "work" if "--held-out" in options else work
+    result = run(given, tmp_path / "h.gguf", "--work", folder, *options)
+    assert result.exit_code == code and words in result.stderr, result.stderr
+    assert not (tmp_path / "h.gguf").exists()
+
+
+def test_a_damaged_checkpoint_is_named(given: Path, work: Path, tmp_path: Path) -> None:
+    folder = fresh(work, tmp_path / "work")
+    (folder / "checkpoint.pt").write_bytes(b"no checkpoint")
+    result = run(given, tmp_path / "h.gguf", "--work", folder)
+    assert result.exit_code == 3 and "checkpoint.pt is no checkpoint" in result.stderr
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    schedule = Schedule(1, 1, 2e-3, 0.1, 0, 1)
+    rates = [schedule.rate(done) for done in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    assert rates == pytest.approx([0.0, 1e-3, 2e-3, 1e-3, 0.0])
