@@ -73,7 +73,8 @@ class HeadDrafter:
         self._costs = costs
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
         self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # what the head has no row for is never drawn
-        # The text of which features are known, from position _start on; row i of the cache is at position _start + i.
+        # The text of which features are known, from position _start on; row i of the cache is at position _start + i,
+        # and is rotated as at i: attention sees differences of positions alone.
         self._tokens: list[int] = []
         self._start = 0
         self._text: Sequence[int] = ()  # the list that it came in
