@@ -390,7 +390,7 @@ def round_activations(x: Floats, block: int) -> Floats:
     Half rounds to even; all in float32. Blocks below 1e-30, whose inverse would overflow, become zeros.
     x: (n, n_in), n_in a multiple of block.
     """
-    blocks = x.reshape(len(x), -1, block)
+    blocks = x.reshape(len(x), x.shape[1] // block, block)
     largest: Floats = np.abs(blocks).max(axis=-1, keepdims=True)
     inverse: Floats = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest >= 1e-30)
     codes: Floats = np.rint(blocks * inverse)

@@ -42,10 +42,11 @@ def write_draft_head(
         "draft-head.target.fingerprint": fingerprint(target),
         **{f"draft-head.{key}": value for key, value in sizes.items()},
     }
-    ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, draft_vocab.astype("<i4").view(np.uint8))
+    ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, lambda: [draft_vocab.astype("<i4").view(np.uint8)])
     write_gguf(path, keys, [*(_tensor(name, values, type) for name, values in weights.items()), ids])
 
 
 def _tensor(name: str, values: Floats, type: GGMLType) -> Tensor:
     stored = type if values.ndim == 2 else GGMLType.F32
-    return Tensor(name, stored, values.shape, quantize(stored, values))
+    data = quantize(stored, values)
+    return Tensor(name, stored, values.shape, lambda: [data])

@@ -200,9 +200,16 @@ class Decoder:
             self._feed_forward(layer, len(batch))
             if len(batch) > _FINISH_ABOVE:
                 self.device.finish()
-            if tapped is not None:
-                for place in (place for place, tap in enumerate(taps) if tap == index):
-                    self.device.read(self._buffers["x"], tapped[place])
+            self._tap(index, self._buffers["x"], taps, tapped)
+        if len(self._layers) in taps:  # what the output matrix reads
+            x = self._norm(self._output_norm, self._buffers["x"], len(batch), self.spec.n_embd)
+            self._tap(len(self._layers), x, taps, tapped)
+
+    def _tap(self, index: int, x: Buffer, taps: Sequence[int], tapped: HiddenStates | None) -> None:
+        """Copy x out where this layer is wanted."""
+        if tapped is not None:
+            for place in (place for place, tap in enumerate(taps) if tap == index):
+                self.device.read(x, tapped[place])
 
     def _attention(self, index: int, layer: Layer, batch: Batch) -> None:
         spec, buffers, n = self.spec, self._buffers, len(batch)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vector_of
+from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
 
@@ -57,6 +58,8 @@ class ModelParts:
     @classmethod
     def read(cls, model: ModelFile, spec: ModelSpec) -> ModelParts:
         """Find all tensors, without converting any. Raises UnsupportedModel."""
+        if spec.output_norm is None:
+            raise UnsupportedModel(f"{model.path}: the opencl backend runs whole models, not draft heads")
         return cls(
             token_embd=_linear(model, [spec.token_embd]),
             output=None if spec.tied_embeddings else _linear(model, [spec.output]),

@@ -140,7 +140,8 @@ class HeadDrafter:
         self.session.interrupt()
 
     def close(self) -> None:
-        """Give the head's memory back."""
+        """Give the head's memory back, and keep what was learnt of its costs."""
+        self._costs.close()
         self.session.close()
 
     # ---- The text ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class ModelDrafter:
         self.session.interrupt()
 
     def close(self) -> None:
-        """Give the model's memory back."""
+        """Give the model's memory back, and keep what was learnt of its costs."""
+        self._costs.close()
         self.session.close()
 
     def _align(self, text: Sequence[int]) -> int:

@@ -13,8 +13,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +38,7 @@ _FORMAT = 2
 _DRIFT_RATE, _POINT_RATE = 0.1, 0.05
 _LARGEST_RATIO = 1.5  # a hiccup counts as no more
 _CONTEXT_STEP = 32  # tokens of context after which the curve is made anew
+_ENOUGH = 64  # passes, to know better than the measurement did
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,12 @@ def measure_costs(session: Timed, budget_seconds: float) -> CostCurve:
             _time(session, tokens, again * _ROUNDS, started + budget_seconds, far)
     finally:
         session.truncate(0)
-    return CostCurve(0, near, n_far, far)
+    return CostCurve(0, _rising(near), n_far, _rising(far))
+
+
+def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Without the hiccups: a size that took longer than a larger one did."""
+    return {size: min(of for larger, of in seconds.items() if larger >= size) for size in seconds}
 
 
 def _time(
@@ -133,9 +139,15 @@ def _fill(session: Timed, tokens: Sequence[int], n: int, deadline: float) -> int
 
 
 class CostModel:
-    """Milliseconds of a forward pass by number of tokens and length of the context, as they are now."""
+    """Milliseconds of a forward pass by number of tokens and length of the context, as they are now.
 
-    def __init__(self, curve: CostCurve) -> None:
+    keep: is given the curve as it was found to be, when this is closed after enough passes to say.
+    """
+
+    def __init__(self, curve: CostCurve, keep: Callable[[CostCurve], None] | None = None) -> None:
+        self._curve = curve
+        self._keep = keep
+        self._n_observed = 0
         sizes = sorted(curve.near)
         self._base = _at_all_sizes(sizes, [curve.near[size] for size in sizes])
         self._slope = [0.0] * (MAX_TOKENS + 1)  # milliseconds a token of context
@@ -165,21 +177,34 @@ class CostModel:
         """A pass of n tokens took that long."""
         if not 1 <= n <= MAX_TOKENS:
             return
+        self._n_observed += 1
         now = self.milliseconds(n_past)
         ratio = min(max(milliseconds / now[n], 1 / _LARGEST_RATIO), _LARGEST_RATIO)
         self._drift *= ratio**_DRIFT_RATE
         self._point[n] *= ratio**_POINT_RATE
         now[n] *= ratio**_POINT_RATE
-        if (
-            not 0.98 < self._drift < 1.02
-        ):  # the rest follows in steps: a new list each time would cost more than it tells
+        if not 0.98 < self._drift < 1.02:  # in steps: a new list each time would cost more than it tells
             self._point = [point * self._drift for point in self._point]
             self._drift = 1.0
             self._make()
 
+    def close(self) -> None:
+        """Give the curve to be kept: what was measured while the machine was busy does not stay."""
+        curve = self._curve
+        if self._keep is not None and self._n_observed >= _ENOUGH:
+            near, far = (
+                {n: 1e-3 * self._drift * of_n for n, of_n in enumerate(self._behind(n_past)) if n}
+                for n_past in (curve.n_near, curve.n_far)
+            )
+            self._keep(replace(curve, near=near, far=far if curve.far else {}))
+
     def _make(self) -> None:
+        self._now = self._behind(self._at)
+
+    def _behind(self, n_past: int) -> list[float]:
+        """(MAX_TOKENS + 1,) milliseconds behind a context."""
         base, slope, point = self._base, self._slope, self._point
-        self._now = [(base[n] + slope[n] * self._at) * point[n] for n in range(MAX_TOKENS + 1)]
+        return [(base[n] + slope[n] * n_past) * point[n] for n in range(MAX_TOKENS + 1)]
 
 
 def _at_all_sizes(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:

@@ -244,4 +244,4 @@ def _costs(
     if curve is None:
         curve = measure_costs(session, calibration_seconds)
         save_curve(key, curve, folder)
-    return CostModel(curve)
+    return CostModel(curve, lambda followed: save_curve(key, followed, folder))

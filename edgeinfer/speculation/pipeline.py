@@ -129,7 +129,8 @@ class Speculator:
                 seat.costly.interrupt()
 
     def close(self) -> None:
-        """Give the drafters' memory back."""
+        """Give the drafters' memory back, and keep what was learnt of the costs."""
+        self.costs.close()
         for seat in self._seats:
             seat.drafter.close()
 

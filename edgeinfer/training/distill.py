@@ -133,7 +133,7 @@ class _Distillation:
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
         self._author: Author = NativeAuthor(run, settings.max_tokens)
-        self._recorder: Recorder = NativeRecorder(run.session, file, spec)
+        self._recorder: Recorder = NativeRecorder(run.session)
         if use_torch:
             self._author = BatchAuthor(self._target, run, settings.max_tokens, self._n_side_by_side())
         if on_gpu:

@@ -12,11 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.dequantize import dequantize
-from edgeinfer.backends.reference import rms_norm
 from edgeinfer.errors import ModelFileError, NumericalError
-from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSpec
 from edgeinfer.training.corpus import Corpus, Report, Text, write_whole
 from edgeinfer.types import TokenIds
 
@@ -38,11 +34,8 @@ class NativeRecorder:
 
     n_texts = 1
 
-    def __init__(self, session: Session, file: ModelFile, spec: ModelSpec) -> None:
-        info = file.tensors[spec.output_norm]
-        self._norm = dequantize(info.type, file.data(spec.output_norm), info.shape)
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._spec = spec
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
@@ -50,9 +43,9 @@ class NativeRecorder:
 
     def _features(self, tokens: TokenIds) -> Halves:
         self._session.truncate(0)
-        rows = self._session.forward(tokens, logits=(), hidden=[self._spec.n_layers - 1]).hidden
+        rows = self._session.forward(tokens, logits=(), hidden=True).hidden
         assert rows is not None
-        return as_halves(rms_norm(rows[0], self._norm, self._spec.norm_epsilon))
+        return as_halves(rows[0])
 
 
 def as_halves(features: NDArray[np.float32]) -> Halves:

@@ -84,7 +84,9 @@ def differences_to_the_reference(path: Path, format: str, rng: np.random.Generat
         tokens = some_tokens(rng, n)
         a, b = (each.forward(tokens, logits="all", hidden=(0, -1)) for each in (session, reference))
         assert a.hidden is not None and b.hidden is not None
-        for ours, theirs in zip([a.logits, *a.hidden], [b.logits, *b.hidden], strict=True):
+        c, d = (each.forward(tokens, logits=(), hidden=True) for each in (session, reference))
+        assert c.hidden is not None and d.hidden is not None
+        for ours, theirs in zip([a.logits, *a.hidden, *c.hidden], [b.logits, *b.hidden, *d.hidden], strict=True):
             errors.extend(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
     return np.array(errors)
 

@@ -124,7 +124,7 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     texts = [rng.integers(0, 291, n).astype(np.int32) for n in (5, 17, 1)]
     with edgeinfer.load(path, n_ctx=64, n_batch=8, draft="none") as engine, ModelFile.open(path) as file:
         spec = read_spec(file)
-        native = NativeRecorder(engine.session, file, spec).record(texts)
+        native = NativeRecorder(engine.session).record(texts)
         ours = TorchRecorder(TorchTarget(file, spec, CPU), 4).record(texts)
         output = TorchTarget(file, spec, CPU).output.numpy()
         logits = engine.session.forward(texts[1], logits="last").logits

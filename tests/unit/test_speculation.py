@@ -464,6 +464,45 @@ def test_costs_between_and_behind_what_was_measured_lie_on_straight_lines():
     assert costs.of_chain(64, 0) == pytest.approx(2 * near[32])
 
 
+def test_a_size_that_took_longer_than_a_larger_one_costs_no_more_than_it(plain, monkeypatch):
+    def time_passes(session, tokens, sizes, deadline, seconds):
+        seconds.update({size: 0.060 if size == 2 else 0.010 * size for size in sizes})
+
+    monkeypatch.setattr("edgeinfer.speculation.cost._time", time_passes)
+    near = measure_costs(plain.session, 0.5).near
+    assert [near[size] for size in (1, 2, 3, 4)] == [0.010, 0.030, 0.030, 0.040]
+
+
+def test_costs_are_kept_as_they_were_found_to_be():
+    kept: list[CostCurve] = []
+    measured = CostCurve(0, {1: 0.030, 4: 0.060}, 100, {1: 0.032})
+    costs = CostModel(measured, kept.append)
+    for _ in range(63):
+        costs.observe(1, 0, 10.0)
+    costs.close()
+    assert not kept  # a few passes tell less than the measurement
+    for _ in range(40):
+        costs.observe(1, 0, 10.0)
+    costs.close()
+    (curve,) = kept
+    assert curve.near[1] == pytest.approx(0.010, rel=0.1) and curve.near[4] < 0.75 * measured.near[4]
+    assert list(CostModel(curve).milliseconds(0)) == pytest.approx(list(costs.milliseconds(0)), rel=0.03)
+
+
+def test_a_closed_engine_leaves_its_costs_to_the_next_one(opened, model, draft_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    engine = opened(model, draft=str(draft_model))
+    (drafter,) = (one for one in engine.speculator.drafters if one.name == "model")
+    for costs in (engine.speculator.costs, drafter._costs):
+        for _ in range(200):
+            costs.observe(1, 0, 50.0)
+    engine.close()
+    again = opened(model, draft=str(draft_model))
+    (drafter,) = (one for one in again.speculator.drafters if one.name == "model")
+    assert again.speculator.costs.milliseconds(0)[1] == pytest.approx(50.0, rel=0.1)
+    assert drafter._costs.milliseconds(0)[1] == pytest.approx(50.0, rel=0.1)
+
+
 def test_a_slower_machine_is_noticed_and_a_hiccup_is_not():
     costs = cost_model(lambda n: 10.0 + n)
     before = list(costs.milliseconds(0))
