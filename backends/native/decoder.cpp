@@ -395,7 +395,8 @@ namespace {
 struct Tasks {
     int n_groups, groups_each;
 
-    Tasks(int groups, int n_threads) : n_groups(groups), groups_each(std::max(1, groups / (16 * n_threads))) {}
+    Tasks(const Matrix& w, int n, int n_threads)
+        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads)) {}
     int count() const { return (n_groups + groups_each - 1) / groups_each; }
     int first(int task) const { return task * groups_each; }
     int last(int task) const { return std::min(n_groups, (task + 1) * groups_each); }
@@ -413,7 +414,7 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 }  // namespace
 
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
-    const Tasks tasks(w.n_groups(), pool_.size());
+    const Tasks tasks(w, pass.n, pool_.size());
     for_tasks(pass, thread, tasks.count(),
               [&](int task) { kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy); });
 }
@@ -443,7 +444,8 @@ void Decoder::fuse(const Pass& pass, int thread) {
 
 void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
-    const Tasks q(w.q.n_groups(), pool_.size()), k(w.k.n_groups(), pool_.size()), v(w.v.n_groups(), pool_.size());
+    const int n = pass.n, n_threads = pool_.size();
+    const Tasks q(w.q, n, n_threads), k(w.k, n, n_threads), v(w.v, n, n_threads);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
         add_bias(m, bias, pass.n, tasks.first(task), tasks.last(task), y, ldy);
@@ -608,7 +610,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         const float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
         for (int row = first_row; row < last_row; row++) x[row] += config_.residual_scale * h[row];
     };
-    const Tasks tasks(w.n_groups(), pool_.size());
+    const Tasks tasks(w, pass.n, pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
@@ -629,7 +631,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     const auto gated = config_.activation == Activation::Silu       ? kernels_.swiglu
                        : config_.activation == Activation::GeluTanh ? kernels_.geglu
                                                                     : kernels_.relu2_glu;
-    const Tasks tasks(w.gate.n_groups(), pool_.size());
+    const Tasks tasks(w.gate, pass.n, pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w.gate, inputs, pass.n, first, last, b.gate, b.ld_ff);
@@ -643,7 +645,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
 
 void Decoder::head(const Pass& pass, int thread) {
     const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
-    const Tasks tasks(output_.n_groups(), pool_.size());
+    const Tasks tasks(output_, pass.n_rows, pool_.size());
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;

@@ -70,6 +70,16 @@ struct Matrix {
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
 };
 
+// How many row groups one task of a matrix product with n columns takes. With few columns it is a stream from memory, and
+// a task is long enough for the prefetchers to be worth starting.
+inline int groups_of_task(const Matrix& w, int n, int n_threads) {
+    constexpr size_t kStreamBytes = size_t{192} << 10;
+    const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads), large = n_groups / (4 * n_threads);
+    const int stream = static_cast<int>(kStreamBytes / w.group_bytes) + 1;
+    const int wanted = n > 2 || stream < small ? small : stream < large ? stream : large;
+    return wanted > 1 ? wanted : 1;
+}
+
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
 // each 16 and 32 q.  Int8ByToken: likewise for a whole column. Distances between columns are those of the arrays' element

@@ -273,7 +273,7 @@ double time_products(const std::vector<const PackedMatrix*>& matrices, const std
             const Matrix& m = packed->matrix();
             Inputs of_matrix = in;
             of_matrix.n_in = m.n_in;
-            const int each = std::max(1, m.n_groups() / (16 * n_threads));  // as the decoder cuts them
+            const int each = groups_of_task(m, n, n_threads);
             pool.for_tasks(thread, (m.n_groups() + each - 1) / each, [&](int task) {
                 kernels.matmul(m, of_matrix, n, task * each, std::min(m.n_groups(), (task + 1) * each), y.data(),
                                most_out);

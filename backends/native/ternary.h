@@ -18,13 +18,15 @@ EI_INLINE F32 counted_once(I32 sum) {
     return kCounted<NC> == 1 ? to_f32(sum) : mul_f32(to_f32(sum), set_f32(1.0f / kCounted<NC>));
 }
 
-// Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time.
+// Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time. And
+// enough of it that the hardware's prefetchers, left alone, would not keep up with two threads.
 template <int NC>
 EI_INLINE void dot_unshifted(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
     for (int first = 0; first < n_lines; first += kUnshiftedLines) {
         Dot once[NC], fourfold[NC];
         for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
         for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
+            __builtin_prefetch(lines + 64 * i + kPrefetch);
             const U8 line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
             for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
             for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
