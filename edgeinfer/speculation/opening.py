@@ -22,6 +22,7 @@ from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
 from edgeinfer.speculation.cost import (
+    DOUBTFUL,
     MAX_TOKENS,
     CostModel,
     Timed,
@@ -243,5 +244,6 @@ def _costs(
     curve = load_curve(key, folder)
     if curve is None:
         curve = measure_costs(session, calibration_seconds)
-        save_curve(key, curve, folder)
+        if curve.near.get(2, 0.0) <= DOUBTFUL * curve.near[1]:  # else the next load measures again
+            save_curve(key, curve, folder)
     return CostModel(curve, lambda followed: save_curve(key, followed, folder))

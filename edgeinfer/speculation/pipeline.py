@@ -21,6 +21,9 @@ _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
+# Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
+_IDLE, _LATER = 32, 4
+_RECHECKED = (2, 4)  # tokens of the passes
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class Speculator:
         n_batch = getattr(session, "n_batch", session.n_ctx)
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
         self._seats = [_Seat(drafter) for drafter in drafters]
+        self._n_idle, self._idle_limit = 0, _IDLE
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -161,6 +165,7 @@ class Speculator:
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
+        self._recheck(n_past, len(choice.tokens), n_left)
         if n_left > len(choice.path) + 1:
             self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
@@ -187,6 +192,19 @@ class Speculator:
         tally.draft_seconds += drafted - started + ended - walked
         tally.step_seconds += ended - started
         return new
+
+    def _recheck(self, n_past: int, n_nodes: int, n_left: int) -> None:
+        """Time passes of a few tokens now and then where none pays: a wrong measurement would otherwise stay."""
+        self._n_idle = 0 if n_nodes else self._n_idle + 1
+        room = min(self._draft_max + 1, self._session.n_ctx - n_past)
+        if self._n_idle < self._idle_limit or not self.costs.is_doubtful or room < max(_RECHECKED) or n_left < 2:
+            return
+        self._n_idle, self._idle_limit = 0, _LATER * self._idle_limit
+        for n in _RECHECKED:
+            started = perf_counter()
+            self._session.forward([0] * n, logits="all")
+            self.costs.correct(n, n_past, 1e3 * (perf_counter() - started))
+            self._session.commit(())
 
     def _draft(
         self, context: Context, milliseconds: Sequence[float], max_nodes: int, n_left: int, tally: Tally

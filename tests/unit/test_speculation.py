@@ -473,6 +473,38 @@ def test_a_size_that_took_longer_than_a_larger_one_costs_no_more_than_it(plain, 
     assert [near[size] for size in (1, 2, 3, 4)] == [0.010, 0.030, 0.030, 0.040]
 
 
+def test_no_pass_costs_more_than_what_could_be_made_in_its_place():
+    costs = CostModel(CostCurve(0, {1: 0.010, 2: 0.060, 4: 0.100, 8: 0.120}, 0, {}))
+    assert costs.is_doubtful
+    assert costs.milliseconds(0)[1:9] == pytest.approx([10, 20, 30, 40, 50, 60, 70, 80])
+    costs.correct(4, 0, 14.0)
+    costs.correct(2, 0, 12.0)
+    costs.correct(2, 0, 500.0)
+    assert not costs.is_doubtful
+    assert costs.milliseconds(0)[1:9] == pytest.approx([10, 12, 14, 14, 24, 26, 28, 28])
+
+
+def test_a_measurement_that_was_disturbed_does_not_end_drafting(opened, plain, model):
+    engine = opened(model)
+    disturbed = CostModel(CostCurve(0, {n: 0.05 * n for n in range(1, 9)}, 0, {}))
+    text = engine.tokenize(PROMPT) + list(tokens_of(plain, REQUESTS[0], n=200))
+    drafter = FunctionDrafter(lambda context, limit: knowing(text, 259, random.Random(1), limit, len(context.tokens)))
+    with_drafters(engine, drafter, costs=disturbed)
+    completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)
+    assert list(completion.tokens) == text[-200:]
+    assert completion.timings.speculation.tokens_per_step > 1.2
+    assert not disturbed.is_doubtful
+
+
+def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    for second, n_files in ((0.016, 0), (0.012, 1)):
+        curve = CostCurve(0, {1: 0.010, 2: second}, 0, {})
+        monkeypatch.setattr("edgeinfer.speculation.opening.measure_costs", lambda session, budget, curve=curve: curve)
+        opened(model)
+        assert len(list(tmp_path.glob("*.json"))) == n_files
+
+
 def test_costs_are_kept_as_they_were_found_to_be():
     kept: list[CostCurve] = []
     measured = CostCurve(0, {1: 0.030, 4: 0.060}, 100, {1: 0.032})
