@@ -34,11 +34,6 @@ def quantize(type: GGMLType, weights: _Floats) -> _Bytes:
     return np.ascontiguousarray(_BYTES_OF[type](blocks)).reshape(-1).view(np.uint8)
 
 
-def writable_types() -> list[GGMLType]:
-    """The types of `quantize`."""
-    return list(_BYTES_OF)
-
-
 def _f32(blocks: _Floats) -> _Bytes:
     return blocks.astype("<f4").view(np.uint8)
 
@@ -67,6 +62,32 @@ def _q4_0(blocks: _Floats) -> _Bytes:
     return np.hstack([scale.astype("<f2").view(np.uint8), codes[:, :16] | codes[:, 16:] << 4])
 
 
+def _q6_k(blocks: _Floats) -> _Bytes:
+    """Each 16 weights are rounded to -32..31 times a scale that puts the largest of them on -32.
+
+    The scales of 256 are rounded to -128..127 times a float16. Of gaussian weights the error is 1.8 % (root mean
+    square).
+    """
+    parts = blocks.reshape(len(blocks), -1, 16)
+    scale = _signed_largest(parts) / np.float32(-32)  # (n, 16)
+    d = (_signed_largest(scale) / np.float32(-128))[:, None].astype("<f2")  # (n, 1)
+    scales = np.rint(_divided(scale, d)).clip(-128, 127).astype(np.int8)
+    steps = d.astype(np.float32) * scales
+    codes = np.rint(_divided(parts, steps[:, :, None])).clip(-32, 31).astype(np.int8) + np.int8(32)
+    runs = codes.astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, in them four runs of 32
+    low = (runs[:, :, :2] & 15 | (runs[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    high = (runs >> 4) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    top = np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)
+    return np.hstack([low, top, scales.view(np.uint8), d.view(np.uint8)])
+
+
+def _signed_largest(values: _Floats) -> _Floats:
+    """What has the largest magnitude along the last axis, with its sign."""
+    at = np.abs(values).argmax(axis=-1, keepdims=True)
+    largest: _Floats = np.take_along_axis(values, at, axis=-1)[..., 0]
+    return largest
+
+
 def _q4_codes(blocks: _Floats, scale: _Floats) -> _Floats:
     codes: _Floats = np.rint(_divided(blocks, scale)).clip(-8, 7)
     return codes
@@ -84,4 +105,5 @@ _BYTES_OF: dict[GGMLType, Callable[[_Floats], _Bytes]] = {
     GGMLType.F16: _f16,
     GGMLType.Q8_0: _q8_0,
     GGMLType.Q4_0: _q4_0,
+    GGMLType.Q6_K: _q6_k,
 }

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.dequantize import dequantize
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.errors import ModelFileError, ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
-from edgeinfer.exporters.q6_k import quantize_q6_k
+from edgeinfer.exporters.quantize import quantize
 from edgeinfer.exporters.trits import PACK, TernaryMatrix
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.gguf import GGMLType, MetadataValue, ModelFile
@@ -254,8 +254,7 @@ def _head(name: str, shape: tuple[int, ...], kind: GGMLType, data: Bytes, head: 
             f"tensor {name}: {head} needs rows of a multiple of {wanted.block_elements} inputs: found {shape[-1]}; use "
             f"--head keep or f16"
         )
-    make = quantize_q6_k if wanted == GGMLType.Q6_K else _half
-    return Tensor(name, wanted, shape, lambda: (make(piece) for piece in _rows(kind, data, shape)))
+    return Tensor(name, wanted, shape, lambda: (_written(name, wanted, piece) for piece in _rows(kind, data, shape)))
 
 
 def _rows(kind: GGMLType, data: Bytes, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
@@ -267,8 +266,12 @@ def _rows(kind: GGMLType, data: Bytes, shape: tuple[int, ...]) -> Iterator[NDArr
         yield dequantize(kind, data[first * row_bytes : last * row_bytes], (last - first, n_in))
 
 
-def _half(weights: NDArray[np.float32]) -> Bytes:
-    return weights.astype("<f2").reshape(-1).view(np.uint8)
+def _written(name: str, type: GGMLType, weights: NDArray[np.float32]) -> Bytes:
+    """The bytes of some rows. Raises UnsupportedModel for weights that the type cannot hold."""
+    try:
+        return quantize(type, weights)
+    except ShapeError as error:
+        raise UnsupportedModel(f"tensor {name}: {error}") from error
 
 
 def _one(data: Bytes) -> list[Bytes]:

@@ -5,13 +5,13 @@ import numpy as np
 from numpy.testing import assert_array_equal
 
 from edgeinfer.backends.dequantize import dequantize
-from edgeinfer.exporters.q6_k import quantize_q6_k
+from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType
 
 
 def back(weights: np.ndarray) -> np.ndarray:
     """The weights that the gguf package reads."""
-    data = quantize_q6_k(weights)
+    data = quantize(GGMLType.Q6_K, weights)
     read = gguf.dequantize(data.reshape(len(weights), -1), gguf.GGMLQuantizationType.Q6_K)
     assert_array_equal(dequantize(GGMLType.Q6_K, data, weights.shape), read)
     return np.asarray(read)

@@ -5,15 +5,13 @@ import threading
 
 import pytest
 from drafting import FixedCosts
-from parts import missing
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.drafters.ahead import AheadDrafter, behind, drafting_ahead
 from edgeinfer.drafters.base import DraftsAhead, FeatureDrafter
-from edgeinfer.engine import open_backend
-from edgeinfer.errors import BackendUnavailable, Interrupted
+from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.tree import DraftTree
@@ -22,12 +20,7 @@ PROMPT = "hello world, there is the one, there is the one and hello"
 REQUESTS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.0, "repeat_penalty": 1.3}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native():
-    try:
-        open_backend("native")
-    except BackendUnavailable as error:
-        missing("native", str(error))
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +37,6 @@ def files(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     heads = {f"head of {n}": write_tiny_head(folder / f"{n}.gguf", model, texts, n_layers=n) for n in (0, 1)}
     return {"model": model, **heads}
-
-
-@pytest.fixture
-def plain(model):
-    with edgeinfer.load(model, draft="none") as engine:
-        engine.tokenizer.stop_ids = frozenset()
-        yield engine
 
 
 @pytest.fixture(params=["model", "head of 0", "head of 1"])

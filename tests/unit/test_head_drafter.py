@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from drafting import FixedCosts
 from exactness import same_bits
-from parts import missing
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -17,8 +16,7 @@ from edgeinfer import devices
 from edgeinfer.backends.native import plan_head
 from edgeinfer.drafters.base import Context, FeatureDrafter
 from edgeinfer.drafters.head import HeadDrafter
-from edgeinfer.engine import open_backend
-from edgeinfer.errors import BackendUnavailable, Interrupted, NumericalError
+from edgeinfer.errors import Interrupted, NumericalError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.sampling import SamplingParams, sample
@@ -31,12 +29,7 @@ GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.8, "seed": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native():
-    try:
-        open_backend("native")
-    except BackendUnavailable as error:
-        missing("native", str(error))
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +50,6 @@ def texts(model):
 def head(request, model, texts, tmp_path_factory):
     """A head that is mostly right on these texts."""
     return write_tiny_head(tmp_path_factory.mktemp("head") / "head.gguf", model, texts, n_layers=request.param)
-
-
-@pytest.fixture
-def opened():
-    engines = []
-
-    def load(path, **options):
-        engines.append(edgeinfer.load(path, **options))
-        engines[-1].tokenizer.stop_ids = frozenset()
-        return engines[-1]
-
-    yield load
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def plain(opened, model):
-    return opened(model, draft="none")
 
 
 @pytest.fixture

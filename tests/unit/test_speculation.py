@@ -7,15 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, random_tree
-from parts import missing
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.engine import open_backend
-from edgeinfer.errors import BackendUnavailable, Interrupted, NumericalError, ShapeError
+from edgeinfer.errors import Interrupted, NumericalError, ShapeError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.sampling import SamplingParams, sample
@@ -44,12 +42,7 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native():
-    try:
-        open_backend("native")
-    except BackendUnavailable as error:
-        missing("native", str(error))
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture(scope="module")
@@ -61,26 +54,6 @@ def model(tmp_path_factory):
 def draft_model(tmp_path_factory):
     """The same floats in another type: it mostly agrees with the model."""
     return write_tiny_model(tmp_path_factory.mktemp("draft") / "draft.gguf", tensor_type="Q8_0", n_embd=256)
-
-
-@pytest.fixture
-def opened():
-    """Loads engines without stop tokens, which a random model draws at random, and closes them."""
-    engines = []
-
-    def load(path, **options):
-        engines.append(edgeinfer.load(path, **options))
-        engines[-1].tokenizer.stop_ids = frozenset()
-        return engines[-1]
-
-    yield load
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def plain(opened, model):
-    return opened(model, draft="none")
 
 
 def with_drafters(engine, *drafters, costs=None, draft_max=MAX_TOKENS - 1):
