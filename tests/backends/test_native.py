@@ -311,6 +311,16 @@ def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_pat
             assert 0 < np.abs(a - b).max() < 0.2 * np.abs(b).max()
 
 
+def test_for_drafts_the_packed_weights_beside_a_model_are_not_taken(tmp_path: Path) -> None:
+    path, rounded = write_tiny_model(tmp_path / "m.gguf", "qwen2", "F16"), NativeBackend(for_drafts=True)
+    with ModelFile.open(path) as file:
+        spec, tokens = read_spec(file), np.arange(40)
+        plan = rounded.plan(file, spec, 64)
+        alone = rounded.load(file, spec, plan, Device(1)).forward(tokens).logits
+        NativeBackend().pack(file, spec, packed_path(path))
+        assert same_bits(rounded.load(file, spec, plan, Device(1)).forward(tokens).logits, alone)
+
+
 def test_for_drafts_the_first_tokens_alone_get_logits(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,9 @@ def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
     assert engine.speculator.drafters[-1].session.spec.n_logits == 64
-    assert tokens_of(engine, request_) == tokens_of(plain, request_)
+    completion = engine.generate(PROMPT, max_tokens=48, **request_)
+    assert completion.tokens == tokens_of(plain, request_)
+    assert completion.timings.speculation.dropped == {}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -476,6 +478,15 @@ def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypa
         monkeypatch.setattr("edgeinfer.speculation.opening.measure_costs", lambda session, budget, curve=curve: curve)
         opened(model)
         assert len(list(tmp_path.glob("*.json"))) == n_files
+
+
+def test_a_model_that_drafts_for_itself_has_costs_of_its_own(opened, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    monkeypatch.setattr(
+        "edgeinfer.speculation.opening.measure_costs", lambda session, budget: CostCurve(0, {1: 0.010, 2: 0.012}, 0, {})
+    )
+    opened(model, draft=str(model))
+    assert len(list(tmp_path.glob("*.json"))) == 2  # its weights are rounded
 
 
 def test_costs_are_kept_as_they_were_found_to_be():
