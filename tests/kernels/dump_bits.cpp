@@ -1,5 +1,6 @@
 // Runs everything that computes on made-up numbers, once for each instruction set that this CPU has, and prints a hash
 // of the bits that come out: "isa what hash". All hashes of one `what` must be equal, on this CPU and on any other.
+// Arguments are names of instruction sets: only those are run.
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -241,10 +242,12 @@ void decoder(const Kernels& kernels, KvType kv_type) {
 
 }  // namespace
 
-int main() {
+int main(int n_arguments, char** arguments) {
     for (int i = 0; i < n_instruction_sets; i++) {
-        if (!instruction_sets[i].present()) continue;
         const Kernels& kernels = *instruction_sets[i].kernels;
+        bool is_wanted = n_arguments == 1;
+        for (int a = 1; a < n_arguments; a++) is_wanted = is_wanted || std::strcmp(arguments[a], kernels.name) == 0;
+        if (!is_wanted || !instruction_sets[i].present()) continue;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
         decoder(kernels, KvType::F16);
