@@ -195,7 +195,7 @@ class ReferenceDecoder:
 
     def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
         spec, names = self.spec, self.spec.layers[layer]
-        q, k, v = self._queries_keys_values(layer, self._norm(names.attn_norm, x))
+        q, k, v = self._queries_keys_values(layer, self._attention_inputs(layer, x))
         positions = np.array([len(path) - 1 for path in paths])
         rope, window = self._ropes[layer], spec.attention[layer].window
         if rope is not None:
@@ -215,6 +215,10 @@ class ReferenceDecoder:
         heads = self._norm(names.attn_sub_norm, y.reshape(len(x), -1))
         out = self._linear(names.attn_output, names.attn_output_bias, heads)
         return self._norm(names.attn_post_norm, out)
+
+    def _attention_inputs(self, layer: int, x: Floats) -> Floats:
+        """What queries, keys and values are made of, (n, n_in)."""
+        return self._norm(self.spec.layers[layer].attn_norm, x)
 
     def _queries_keys_values(self, layer: int, h: Floats) -> tuple[Floats, Floats, Floats]:
         """(n, heads, head_dim) each, with norms on queries and keys where the layer has them."""

@@ -451,12 +451,12 @@ class Engine:
 
     def _read(self, prompt: list[int], start: int, chunk: list[int], tally: Tally) -> Logits:
         """Run and commit a part of the prompt; gives (n_vocab,) for its last token, or nothing, (0,)."""
-        follows = self.speculator is not None and self.speculator.wants_features
+        taps = False if self.speculator is None else self.speculator.taps
         logits: Literal["last"] | tuple[()] = "last" if start + len(chunk) == len(prompt) else ()
-        out = self.session.forward(chunk, logits=logits, hidden=follows)
+        out = self.session.forward(chunk, logits=logits, hidden=taps)
         self.session.commit(range(len(chunk)))
-        if self.speculator is not None and out.hidden is not None:
-            self.speculator.follow(prompt, start, out.hidden[0], tally)
+        if self.speculator is not None and (features := out.features) is not None:
+            self.speculator.follow(prompt, start, features, tally)
         return out.logits.reshape(-1)
 
     def _forward(self, tokens: list[int]) -> Logits:

@@ -147,7 +147,7 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     if (n < 1 || n > config.n_batch || n_pending < 0 || parents.size() != tokens.size() + n_pending ||
         decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
         logits.shape(1) != static_cast<size_t>(config.n_logits) || taps.shape(0) < layers.size() ||
-        config.gated != features.has_value() ||
+        config.has_features() != features.has_value() ||
         (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
@@ -172,6 +172,18 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     }
     if (raised) throw nb::python_error();
     return whole;
+}
+
+void combine(Decoder& decoder, Features rows, Rows features) {
+    const DecoderConfig& config = decoder.config();
+    const size_t n = rows.shape(0);
+    if (!config.paired() || n < 1 || n > static_cast<size_t>(config.n_batch) ||
+        rows.shape(1) != static_cast<size_t>(config.n_combined) || features.shape(0) != n ||
+        features.shape(1) != static_cast<size_t>(config.n_embd)) {
+        throw nb::value_error("combine: arguments do not fit together");
+    }
+    nb::gil_scoped_release release;
+    decoder.combine(rows.data(), static_cast<int>(n), features.data());
 }
 
 void commit(Decoder& decoder, Ints path) {
@@ -335,7 +347,11 @@ NB_MODULE(_core, m) {
         .value("gate_feature", Role::GateFeature)
         .value("gate_token_norm", Role::GateTokenNorm)
         .value("gate_token", Role::GateToken)
-        .value("gate_mix", Role::GateMix);
+        .value("gate_mix", Role::GateMix)
+        .value("pair_token_norm", Role::PairTokenNorm)
+        .value("pair_feature_norm", Role::PairFeatureNorm)
+        .value("pair_combine", Role::PairCombine)
+        .value("pair_combine_norm", Role::PairCombineNorm);
 
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
@@ -389,6 +405,8 @@ NB_MODULE(_core, m) {
         .def_rw("kv_type", &DecoderConfig::kv_type)
         .def_rw("n_logits", &DecoderConfig::n_logits)
         .def_rw("gated", &DecoderConfig::gated)
+        .def_rw("n_combined", &DecoderConfig::n_combined)
+        .def_rw("normed_residual", &DecoderConfig::normed_residual)
         .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
         .def(
             "activation_bytes",
@@ -420,6 +438,7 @@ NB_MODULE(_core, m) {
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a, "features"_a = nb::none())
+        .def("combine", &combine, "rows"_a, "features"_a)
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)
         .def(

@@ -160,7 +160,8 @@ def _plan_file(
         spec = read_head(file)
         check_target(spec, file.path, target, read_spec(target))
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
-        kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab)
+        n_rows = 0 if spec.decoder.pair is None else spec.decoder.pair.n_rows
+        kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
     else:
         spec = read_spec(file)
         _check_vocabulary(file, target, planned.n_vocab)
@@ -211,7 +212,7 @@ def _open_head(
     except BaseException:
         session.close()
         raise
-    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs)
+    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs, spec.taps)
 
 
 class _WithoutFeatures:
