@@ -602,7 +602,7 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total > 0
 
 
-@pytest.mark.parametrize("why", ["no file", "no model", "other vocabulary", "no room"])
+@pytest.mark.parametrize("why", ["no file", "no model", "no room"])
 def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
     opened, plain, model, draft_model, tmp_path, monkeypatch, why
 ):
@@ -612,8 +612,6 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
     elif why == "no model":
         path, expected = tmp_path / "text.gguf", "text.gguf"
         path.write_text("no model")
-    elif why == "other vocabulary":
-        path, expected = write_tiny_model(tmp_path / "spm.gguf", vocabulary="spm"), "vocabulary"
     else:
         n_bytes = opened(model).memory_plan.use.total
         monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
