@@ -182,7 +182,7 @@ class ReferenceDecoder:
         parents: (n_pending + n,), of the rows that are pending and of these behind them.
         """
         n_pending = len(parents) - len(x)
-        paths = _visible_slots(parents, self.n_past)[n_pending:]
+        paths = visible_slots(parents, self.n_past)[n_pending:]
         tapped = {}
         for layer in range(self.spec.n_layers):
             x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
@@ -401,7 +401,7 @@ def round_activations(x: Floats, block: int) -> Floats:
     return (codes * (largest / np.float32(127))).reshape(x.shape)
 
 
-def _visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:
+def visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:
     """For each row the slots of what it sees, in order: all that is committed, its ancestors, itself."""
     paths: list[list[int]] = []
     for row, parent in enumerate(parents.tolist()):
