@@ -134,15 +134,28 @@ def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, optio
         rows = rng.standard_normal((40, 3 * 96), dtype=np.float32)
         features = native.combine(rows)
         assert np.abs(features - reference.combine(rows)).max() < 1e-5
-        assert same_bits(np.concatenate([native.combine(part[None]) for part in rows]), features)
         tokens = rng.integers(0, 291, 40).astype(np.int32)
         ours, theirs = (one.forward(tokens, features, logits="all") for one in (native, reference))
         assert ours.logits.shape == (40, spec.n_logits) and ours.hidden is not None and theirs.hidden is not None
         for a, b in ((ours.logits, theirs.logits), (ours.hidden[0], theirs.hidden[0])):
             assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
-        for wrong in (rows[:, :-1], rows.astype(np.float64), rows[0]):
-            with pytest.raises(ShapeError):
-                native.combine(wrong)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}], ids=" ".join)
+def test_rows_are_combined_to_the_same_bits_in_any_cut(tmp_path: Path, options: dict[str, object]) -> None:
+    heads = heads_of(tmp_path, "F16", "eagle3", 104, **options)
+    rows = heads.rng.standard_normal((70, 3 * 104), dtype=np.float32)
+    whole = heads.native().combine(rows)
+    for native in (
+        heads.native(n_batch=5),
+        heads.native(n_threads=3),
+        *(heads.native(isa=isa) for isa in available_isas()),
+    ):
+        assert same_bits(native.combine(rows), whole)
+        assert same_bits(np.concatenate([native.combine(row[None]) for row in rows[:20]]), whole[:20])
+    for wrong in (rows[:, :-1], rows.astype(np.float64), rows[0]):
+        with pytest.raises(ShapeError):
+            heads.native().combine(wrong)
 
 
 @pytest.mark.parametrize("architecture", ["granite", "gemma2"])
