@@ -21,11 +21,13 @@ def open_reference_head(
     """
     backend = ReferenceBackend(activations)
     weights = backend.read_weights(head, spec.tensor_shapes())
+    shape = target_spec.n_vocab, target_spec.n_embd
     if spec.own_embeddings:
         rows = weights[spec.token_embd].values
     else:
-        embedding = backend.read_weights(target, {target_spec.token_embd: (target_spec.n_vocab, target_spec.n_embd)})
-        rows = embedding[target_spec.token_embd].values
+        rows = backend.read_weights(target, {target_spec.token_embd: shape})[target_spec.token_embd].values
+    if not spec.own_output:
+        weights[spec.output] = backend.read_weights(target, {target_spec.output: shape})[target_spec.output]
     rows = scale(rows, 1.0 if spec.pair is not None else target_spec.embedding_scale)
     return ReferenceHead(spec, MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0)), weights, rows)
 

@@ -168,9 +168,10 @@ class _Eagle3Reader(_HeadReader):
         self._check_keys()
         common = self._common_spec()
         n_rows = self.integer("target_hidden_size", 1, 1 << 20)
-        own_embeddings = "token_embd.weight" in self.file.tensors
-        if not own_embeddings and n_rows != common.n_embd:
-            self.refuse("target_hidden_size", f"must be {common.n_embd}, as there are no embeddings: found {n_rows}")
+        own_embeddings, own_output = (f"{name}.weight" in self.file.tensors for name in ("token_embd", "output"))
+        if not (own_embeddings and own_output) and n_rows != common.n_embd:
+            lacking = "embedding matrix" if own_output else "output matrix"
+            self.refuse("target_hidden_size", f"must be {common.n_embd}, as there is no {lacking}: found {n_rows}")
         normed = self.flag("norm_before_fc", False)
         pair = PairTensors(
             token_norm="blk.0.attn_norm.weight",
@@ -183,7 +184,11 @@ class _Eagle3Reader(_HeadReader):
         draft_vocab = np.arange(common.n_vocab, dtype=np.int32)
         if EAGLE3_VOCAB in self.file.tensors:
             draft_vocab = self._draft_vocab(EAGLE3_VOCAB, "I64", common.n_vocab)
-        decoder = replace(common, pair=pair, own_embeddings=own_embeddings, n_draft=len(draft_vocab))
+        if not own_output and len(draft_vocab) < common.n_vocab:
+            raise UnsupportedModel(f"{self.file.path}: tensor output.weight is missing, and {EAGLE3_VOCAB} has no use")
+        decoder = replace(
+            common, pair=pair, own_embeddings=own_embeddings, own_output=own_output, n_draft=len(draft_vocab)
+        )
         self._check_tensors(decoder, {EAGLE3_VOCAB})
         name = f"the target of {self.file.metadata.get('general.name')}"
         mark = fingerprint(self.file, by_tokens=True)

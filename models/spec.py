@@ -194,7 +194,8 @@ class ModelSpec(ModelSizes):
     query_temperature: QueryTemperature | None = None
     gate: GateTensors | None = None
     pair: PairTensors | None = None
-    own_embeddings: bool = True  # False: token_embd is a tensor of the target's file
+    own_embeddings: bool = True  # False: a head reads those of the target
+    own_output: bool = True  # False: a head's logits are made with the target's output matrix
     n_draft: int | None = None  # rows of output that drafts are made with: all of a head's, the first of a model's
 
     @property
@@ -220,7 +221,9 @@ class ModelSpec(ModelSizes):
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape that each tensor of the file must have, (n_out, n_in) or (n,)."""
         square = (self.n_embd, self.n_embd)
-        shapes: dict[str, tuple[int, ...]] = {self.output: (self.n_logits, self.n_embd)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.own_output:
+            shapes[self.output] = (self.n_logits, self.n_embd)
         if self.own_embeddings:
             shapes[self.token_embd] = (self.n_vocab, self.n_embd)
         if self.gate is not None:

@@ -131,6 +131,9 @@ public:
     Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
+    // The other's output matrix is this one's too; it must outlive this decoder.
+    void share_output(const Decoder& other) { output_ = other.output_; }
+    const Matrix& output() const { return output_; }
 
     // Runs n <= n_batch tokens behind n_pending ones of the forwards before, that are not committed. parents:
     // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they

@@ -38,6 +38,8 @@ class NativeHead(NativeDecoder):
         if spec.own_embeddings:
             embedding = head.tensors[spec.token_embd].type, head.data(spec.token_embd).copy()
         super().__init__(head, spec, plan, device, embedding)
+        if not spec.own_output:
+            self._open().share_output(target.decoder())
 
     def forward(
         self,

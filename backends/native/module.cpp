@@ -123,6 +123,14 @@ void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
     decoder.set_embedding(format, source.data(), source.size() / static_cast<size_t>(config.n_vocab));
 }
 
+void share_output(Decoder& decoder, const Decoder& other) {
+    const DecoderConfig& config = decoder.config();
+    if (other.output().n_out != config.n_logits || other.output().n_in != config.n_embd) {
+        throw nb::value_error("the output matrices have other sizes");
+    }
+    decoder.share_output(other);
+}
+
 // Whether the tokens are in the vocabulary, parents come before their rows, and rows that are no chain fit into n_batch.
 bool is_tree(const DecoderConfig& config, const Ints& tokens, const Ints& parents) {
     bool chain = true, valid = true;
@@ -436,6 +444,7 @@ NB_MODULE(_core, m) {
         .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
+        .def("share_output", &share_output, "other"_a, nb::keep_alive<1, 2>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a, "features"_a = nb::none())
         .def("combine", &combine, "rows"_a, "features"_a)

@@ -207,6 +207,10 @@ class NativeDecoder:
         """Give the memory back. Further calls raise."""
         self._decoder = None
 
+    def decoder(self) -> _core.Decoder:
+        """The C++ decoder, for heads that share its weights. Raises EdgeInferError if this session is closed."""
+        return self._open()
+
     def _forward(
         self,
         ids: TokenIds,
@@ -464,7 +468,8 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
         yield "output_norm", 0, spec.output_norm
     # The file of a head has as many rows as it gives logits, that of a model may have more.
     is_cut = not spec.is_head and spec.n_draft is not None
-    yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
+    if spec.own_output:
+        yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
 
 
 def packed_bytes(model: ModelFile, spec: ModelSpec, rounded: bool = False) -> int:

@@ -90,6 +90,7 @@ EAGLE3_OPTIONS: list[dict[str, object]] = [
     {"norm_before_residual": True},
     {"own_embeddings": True, "n_embd": 104, "draft_vocab": None},
     {"rope_freqs": True, "own_embeddings": True},
+    {"leave_out": "output", "draft_vocab": None},
 ]
 
 
