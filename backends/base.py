@@ -127,6 +127,14 @@ class HeadSession(Protocol):
         """
         ...
 
+    def combine(self, rows: ArrayLike) -> Features:
+        """Features (n, n_embd) of the target's hidden rows (n, n_rows) float32, those of all layers that the head wants
+        side by side. They are the rows themselves, but for a head with a matrix that makes one of several.
+
+        Raises ShapeError.
+        """
+        ...
+
     def commit(self, path: ArrayLike) -> None:
         """As Session.commit; rows are counted from the first that is pending."""
         ...

@@ -182,7 +182,7 @@ class ReferenceDecoder:
         parents: (n_pending + n,), of the rows that are pending and of these behind them.
         """
         n_pending = len(parents) - len(x)
-        paths = _visible_slots(parents, self.n_past)[n_pending:]
+        paths = visible_slots(parents, self.n_past)[n_pending:]
         tapped = {}
         for layer in range(self.spec.n_layers):
             x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
@@ -195,7 +195,7 @@ class ReferenceDecoder:
 
     def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
         spec, names = self.spec, self.spec.layers[layer]
-        q, k, v = self._queries_keys_values(layer, self._norm(names.attn_norm, x))
+        q, k, v = self._queries_keys_values(layer, self._attention_inputs(layer, x))
         positions = np.array([len(path) - 1 for path in paths])
         rope, window = self._ropes[layer], spec.attention[layer].window
         if rope is not None:
@@ -215,6 +215,10 @@ class ReferenceDecoder:
         heads = self._norm(names.attn_sub_norm, y.reshape(len(x), -1))
         out = self._linear(names.attn_output, names.attn_output_bias, heads)
         return self._norm(names.attn_post_norm, out)
+
+    def _attention_inputs(self, layer: int, x: Floats) -> Floats:
+        """What queries, keys and values are made of, (n, n_in)."""
+        return self._norm(self.spec.layers[layer].attn_norm, x)
 
     def _queries_keys_values(self, layer: int, h: Floats) -> tuple[Floats, Floats, Floats]:
         """(n, heads, head_dim) each, with norms on queries and keys where the layer has them."""
@@ -397,7 +401,7 @@ def round_activations(x: Floats, block: int) -> Floats:
     return (codes * (largest / np.float32(127))).reshape(x.shape)
 
 
-def _visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:
+def visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:
     """For each row the slots of what it sees, in order: all that is committed, its ancestors, itself."""
     paths: list[list[int]] = []
     for row, parent in enumerate(parents.tolist()):

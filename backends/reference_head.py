@@ -9,7 +9,7 @@ from edgeinfer.backends.base import check_features, check_parents, check_pending
 from edgeinfer.backends.reference import Activations, Floats, ReferenceBackend, ReferenceDecoder, Weights, scale, silu
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.types import LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 
 def open_reference_head(
@@ -21,18 +21,31 @@ def open_reference_head(
     """
     backend = ReferenceBackend(activations)
     weights = backend.read_weights(head, spec.tensor_shapes())
-    embedding = backend.read_weights(target, {target_spec.token_embd: (target_spec.n_vocab, target_spec.n_embd)})
-    rows = scale(embedding[target_spec.token_embd].values, target_spec.embedding_scale)
+    shape = target_spec.n_vocab, target_spec.n_embd
+    if spec.own_embeddings:
+        rows = weights[spec.token_embd].values
+    else:
+        rows = backend.read_weights(target, {target_spec.token_embd: shape})[target_spec.token_embd].values
+    if not spec.own_output:
+        weights[spec.output] = backend.read_weights(target, {target_spec.output: shape})[target_spec.output]
+    rows = scale(rows, 1.0 if spec.pair is not None else target_spec.embedding_scale)
     return ReferenceHead(spec, MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0)), weights, rows)
 
 
 class ReferenceHead(ReferenceDecoder):
-    """See edgeinfer.backends.base.HeadSession. embeddings: (n_vocab, n_embd), scaled as the target does."""
+    """See edgeinfer.backends.base.HeadSession. embeddings: (n_vocab, n_embd), scaled as the head wants them."""
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights], embeddings: Floats) -> None:
         super().__init__(spec, plan, weights)
         self.n_batch = plan.n_batch
         self._embeddings = embeddings
+        self._pairs = np.empty((0, 2 * spec.n_embd), dtype=np.float32)  # of the rows of this pass, see PairTensors
+
+    def combine(self, rows: ArrayLike) -> Features:
+        """See HeadSession.combine."""
+        self._check_open()
+        h, pair = np.asarray(rows, dtype=np.float32), self.spec.pair
+        return h if pair is None else self._linear(pair.combine, None, self._norm(pair.combine_norm, h))
 
     def forward(
         self,
@@ -52,13 +65,17 @@ class ReferenceHead(ReferenceDecoder):
         f = check_features(features, len(ids), self.spec.n_embd)
         self._stopped = False
         pending, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
-        out, tapped = self._layers(self._fuse(f, self._embeddings[ids]), links, rows, (self.spec.n_layers,))
+        out, tapped = self._layers(self._fuse(f, self._embeddings[ids]), links, rows, (self.spec.feature_tap,))
         self._parents, self._tokens = links, np.concatenate([pending, ids])
         return Output(out, tapped)
 
     def _fuse(self, f: Floats, e: Floats) -> Floats:
-        """What goes into the first block, (n, n_embd), of features and embeddings (n, n_embd); see GateTensors."""
-        gate = self.spec.gate
+        """What goes into the first block, (n, n_embd), of features and embeddings (n, n_embd)."""
+        gate, pair = self.spec.gate, self.spec.pair
+        if pair is not None:
+            normed = self._norm(pair.feature_norm, f)
+            self._pairs = np.concatenate([self._norm(pair.token_norm, e), normed], axis=1)
+            return normed if pair.normed_residual else f
         assert gate is not None
         a = self._linear(gate.feature, None, f)
         b = silu(self._linear(gate.token, None, self._norm(gate.token_norm, e)))
@@ -67,3 +84,6 @@ class ReferenceHead(ReferenceDecoder):
             s: Floats = np.ones_like(z) / (1 + np.exp(-z))
         x: Floats = s * a + (1 - s) * b
         return x
+
+    def _attention_inputs(self, layer: int, x: Floats) -> Floats:
+        return super()._attention_inputs(layer, x) if self.spec.pair is None else self._pairs

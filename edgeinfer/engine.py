@@ -78,9 +78,10 @@ def load(
     physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
     llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
     draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
-    "recycling") and the head that this package brings for the model, if any; the name of a file adds a draft model of
-    the same vocabulary, or a draft head of this model, to the former; "none" is none; a sequence is what it names. A
-    drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native backend checks drafts.
+    "recycling") and the head that this package brings for the model, if any; the name of a file adds a draft model,
+    best of the same vocabulary, or a draft head of this model, to the former; "none" is none; a sequence is what it
+    names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native backend checks
+    drafts.
     draft_max: most drafted tokens that are checked at once.  backend: "auto" is native; with a RuntimeWarning llama.cpp
     for a model that native lacks, and the reference where native does not run.
     progress: called with the share that is loaded, 0..1.
@@ -451,12 +452,12 @@ class Engine:
 
     def _read(self, prompt: list[int], start: int, chunk: list[int], tally: Tally) -> Logits:
         """Run and commit a part of the prompt; gives (n_vocab,) for its last token, or nothing, (0,)."""
-        follows = self.speculator is not None and self.speculator.wants_features
+        taps = False if self.speculator is None else self.speculator.taps
         logits: Literal["last"] | tuple[()] = "last" if start + len(chunk) == len(prompt) else ()
-        out = self.session.forward(chunk, logits=logits, hidden=follows)
+        out = self.session.forward(chunk, logits=logits, hidden=taps)
         self.session.commit(range(len(chunk)))
-        if self.speculator is not None and out.hidden is not None:
-            self.speculator.follow(prompt, start, out.hidden[0], tally)
+        if self.speculator is not None and (features := out.features) is not None:
+            self.speculator.follow(prompt, start, features, tally)
         return out.logits.reshape(-1)
 
     def _forward(self, tokens: list[int]) -> Logits:

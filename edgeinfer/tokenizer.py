@@ -610,7 +610,6 @@ class _ByScore(_Merger):
             raise metadata.error("scores", "an array of numbers", scores)
         with np.errstate(over="ignore"):
             self._costs: list[float] = (-scores.astype(np.float32)).tolist()
-        self._prefix = " " if metadata.flag("add_space_prefix", True) else ""
         self._bytes = _byte_ids(vocabulary)
         # Where no token has a "▁" after another character, a word can be merged without the word before it.
         text = "\0".join(vocabulary.tokens)
@@ -618,7 +617,7 @@ class _ByScore(_Merger):
         self._pattern = re.compile("▁*[^▁]+|▁+" if apart else "(?s:.+)")
 
     def _words(self, text: str) -> Iterable[str]:
-        return self._pattern.findall((self._prefix + text).replace(" ", "▁"))
+        return self._pattern.findall(text.replace(" ", "▁"))
 
     def _cost(self, left: str, right: str) -> float | None:
         id = self._ids.get(left + right)
@@ -731,18 +730,23 @@ class Tokenizer:
         """The special token of exactly this text."""
         return next((special.id for special in self._specials if special.text == text), None)
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, continues: bool = False
+    ) -> list[int]:
         """Ids of a text.
 
         add_special: begin and end are added as the file says.  parse_special: text such as <|im_end|> becomes the
-        control token; user-defined tokens are found in either case. A lone surrogate counts as U+FFFD.
+        control token; user-defined tokens are found in either case.  continues: the text goes on from another, and gets
+        no space before it where the file has one put there. A lone surrogate counts as U+FFFD.
         """
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
+        space = " " if self._adds_space and not continues else ""
         for part in self.split_special(text, parse_special=parse_special):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids += self._merger.encode(part)
+                ids += self._merger.encode(space + part)
+            space = " " if self._adds_space else ""
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
 Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
 HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
-Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm
+Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm, or made of others
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
@@ -31,6 +31,13 @@ class Output:
 
     logits: Logits
     hidden: HiddenStates | None = None
+
+    @property
+    def features(self) -> Features | None:
+        """(n, n_taps * n_embd): all that was tapped of a row, side by side."""
+        if self.hidden is None or len(self.hidden) == 1:
+            return None if self.hidden is None else self.hidden[0]
+        return np.concatenate(list(self.hidden), axis=1)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A feature is the target's hidden row behind its final norm, what its output matr
 feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with the
 output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings are
 the target's; the output matrix has rows for a part of the tokens only.
+
+EAGLE-3 heads, in the form that llama.cpp gives them, depart from that: the feature is made of the target's rows behind
+three of its layers (arXiv:2503.01840), and embeddings may be their own.
 """
 
 from __future__ import annotations
@@ -16,59 +19,71 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models.reader import Architecture, Reader
-from edgeinfer.models.spec import GateTensors, ModelSizes, ModelSpec
+from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
+from edgeinfer.models.spec import GateTensors, ModelSizes, ModelSpec, PairTensors
 
-ARCHITECTURE = "draft-head"
+ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
 KINDS = ("dgf",)  # dynamic gating fusion
-DRAFT_VOCAB = "draft_vocab"
+DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
+_EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 _GATE = GateTensors("gate.feature.weight", "gate.token_norm.weight", "gate.token.weight", "gate.mix.weight")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a head drafts for. fingerprint: see the function."""
+    """The model that a head drafts for.
+
+    n_embd: of its hidden rows.  fingerprint: see the function; of the tokens alone where by_tokens is set.
+    """
 
     architecture: str
     name: str
     n_vocab: int
     n_embd: int
     fingerprint: str
+    by_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class DraftHeadSpec:
-    """A head: its decoder, whose `token_embd` is a tensor of the target's file, and its vocabulary.
+    """A head: its decoder and its vocabulary.
 
-    draft_vocab: (n_draft,) int32, ascending ids of the target's tokens, one for each row of logits.
+    draft_vocab: (n_draft,) int32, ascending ids of the target's tokens, one for each row of logits.  taps: the target's
+    rows that features are made of, as Session.forward is asked for them with `hidden`.
     """
 
     target: Target
     decoder: ModelSpec
     draft_vocab: NDArray[np.int32]
+    taps: bool | tuple[int, ...] = True
 
 
 def is_draft_head(file: ModelFile) -> bool:
     """Whether a file says that it is a draft head."""
-    return file.metadata.get("general.architecture") == ARCHITECTURE
+    return file.metadata.get("general.architecture") in (ARCHITECTURE, EAGLE3)
 
 
 def read_head(file: ModelFile) -> DraftHeadSpec:
     """Spec of the file of a head. Raises UnsupportedModel if its keys or tensors do not fit."""
+    if file.metadata.get("general.architecture") == EAGLE3:
+        without, factors = frozenset({"attn_norm"}), ROPE_FREQS
+        eagle3 = Architecture(EAGLE3, "interleaved", optional=frozenset(), without=without, rope_factors=factors)
+        return _Eagle3Reader(eagle3, file).head()
     return _HeadReader(Architecture(ARCHITECTURE, "interleaved", optional=frozenset()), file).head()
 
 
-def fingerprint(file: ModelFile) -> str:
+def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     """Tells models apart by vocabulary and fine-tune: a SHA-256 in hex.
 
-    Of the tokens in UTF-8, joined by zero bytes, and behind them the bytes of output_norm.weight, which quantisation
-    leaves as they are. Raises UnsupportedModel for a file without either.
+    Of the tokens in UTF-8, joined by zero bytes, and behind them, unless they alone are wanted, the bytes of
+    output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or "output_norm.weight" not in file.tensors:
         raise UnsupportedModel(f"{file.path}: no vocabulary or no output_norm.weight: no whole language model")
     digest = hashlib.sha256("\0".join(map(str, tokens)).encode())
-    digest.update(file.data("output_norm.weight").tobytes())
+    if not by_tokens:
+        digest.update(file.data("output_norm.weight").tobytes())
     return digest.hexdigest()
 
 
@@ -81,7 +96,12 @@ def check_target(head: DraftHeadSpec, path: object, target: ModelFile, spec: Mod
             f"{path} is a draft head for {wanted.name} ({wanted.n_vocab} tokens, rows of {wanted.n_embd}), but "
             f"{target.path} is {own.name} ({own.n_vocab} tokens, rows of {own.n_embd}): use the head of this model"
         )
-    found = fingerprint(target)
+    if not isinstance(head.taps, bool) and max(head.taps) >= spec.n_layers:
+        raise UnsupportedModel(
+            f"{path} is a draft head for {wanted.name} that goes on from layer {max(head.taps)}, but {target.path} is "
+            f"{own.name} (layers 0..{spec.n_layers - 1}): use the head of this model"
+        )
+    found = fingerprint(target, wanted.by_tokens)
     if found != wanted.fingerprint:
         raise UnsupportedModel(
             f"{path} is a draft head for {wanted.name} (fingerprint {wanted.fingerprint:.16}), but {target.path} is "
@@ -99,8 +119,8 @@ class _HeadReader(Reader):
             self.refuse("kind", f"must be {' or '.join(KINDS)}: found {kind!r:.80}")
         self._check_keys()
         common = self._common_spec()
-        draft_vocab = self._draft_vocab(common.n_vocab)
-        decoder = replace(common, output_norm=None, gate=_GATE, n_draft=len(draft_vocab))
+        draft_vocab = self._draft_vocab(DRAFT_VOCAB, "I32", common.n_vocab)
+        decoder = replace(common, output_norm=None, gate=_GATE, own_embeddings=False, n_draft=len(draft_vocab))
         self._check_tensors(decoder, {DRAFT_VOCAB})
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
         return DraftHeadSpec(Target(architecture, name, common.n_vocab, common.n_embd, found), decoder, draft_vocab)
@@ -120,20 +140,75 @@ class _HeadReader(Reader):
             self.refuse(key, f"must be a text: found {value!r:.80}")
         return value
 
-    def _draft_vocab(self, n_vocab: int) -> NDArray[np.int32]:
-        info = self.file.tensors.get(DRAFT_VOCAB)
-        if info is None or info.type.name != "I32" or len(info.shape) != 1:
+    def _draft_vocab(self, name: str, kind: str, n_vocab: int) -> NDArray[np.int32]:
+        """The ids in that tensor of that type."""
+        info = self.file.tensors.get(name)
+        if info is None or info.type.name != kind or len(info.shape) != 1:
             found = "none" if info is None else f"{info.type.name} {info.shape}"
-            raise UnsupportedModel(f"{self.file.path}: tensor {DRAFT_VOCAB} must be I32 (n_draft,): found {found}")
-        ids = np.frombuffer(self.file.data(DRAFT_VOCAB).tobytes(), dtype="<i4").astype(np.int32)
+            raise UnsupportedModel(f"{self.file.path}: tensor {name} must be {kind} (n_draft,): found {found}")
+        ids = np.frombuffer(self.file.data(name).tobytes(), dtype="<i4" if kind == "I32" else "<i8")
         falls = np.flatnonzero(np.diff(ids) <= 0)
         if falls.size:
             first = int(falls[0])
             raise UnsupportedModel(
-                f"{self.file.path}: tensor {DRAFT_VOCAB} must be ascending: found {ids[first + 1]} behind {ids[first]}"
+                f"{self.file.path}: tensor {name} must be ascending: found {ids[first + 1]} behind {ids[first]}"
             )
         if ids[0] < 0 or ids[-1] >= n_vocab:
             raise UnsupportedModel(
-                f"{self.file.path}: tensor {DRAFT_VOCAB} must be ids in 0..{n_vocab - 1}: found {ids[0]}..{ids[-1]}"
+                f"{self.file.path}: tensor {name} must be ids in 0..{n_vocab - 1}: found {ids[0]}..{ids[-1]}"
             )
-        return ids
+        return ids.astype(np.int32)
+
+
+class _Eagle3Reader(_HeadReader):
+    """Reads an EAGLE-3 head as llama.cpp stores it."""
+
+    def head(self) -> DraftHeadSpec:
+        """See read_head."""
+        self._check_keys()
+        common = self._common_spec()
+        n_rows = self.integer("target_hidden_size", 1, 1 << 20)
+        own_embeddings, own_output = (f"{name}.weight" in self.file.tensors for name in ("token_embd", "output"))
+        if not (own_embeddings and own_output) and n_rows != common.n_embd:
+            lacking = "embedding matrix" if own_output else "output matrix"
+            self.refuse("target_hidden_size", f"must be {common.n_embd}, as there is no {lacking}: found {n_rows}")
+        normed = self.flag("norm_before_fc", False)
+        pair = PairTensors(
+            token_norm="blk.0.attn_norm.weight",
+            feature_norm="blk.0.attn_norm_2.weight",
+            combine="fc.weight",
+            combine_norm="enc.output_norm.weight" if normed else None,
+            n_rows=_EAGLE3_LAYERS * n_rows,
+            normed_residual=self.flag("norm_before_residual", False),
+        )
+        draft_vocab = np.arange(common.n_vocab, dtype=np.int32)
+        if EAGLE3_VOCAB in self.file.tensors:
+            draft_vocab = self._draft_vocab(EAGLE3_VOCAB, "I64", common.n_vocab)
+        if not own_output and len(draft_vocab) < common.n_vocab:
+            raise UnsupportedModel(f"{self.file.path}: tensor output.weight is missing, and {EAGLE3_VOCAB} has no use")
+        decoder = replace(
+            common, pair=pair, own_embeddings=own_embeddings, own_output=own_output, n_draft=len(draft_vocab)
+        )
+        self._check_tensors(decoder, {EAGLE3_VOCAB})
+        name = f"the target of {self.file.metadata.get('general.name')}"
+        mark = fingerprint(self.file, by_tokens=True)
+        target = Target("", name, common.n_vocab, n_rows, mark, by_tokens=True)
+        return DraftHeadSpec(target, decoder, draft_vocab, self._taps())
+
+    def _n_layers(self) -> int:
+        return self.integer("block_count", 1, 1)
+
+    def _n_vocab(self) -> int:
+        tokens = self.file.metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list) or not tokens:
+            raise UnsupportedModel(f"{self.file.path}: no vocabulary, which a target could be compared with")
+        return len(tokens)
+
+    def _taps(self) -> tuple[int, ...]:
+        """llama.cpp counts what goes into a layer, Session.forward what comes out of one."""
+        found = self.file.metadata.get(self._key("target_layers"))
+        layers = found if isinstance(found, list) else []
+        taps = tuple(layer - 1 for layer in layers if isinstance(layer, int) and 1 <= layer <= 4096)
+        if not len(layers) == len(taps) == _EAGLE3_LAYERS:
+            self.refuse("target_layers", f"must be {_EAGLE3_LAYERS} layers from 1 on: found {found!r:.80}")
+        return taps

@@ -123,6 +123,24 @@ class GateTensors:
 
 
 @dataclass(frozen=True)
+class PairTensors:
+    """What the one layer of an EAGLE-3 head attends from, in place of norm(x, attn_norm) (Li et al., arXiv:2503.01840).
+
+    With the embedding e of a token and the feature f that comes with it, queries, keys and values are products with
+    [norm(e, token_norm); norm(f, feature_norm)], and what the layer adds to is x = f, or norm(f, feature_norm) where
+    normed_residual is set. The target's features are made once of its hidden rows h, n_rows numbers of several layers
+    side by side: f = combine norm(h, combine_norm). combine is (n_embd, n_rows).
+    """
+
+    token_norm: str
+    feature_norm: str
+    combine: str
+    combine_norm: str | None
+    n_rows: int
+    normed_residual: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """What a session tells of its model on any backend. n_ctx_train: positions that the model was trained with."""
 
@@ -151,7 +169,8 @@ class ModelSpec(ModelSizes):
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon. A draft head has a
-    gate behind the first line, embeddings in the file of its target, and rows of output for a part of the tokens only.
+    gate or a pair behind the first line, mostly embeddings in the file of its target, and rows of output for a part of
+    the tokens only.
     """
 
     n_ff: int
@@ -174,12 +193,25 @@ class ModelSpec(ModelSizes):
     logit_soft_cap: float | None = None
     query_temperature: QueryTemperature | None = None
     gate: GateTensors | None = None
+    pair: PairTensors | None = None
+    own_embeddings: bool = True  # False: a head reads those of the target
+    own_output: bool = True  # False: a head's logits are made with the target's output matrix
     n_draft: int | None = None  # rows of output that drafts are made with: all of a head's, the first of a model's
 
     @property
     def tied_embeddings(self) -> bool:
         """Whether the output head is the embedding matrix."""
         return self.output == self.token_embd
+
+    @property
+    def is_head(self) -> bool:
+        """Whether tokens come with features."""
+        return self.gate is not None or self.pair is not None
+
+    @property
+    def feature_tap(self) -> int:
+        """Layer behind which a head's own feature stands, in front of the norm of the output matrix."""
+        return self.n_layers - 1 if self.output_norm is not None else self.n_layers
 
     @property
     def n_logits(self) -> int:
@@ -189,12 +221,19 @@ class ModelSpec(ModelSizes):
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape that each tensor of the file must have, (n_out, n_in) or (n,)."""
         square = (self.n_embd, self.n_embd)
-        shapes: dict[str, tuple[int, ...]] = {self.output: (self.n_logits, self.n_embd)}
-        if self.gate is None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.own_output:
+            shapes[self.output] = (self.n_logits, self.n_embd)
+        if self.own_embeddings:
             shapes[self.token_embd] = (self.n_vocab, self.n_embd)
-        else:
+        if self.gate is not None:
             shapes |= {self.gate.feature: square, self.gate.token: square, self.gate.token_norm: (self.n_embd,)}
             shapes[self.gate.mix] = (self.n_embd, 2 * self.n_embd)
+        if self.pair is not None:
+            shapes |= {self.pair.token_norm: (self.n_embd,), self.pair.feature_norm: (self.n_embd,)}
+            shapes[self.pair.combine] = (self.n_embd, self.pair.n_rows)
+            if self.pair.combine_norm is not None:
+                shapes[self.pair.combine_norm] = (self.pair.n_rows,)
         if self.output_norm is not None:
             shapes[self.output_norm] = (self.n_embd,)
         n_rows: dict[str, int] = {}
@@ -210,11 +249,12 @@ class ModelSpec(ModelSizes):
     def _shapes_of(self, layer: LayerTensors) -> Iterator[tuple[TensorRef, tuple[int, ...]]]:
         """Every tensor of a layer, or part of one, and its shape."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        n_in = 2 * self.n_embd if self.pair is not None else self.n_embd
         q_norm, kv_norm = (q, kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
         shapes: dict[str, tuple[int, ...]] = {
-            "attn_q": (q, self.n_embd),
-            "attn_k": (kv, self.n_embd),
-            "attn_v": (kv, self.n_embd),
+            "attn_q": (q, n_in),
+            "attn_k": (kv, n_in),
+            "attn_v": (kv, n_in),
             "attn_output": (self.n_embd, q),
             "ffn_gate": (self.n_ff, self.n_embd),
             "ffn_up": (self.n_ff, self.n_embd),

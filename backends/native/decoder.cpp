@@ -50,9 +50,9 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
 
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
 struct Decoder::Buffers {
-    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined, ld_combined;
     float *x, *h, *q, *k, *v, *attn, *gate, *up;
-    float *feature, *x_of_feature, *x_of_token, *joined;  // of the gate
+    float *feature, *x_of_feature, *x_of_token, *joined, *combined;  // of heads
     struct Angles {
         size_t n_pairs;
         float *cosine, *sine;  // (n_batch, n_pairs)
@@ -74,7 +74,8 @@ struct Decoder::Buffers {
           ld_ff(padded(c.n_ff)),
           ld_scores(padded(c.n_ctx) + 16),
           ld_value(padded(c.head_dim)),
-          ld_joined(c.gated ? padded(2 * c.n_embd) : 0) {
+          ld_joined(c.has_features() ? padded(2 * c.n_embd) : 0),
+          ld_combined(padded(c.n_combined)) {
         const size_t n = static_cast<size_t>(c.n_batch);
         x = cutter.take<float>(n * ld_embd);
         h = cutter.take<float>(n * ld_embd);
@@ -89,11 +90,12 @@ struct Decoder::Buffers {
             angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
         }
         position = cutter.take<int32_t>(n);
-        feature = cutter.take<float>(c.gated ? n * ld_embd : 0);
-        x_of_feature = cutter.take<float>(c.gated ? n * ld_embd : 0);
-        x_of_token = cutter.take<float>(c.gated ? n * ld_embd : 0);
+        feature = cutter.take<float>(c.has_features() ? n * ld_embd : 0);
+        x_of_feature = cutter.take<float>(c.has_features() ? n * ld_embd : 0);
+        x_of_token = cutter.take<float>(c.has_features() ? n * ld_embd : 0);
         joined = cutter.take<float>(n * ld_joined);
-        const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined});
+        combined = cutter.take<float>(n * ld_combined);
+        const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined, ld_combined});
         inputs = take_inputs(cutter, n, most_in);
         for (int i = 0; i < n_threads; i++) {
             own_inputs.push_back(take_inputs(cutter, 1, most_in));
@@ -172,6 +174,7 @@ Matrix& Decoder::matrix(Role role, int layer) {
         case Role::GateFeature: return gate_.feature;
         case Role::GateToken: return gate_.token;
         case Role::GateMix: return gate_.mix;
+        case Role::PairCombine: return pair_.combine;
         default: return output_;
     }
 }
@@ -218,6 +221,9 @@ void Decoder::set_vector(Role role, int layer, const float* source, int n) {
         case Role::AttnOutputBias: w.attn_output_bias = data; break;
         case Role::FfnNorm: w.ffn_norm = data; break;
         case Role::GateTokenNorm: gate_.token_norm = data; break;
+        case Role::PairTokenNorm: pair_.token_norm = data; break;
+        case Role::PairFeatureNorm: pair_.feature_norm = data; break;
+        case Role::PairCombineNorm: pair_.combine_norm = data; break;
         default: output_norm_ = data; break;
     }
 }
@@ -271,6 +277,7 @@ void Decoder::run(const Pass& pass, int thread) {
     };
     embed(pass, thread);
     if (config_.gated) fuse(pass, thread);
+    if (config_.paired()) pair(pass, thread);
     for (int i = 0; i < config_.n_layers; i++) {
         layer(pass, thread, layers_[static_cast<size_t>(i)], i);
         tap_behind(i, nullptr);
@@ -294,7 +301,9 @@ void Decoder::tap(const Pass& pass, int thread, const float* norm, float* out) {
 
 void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int index) {
     const Buffers& b = *buffers_;
-    const Inputs attn = normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
+    const Inputs attn = config_.paired()
+                            ? plain_inputs(pass, thread, b.joined, b.ld_joined, {&w.q, &w.k, &w.v})
+                            : normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
     project_qkv(pass, thread, w, attn);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread, w);
     rotate_and_store(pass, thread, w, index);
@@ -314,7 +323,7 @@ void Decoder::embed(const Pass& pass, int thread) {
                        config_.n_embd, b.x + column * b.ld_embd);
         for (int i = 0; i < config_.n_embd; i++)
             b.x[column * b.ld_embd + static_cast<size_t>(i)] *= config_.embedding_scale;
-        if (config_.gated) {
+        if (config_.has_features()) {
             const size_t n_embd = static_cast<size_t>(config_.n_embd);
             std::memcpy(b.feature + column * b.ld_embd, pass.features + column * n_embd, sizeof(float) * n_embd);
         }
@@ -353,13 +362,14 @@ void Decoder::prepare(const Inputs& inputs, int c, std::initializer_list<const M
     if (by_token) kernels_.quantize_token(inputs, c);
 }
 
-// Columns of x, prepared for a reader.
-Inputs Decoder::plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx, const Matrix& reader) {
-    const Inputs inputs = inputs_of(pass, thread, reader.n_in, x, ldx);
+// Columns of x, prepared for the readers.
+Inputs Decoder::plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx,
+                             std::initializer_list<const Matrix*> readers) {
+    const Inputs inputs = inputs_of(pass, thread, (*readers.begin())->n_in, x, ldx);
     if (pass.alone()) {
-        prepare(inputs, 0, {&reader});
+        prepare(inputs, 0, readers);
     } else {
-        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, {&reader}); });
+        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, readers); });
     }
     return inputs;
 }
@@ -423,7 +433,7 @@ void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inpu
 void Decoder::fuse(const Pass& pass, int thread) {
     const Buffers& b = *buffers_;
     const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.n_embd);
-    const Inputs features = plain_inputs(pass, thread, b.feature, b.ld_embd, gate_.feature);
+    const Inputs features = plain_inputs(pass, thread, b.feature, b.ld_embd, {&gate_.feature});
     multiply(pass, thread, gate_.feature, features, b.x_of_feature, b.ld_embd);
     const Inputs tokens = normed_inputs(pass, thread, gate_.token_norm, nullptr, pass.n, {&gate_.token});
     multiply(pass, thread, gate_.token, tokens, b.x_of_token, b.ld_embd);
@@ -434,11 +444,49 @@ void Decoder::fuse(const Pass& pass, int thread) {
         std::memcpy(joined, b.x_of_feature + at, n_bytes);
         std::memcpy(joined + config_.n_embd, b.x_of_token + at, n_bytes);
     });
-    const Inputs both = plain_inputs(pass, thread, b.joined, b.ld_joined, gate_.mix);
+    const Inputs both = plain_inputs(pass, thread, b.joined, b.ld_joined, {&gate_.mix});
     multiply(pass, thread, gate_.mix, both, b.h, b.ld_embd);
     for_tasks(pass, thread, pass.n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
         kernels_.blend(b.h + at, b.x_of_feature + at, b.x_of_token + at, config_.n_embd, b.x + at);
+    });
+}
+
+// joined = what the layer attends from, of the embeddings in x and the features; x = what it adds to.
+void Decoder::pair(const Pass& pass, int thread) {
+    const Buffers& b = *buffers_;
+    const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.n_embd);
+    for_tasks(pass, thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        float *joined = b.joined + static_cast<size_t>(c) * b.ld_joined, *x = b.x + at;
+        kernels_.rms_norm(x, pair_.token_norm, config_.n_embd, config_.norm_epsilon, b.x_of_token + at);
+        kernels_.rms_norm(b.feature + at, pair_.feature_norm, config_.n_embd, config_.norm_epsilon,
+                          b.x_of_feature + at);
+        std::memcpy(joined, b.x_of_token + at, n_bytes);
+        std::memcpy(joined + config_.n_embd, b.x_of_feature + at, n_bytes);
+        std::memcpy(x, (config_.normed_residual ? b.x_of_feature : b.feature) + at, n_bytes);
+    });
+}
+
+void Decoder::combine(const float* rows, int n, float* features) {
+    const Buffers& b = *buffers_;
+    const size_t n_in = static_cast<size_t>(config_.n_combined), n_embd = static_cast<size_t>(config_.n_embd);
+    Inputs inputs = b.inputs;
+    inputs.n_in = config_.n_combined;
+    inputs.x = b.combined;
+    inputs.ldx = b.ld_combined;
+    pool_.run([&](int thread) {
+        pool_.for_tasks(thread, n, [&](int c) {
+            float* row = b.combined + static_cast<size_t>(c) * b.ld_combined;
+            std::memcpy(row, rows + static_cast<size_t>(c) * n_in, sizeof(float) * n_in);
+            if (pair_.combine_norm)
+                kernels_.rms_norm(row, pair_.combine_norm, config_.n_combined, config_.norm_epsilon, row);
+            prepare(inputs, c, {&pair_.combine});
+        });
+        const Tasks tasks(pair_.combine, n, pool_.size());
+        pool_.for_tasks(thread, tasks.count(), [&](int task) {
+            kernels_.matmul(pair_.combine, inputs, n, tasks.first(task), tasks.last(task), features, n_embd);
+        });
     });
 }
 

@@ -43,7 +43,11 @@ struct DecoderConfig {
     KvType kv_type = KvType::F16;
     int n_logits = n_vocab;  // rows of the output matrix, of the first tokens where there are more
     bool gated = false;      // tokens come with features, see Gate
+    int n_combined = 0;      // numbers of a row that Decoder::combine takes; tokens come with features, see Pair
+    bool normed_residual = false;
 
+    bool paired() const { return n_combined > 0; }
+    bool has_features() const { return gated || paired(); }
     KvSizes kv_sizes() const { return {kv_type, n_layers, n_kv_heads, head_dim, n_ctx}; }
 };
 
@@ -62,6 +66,13 @@ struct LayerWeights {
 struct Gate {
     Matrix feature, token, mix;
     const float* token_norm = nullptr;
+};
+
+// What the one layer of another kind of draft head attends from: [norm(e); norm(f)], and x is f, or norm(f) with
+// normed_residual. combine makes f of the target's rows, once (EAGLE-3, Li et al., arXiv:2503.01840).
+struct Pair {
+    Matrix combine;
+    const float *combine_norm = nullptr, *token_norm = nullptr, *feature_norm = nullptr;
 };
 
 // The rows of the embedding matrix stay where they are, as GGUF stores them.
@@ -97,7 +108,11 @@ enum class Role : int {
     GateFeature,
     GateTokenNorm,
     GateToken,
-    GateMix
+    GateMix,
+    PairTokenNorm,
+    PairFeatureNorm,
+    PairCombine,
+    PairCombineNorm
 };
 
 class Decoder {
@@ -108,7 +123,7 @@ public:
             const uint8_t* packed = nullptr);
     ~Decoder();
 
-    // Makes room for a matrix (n_out, n_in); layer is ignored for Output and those of the gate.
+    // Makes room for a matrix (n_out, n_in); layer is ignored for Output and those of a head.
     void set_matrix(Role role, int layer, Format format, int n_out, int n_in);
     // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. of: their format;
     // those of another than the matrix's are rounded to it, which must be Q4_0. scale: of I2_S, which has one for all rows.
@@ -116,10 +131,13 @@ public:
     Matrix& matrix(Role role, int layer);
     void set_vector(Role role, int layer, const float* source, int n);
     void set_embedding(Format format, const uint8_t* source, size_t row_bytes);
+    // The other's output matrix is this one's too; it must outlive this decoder.
+    void share_output(const Decoder& other) { output_ = other.output_; }
+    const Matrix& output() const { return output_; }
 
     // Runs n <= n_batch tokens behind n_pending ones of the forwards before, that are not committed. parents:
     // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they
-    // are n_batch at most. features: (n, n_embd) where the config is gated. logits: (n_rows, n_logits) for these rows
+    // are n_batch at most. features: (n, n_embd) where the config has any. logits: (n_rows, n_logits) for these rows
     // of the n. taps: (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after
     // these layers; layer n_layers stands for what the output matrix reads. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed text is as before
@@ -127,6 +145,9 @@ public:
     bool forward(const int32_t* tokens, const int32_t* parents, int n, int n_pending, const float* features,
                  const int32_t* rows, int n_rows, float* logits, const int32_t* layers, int n_taps, float* taps,
                  size_t tap_stride, const std::function<bool()>& poll);
+
+    // Features (n, n_embd) of rows (n, n_combined) of the target, n <= n_batch, see Pair.
+    void combine(const float* rows, int n, float* features);
 
     // The committed text. commit moves these rows of the last forward, a path, to where sequential decoding would have
     // put them.
@@ -156,10 +177,12 @@ private:
     void tap(const Pass& pass, int thread, const float* norm, float* out);
     void embed(const Pass& pass, int thread);
     void fuse(const Pass& pass, int thread);
+    void pair(const Pass& pass, int thread);
     void multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy);
     Inputs inputs_of(const Pass& pass, int thread, int n_in, const float* x, size_t ldx) const;
     void prepare(const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers) const;
-    Inputs plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx, const Matrix& reader);
+    Inputs plain_inputs(const Pass& pass, int thread, const float* x, size_t ldx,
+                        std::initializer_list<const Matrix*> readers);
     Inputs normed_inputs(const Pass& pass, int thread, const float* norm, const int32_t* rows, int n,
                          std::initializer_list<const Matrix*> readers);
     void project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
@@ -188,6 +211,7 @@ private:
     const float* output_norm_ = nullptr;
     Matrix output_;
     Gate gate_;
+    Pair pair_;
     Embedding embedding_;
     std::unique_ptr<Buffers> buffers_;
     std::atomic<bool> stop_{false};

@@ -123,6 +123,14 @@ void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
     decoder.set_embedding(format, source.data(), source.size() / static_cast<size_t>(config.n_vocab));
 }
 
+void share_output(Decoder& decoder, const Decoder& other) {
+    const DecoderConfig& config = decoder.config();
+    if (other.output().n_out != config.n_logits || other.output().n_in != config.n_embd) {
+        throw nb::value_error("the output matrices have other sizes");
+    }
+    decoder.share_output(other);
+}
+
 // Whether the tokens are in the vocabulary, parents come before their rows, and rows that are no chain fit into n_batch.
 bool is_tree(const DecoderConfig& config, const Ints& tokens, const Ints& parents) {
     bool chain = true, valid = true;
@@ -147,7 +155,7 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     if (n < 1 || n > config.n_batch || n_pending < 0 || parents.size() != tokens.size() + n_pending ||
         decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
         logits.shape(1) != static_cast<size_t>(config.n_logits) || taps.shape(0) < layers.size() ||
-        config.gated != features.has_value() ||
+        config.has_features() != features.has_value() ||
         (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
@@ -172,6 +180,18 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     }
     if (raised) throw nb::python_error();
     return whole;
+}
+
+void combine(Decoder& decoder, Features rows, Rows features) {
+    const DecoderConfig& config = decoder.config();
+    const size_t n = rows.shape(0);
+    if (!config.paired() || n < 1 || n > static_cast<size_t>(config.n_batch) ||
+        rows.shape(1) != static_cast<size_t>(config.n_combined) || features.shape(0) != n ||
+        features.shape(1) != static_cast<size_t>(config.n_embd)) {
+        throw nb::value_error("combine: arguments do not fit together");
+    }
+    nb::gil_scoped_release release;
+    decoder.combine(rows.data(), static_cast<int>(n), features.data());
 }
 
 void commit(Decoder& decoder, Ints path) {
@@ -335,7 +355,11 @@ NB_MODULE(_core, m) {
         .value("gate_feature", Role::GateFeature)
         .value("gate_token_norm", Role::GateTokenNorm)
         .value("gate_token", Role::GateToken)
-        .value("gate_mix", Role::GateMix);
+        .value("gate_mix", Role::GateMix)
+        .value("pair_token_norm", Role::PairTokenNorm)
+        .value("pair_feature_norm", Role::PairFeatureNorm)
+        .value("pair_combine", Role::PairCombine)
+        .value("pair_combine_norm", Role::PairCombineNorm);
 
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
@@ -389,6 +413,8 @@ NB_MODULE(_core, m) {
         .def_rw("kv_type", &DecoderConfig::kv_type)
         .def_rw("n_logits", &DecoderConfig::n_logits)
         .def_rw("gated", &DecoderConfig::gated)
+        .def_rw("n_combined", &DecoderConfig::n_combined)
+        .def_rw("normed_residual", &DecoderConfig::normed_residual)
         .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
         .def(
             "activation_bytes",
@@ -418,8 +444,10 @@ NB_MODULE(_core, m) {
         .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
+        .def("share_output", &share_output, "other"_a, nb::keep_alive<1, 2>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a, "features"_a = nb::none())
+        .def("combine", &combine, "rows"_a, "features"_a)
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)
         .def(

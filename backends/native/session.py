@@ -207,6 +207,10 @@ class NativeDecoder:
         """Give the memory back. Further calls raise."""
         self._decoder = None
 
+    def decoder(self) -> _core.Decoder:
+        """The C++ decoder, for heads that share its weights. Raises EdgeInferError if this session is closed."""
+        return self._open()
+
     def _forward(
         self,
         ids: TokenIds,
@@ -456,16 +460,21 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
                 yield role, index, ref
     for role, name in vars(spec.gate).items() if spec.gate is not None else ():
         yield f"gate_{role}", 0, name
+    if spec.pair is not None:
+        for role in ("token_norm", "feature_norm", "combine", "combine_norm"):
+            if (name := getattr(spec.pair, role)) is not None:
+                yield f"pair_{role}", 0, name
     if spec.output_norm is not None:
         yield "output_norm", 0, spec.output_norm
     # The file of a head has as many rows as it gives logits, that of a model may have more.
-    is_cut = spec.gate is None and spec.n_draft is not None
-    yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
+    is_cut = not spec.is_head and spec.n_draft is not None
+    if spec.own_output:
+        yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
 
 
 def packed_bytes(model: ModelFile, spec: ModelSpec, rounded: bool = False) -> int:
     """Bytes of all packed weights of a file. Raises UnsupportedModel."""
-    if spec.gate is None and _part(model, spec.token_embd).type == GGMLType.I2_S:
+    if spec.own_embeddings and _part(model, spec.token_embd).type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
     parts = (_part(model, ref, rounded) for _, _, ref in _weights(spec))
     return sum(_core.packed_bytes(int(part.packed_type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
@@ -505,6 +514,9 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheT
     config.kv_type = _core.KvType[cache_type]
     config.n_logits = spec.n_logits
     config.gated = spec.gate is not None
+    if spec.pair is not None:
+        config.n_combined = spec.pair.n_rows
+        config.normed_residual = spec.pair.normed_residual
     config.embedding_scale = spec.embedding_scale
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale

@@ -134,6 +134,7 @@ class AheadFeatureDrafter(AheadDrafter):
     def __init__(self, drafter: FeatureDrafter) -> None:
         super().__init__(drafter)
         self._follower = drafter
+        self.taps = drafter.taps
 
     def follow(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter."""

@@ -83,10 +83,15 @@ class CostlyDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class FeatureDrafter(CostlyDrafter, Protocol):
-    """A drafter that goes on from the target's hidden rows, which are asked for where there is one."""
+    """A drafter that goes on from the target's hidden rows, which are asked for where there is one.
+
+    taps: which rows, as `hidden` of Session.forward has it.
+    """
+
+    taps: bool | tuple[int, ...]
 
     def follow(self, text: Sequence[int], first: int, features: Features) -> None:
-        """Features (n, n_embd) of the tokens from text[first] on: the target's rows behind its final norm.
+        """The rows (n, n_taps * n_embd) of the tokens from text[first] on, those of several layers side by side.
 
         Of each piece of a prompt, before `start`, and of what a step took, before `observe`. The rows are the
         drafter's to copy. Where a text was in the target's cache, those of its beginning do not come again.

@@ -20,15 +20,16 @@ def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[
     """
     (best, p_best), *_ = found = likeliest(logits, n)
     if drawn is None and not is_greedy:
-        return [(id, p, _SECOND + _DRAWN + _class(p)) for id, p in (found if p_best < _UNSURE else found[:1])]
+        return [(id, p, _SECOND + _DRAWN + class_of(p)) for id, p in (found if p_best < _UNSURE else found[:1])]
     drawn = best if drawn is None else drawn
     p = next((of_id for id, of_id in found if id == drawn), None)
     if p is None:
         p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
     kind = 0 if is_greedy else _DRAWN
-    others = [(id, of_id, _SECOND + kind + _class(of_id)) for id, of_id in found if id != drawn]
-    return [(drawn, p, kind + _class(p)), *(others[: n - 1] if p < _UNSURE else ())]
+    others = [(id, of_id, _SECOND + kind + class_of(of_id)) for id, of_id in found if id != drawn]
+    return [(drawn, p, kind + class_of(p)), *(others[: n - 1] if p < _UNSURE else ())]
 
 
-def _class(p: float) -> int:
+def class_of(p: float) -> int:
+    """Class of a probability, 0.._N_CLASSES - 1."""
     return min(int(_N_CLASSES * p), _N_CLASSES - 1)

@@ -63,12 +63,23 @@ class _Growth:
 
 
 class HeadDrafter:
-    """A draft head, its KV cache, and the target's features of the text. n_vocab: tokens that the target has."""
+    """A draft head, its KV cache, and the target's features of the text.
+
+    n_vocab: tokens that the target has.  draft_vocab, taps: see DraftHeadSpec.
+    """
 
     name = "head"
 
-    def __init__(self, session: HeadSession, draft_vocab: NDArray[np.int32], n_vocab: int, costs: CostModel) -> None:
+    def __init__(
+        self,
+        session: HeadSession,
+        draft_vocab: NDArray[np.int32],
+        n_vocab: int,
+        costs: CostModel,
+        taps: bool | tuple[int, ...] = True,
+    ) -> None:
         self.session = session
+        self.taps = taps
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
@@ -81,9 +92,12 @@ class HeadDrafter:
         self._last: tuple[Features, Logits] | None = None  # the feature and the logits of the last row of the cache
 
     @staticmethod
-    def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int) -> int:
-        """Bytes of the features that are kept, those of a batch that comes, and a row of logits."""
-        return 4 * ((n_ctx + n_batch) * n_embd + n_vocab)
+    def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> int:
+        """Bytes of the features that are kept, those of a batch that comes, and a row of logits.
+
+        n_rows: numbers of the target's rows that a feature is made of, which come by layer and are put side by side.
+        """
+        return 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows + n_vocab)
 
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""
@@ -92,6 +106,7 @@ class HeadDrafter:
 
     def follow(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter. Where features before `first` are missing, it goes on from there with less behind it."""
+        features = self.session.combine(features)
         known, last = self._tokens, first + len(features)
         goes_on = text is self._text and first == len(known)  # a text only grows: nothing to compare
         if not goes_on:

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model of the same vocabulary, on the native engine, with weights rounded for it.
+"""Drafts with a smaller model of the same vocabulary, with weights rounded for it.
 
 It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
 twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
@@ -35,19 +35,19 @@ class ModelDrafter:
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
-        n_past = self._align(context.tokens)
-        one = self._costs.milliseconds(n_past)[1]
-        return one, self._costs.of_chain(len(context.tokens) - n_past, n_past) - one
+        return self._cost_of(context.tokens)
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
-        n_past = self._align(context.tokens)
-        if n_past < len(context.tokens) - 1:
-            self._forward(context.tokens[n_past:-1])
+        text = self._text(context)
+        n_past = self._align(text)
+        if n_past < len(text) - 1:
+            self._forward(text[n_past:-1])
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays, with a second choice where it is unsure."""
         n_past = self._align(context.tokens)
+        self._n_agreed = min(n_past, len(context.tokens) - context.n_assumed)
         unread, text = context.tokens[n_past:], list(context.tokens)
         tokens: list[int] = []
         parents: list[int] = []
@@ -83,12 +83,22 @@ class ModelDrafter:
         self._costs.close()
         self.session.close()
 
+    def _text(self, context: Context) -> list[int]:
+        """The text in the draft model's tokens."""
+        return context.tokens
+
+    def _cost_of(self, text: Sequence[int]) -> tuple[float, float]:
+        """Milliseconds for each token that is drafted behind a text, and for what of the text is not read yet."""
+        n_past = self._align(text)
+        one = self._costs.milliseconds(n_past)[1]
+        return one, self._costs.of_chain(len(text) - n_past, n_past) - one
+
     def _align(self, text: Sequence[int]) -> int:
         """Cut the cache back to what it shares with the text but its last token; gives its length."""
         del self._tokens[self.session.n_past :]
         own = self._tokens
         n = min(self._n_agreed, len(own))
-        most = min(len(own), len(text) - 1)
+        most = max(0, min(len(own), len(text) - 1))
         while n < most and own[n] == text[n]:
             n += 1
         n = min(n, most)

@@ -16,6 +16,7 @@ from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
+from edgeinfer.drafters.translated import TranslatedDrafter
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
@@ -33,6 +34,7 @@ from edgeinfer.speculation.cost import (
     save_curve,
 )
 from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 FREE_DRAFTERS = ("suffix", "recycling")
@@ -67,7 +69,7 @@ class DraftPlan:
             drafters.append(RecyclingDrafter())
         if self.file is not None and self.plan is not None:
             try:
-                drafters.append(self._open_file(self.file, self.plan, session, device))
+                drafters.append(self._open_file(self.file, self.plan, file, session, device))
             except (EdgeInferError, OSError) as error:
                 self.dropped[_name_of(self.file)] = str(error)
         return Speculator(session, drafters, _costs(file, session, plan, device, seconds), self.n_vocab, draft_max)
@@ -77,11 +79,13 @@ class DraftPlan:
         if self.file is not None:
             self.file.close()
 
-    def _open_file(self, file: ModelFile, plan: MemoryPlan, session: Session, device: Device) -> Drafter:
+    def _open_file(
+        self, file: ModelFile, plan: MemoryPlan, target: ModelFile, session: Session, device: Device
+    ) -> Drafter:
         if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession):
             return _open_head(file, self.spec, plan, self.n_vocab, session, device)
         if isinstance(self.spec, ModelSpec):
-            return _open_model(file, self.spec, plan, self.n_vocab, device)
+            return _open_model(file, self.spec, plan, self.n_vocab, target, device)
         raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
 
 
@@ -160,10 +164,12 @@ def _plan_file(
         spec = read_head(file)
         check_target(spec, file.path, target, read_spec(target))
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
-        kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab)
+        n_rows = 0 if spec.decoder.pair is None else spec.decoder.pair.n_rows
+        kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
     else:
         spec = read_spec(file)
-        _check_vocabulary(file, target, planned.n_vocab)
+        if not has_vocabulary_of(file, target, planned.n_vocab):
+            Tokenizer.from_file(file)  # raises where nothing can be translated
         own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
     n_bytes = own.use.total + kept
     if n_bytes > left - planned.n_bytes:
@@ -175,30 +181,28 @@ def _plan_file(
     planned.n_bytes += n_bytes
 
 
-def _check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:
-    """Raises UnsupportedModel unless every token of the target is the same in the draft model."""
+def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
+    """Whether the target's n_vocab tokens are the same in a draft model, but for padding at the end."""
     own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
-    own, wanted = (tokens[:n_vocab] if isinstance(tokens, list) else [] for tokens in (own, wanted))
-    if own == wanted:
-        return
-    different = next(
-        (i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), min(len(own), len(wanted))
-    )
-    raise UnsupportedModel(
-        f"{draft.path}: a draft model needs the vocabulary of {target.path}; they differ from token {different} on: "
-        "use a smaller model of the same family"
-    )
+    if not isinstance(own, list) or not isinstance(wanted, list):
+        return False
+    n = min(len(own), n_vocab)
+    return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
 
 
-def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int, device: Device) -> ModelDrafter:
+def _open_model(
+    file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int, target: ModelFile, device: Device
+) -> ModelDrafter:
     """The draft model, all of it in memory: a file that is lost later does no harm."""
     session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
     try:
         costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts")
+        if has_vocabulary_of(file, target, n_vocab):
+            return ModelDrafter(session, n_vocab, costs)
+        return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(file), costs)
     except BaseException:
         session.close()
         raise
-    return ModelDrafter(session, n_vocab, costs)
 
 
 def _open_head(
@@ -211,7 +215,7 @@ def _open_head(
     except BaseException:
         session.close()
         raise
-    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs)
+    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs, spec.taps)
 
 
 class _WithoutFeatures:

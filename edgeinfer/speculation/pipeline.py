@@ -105,12 +105,12 @@ class Speculator:
         return [seat.drafter for seat in self._seats]
 
     @property
-    def wants_features(self) -> bool:
-        """Whether a drafter wants the target's hidden rows of a prompt."""
-        return any(seat.follower for seat in self._seats)
+    def taps(self) -> bool | tuple[int, ...]:
+        """The target's hidden rows that the drafter wants which goes on from them; see FeatureDrafter."""
+        return next((seat.follower.taps for seat in self._seats if seat.follower), False)
 
     def follow(self, text: Sequence[int], first: int, features: Features, tally: Tally) -> None:
-        """Hand on the target's hidden rows (n, n_embd) of the tokens from text[first] on."""
+        """Hand on the target's hidden rows (n, n_taps * n_embd) of the tokens from text[first] on."""
         for seat in self._seats:
             if seat.follower and seat.drafter.name not in tally.dropped:
                 with seat.working(tally):
@@ -172,7 +172,7 @@ class Speculator:
         parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
         drafted = perf_counter()
         follows = any(seat.follower and not seat.is_dropped for seat in self._seats)
-        out = self._session.forward(batch, parents, logits="all", hidden=follows)
+        out = self._session.forward(batch, parents, logits="all", hidden=self.taps if follows else False)
         rows = out.logits
         passed = perf_counter()
         nodes = enumerate(zip(choice.parents, choice.tokens, strict=True), start=1)
@@ -182,7 +182,8 @@ class Speculator:
         walked = perf_counter()
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, choice, accepted, new)
-        features = None if out.hidden is None else out.hidden[0, path]
+        features = out.features
+        features = None if features is None else features[path]
         self._observe(context, new, [rows[row] for row in path], tally, features)
         self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
         tally.count(len(new), choice.depths, choice.owners, accepted)

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, same_bits
-from tiny_heads import write_tiny_head
+from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
+from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeHead, available_isas, plan_head
+from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
 from edgeinfer.gguf import ModelFile
@@ -32,9 +35,16 @@ class Heads:
         return tokens, self.rng.standard_normal((n, self.reference().spec.n_embd), dtype=np.float32)
 
 
-def heads_of(folder: Path, tensor_type: str, n_layers: int, n_embd: int = 256, architecture: str = "llama") -> Heads:
+def heads_of(
+    folder: Path, tensor_type: str, kind: int | str, n_embd: int = 256, architecture: str = "llama", **options: object
+) -> Heads:
+    """kind: the number of blocks of a head with a gate, or "eagle3", which takes more options."""
     target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
-    path = write_tiny_head(folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd)
+    if kind == "eagle3":
+        path = write_tiny_eagle3(folder / "head.gguf", target, tensor_type=tensor_type, **options)  # type: ignore
+    else:
+        n_layers = int(kind)
+        path = write_tiny_head(folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd)
     file, model = ModelFile.open(path), ModelFile.open(target)
     spec, of_target = read_head(file).decoder, read_spec(model)
 
@@ -51,15 +61,15 @@ def heads_of(folder: Path, tensor_type: str, n_layers: int, n_embd: int = 256, a
     )
 
 
-@pytest.fixture
-def heads(tmp_path: Path) -> Heads:
-    return heads_of(tmp_path, "F16", 2)
+@pytest.fixture(params=[2, "eagle3"], ids=["gate", "eagle3"])
+def heads(request: pytest.FixtureRequest, tmp_path: Path) -> Heads:
+    return heads_of(tmp_path, "F16", request.param)
 
 
-@pytest.mark.parametrize("n_layers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [0, 1, 2, "eagle3"])
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
-def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: str, n_layers: int) -> None:
-    heads = heads_of(tmp_path, tensor_type, n_layers)
+def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: str, kind: int | str) -> None:
+    heads = heads_of(tmp_path, tensor_type, kind)
     native, reference = heads.native(), heads.reference()
     errors: dict[int, list[float]] = {3: [], 30: []}
     for n in [3] * 12 + [30]:
@@ -72,6 +82,81 @@ def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: st
     # As in test_native: a rounding to int8 that tips over, or float32's own.
     assert np.mean(np.array(errors[3]) < 5e-6) > 0.6
     assert np.max(errors[3] + errors[30]) < (1e-3 if tensor_type in ("F32", "F16") else 3e-2)
+
+
+EAGLE3_OPTIONS: list[dict[str, object]] = [
+    {},
+    {"norm_before_fc": True},
+    {"norm_before_residual": True},
+    {"own_embeddings": True, "n_embd": 104, "draft_vocab": None},
+    {"rope_freqs": True, "own_embeddings": True},
+    {"leave_out": "output", "draft_vocab": None},
+]
+
+
+@pytest.mark.parametrize("options", EAGLE3_OPTIONS, ids=" ".join)
+def test_the_reference_of_eagle3_heads_equals_llama_cpp(
+    tmp_path: Path, llama_cpp: ModuleType, options: dict[str, object]
+) -> None:
+    """From the target's rows on: which layers they are of, and all that a head makes of them."""
+    path = write_tiny_model(tmp_path / "tiny.gguf", "llama", "F32", n_embd=96, n_layers=4)
+    layers = (1, 2, 3)
+    head = write_tiny_eagle3(tmp_path / "head.gguf", path, tensor_type="F32", target_layers=layers, **options)  # type: ignore[arg-type]
+    tokens = np.random.default_rng(1).integers(0, 291, 41)
+    with ModelFile.open(head) as file, ModelFile.open(path) as model:
+        spec, of_target = read_head(file), read_spec(model)
+        backend, device = ReferenceBackend(), Device(1)
+        session = backend.load(model, of_target, backend.plan(model, of_target, 64), device)
+        out = session.forward(tokens[:-1], hidden=spec.taps)
+        theirs = llama_cpp_layer_inputs(llama_cpp, path, tokens[:-1], layers)
+        assert out.hidden is not None and np.abs(out.hidden - theirs).max() < 1e-2 * np.abs(theirs).max()
+        rows = np.concatenate(list(theirs), axis=1)
+        features, logits, own = llama_cpp_eagle3(llama_cpp, head, path, rows, tokens[1:])
+        reference = open_reference_head(file, spec.decoder, model, of_target, 256, "float32")
+        assert np.abs(reference.combine(rows) - features).max() < 1e-5 * np.abs(features).max()
+        ours = reference.forward(tokens[1:], features, logits="all")
+        assert ours.hidden is not None and np.abs(ours.hidden[0] - own).max() < 3e-3 * np.abs(own).max()
+        assert np.abs(ours.logits - logits[:, spec.draft_vocab]).max() < 3e-3 * np.abs(ours.logits).max()
+        assert np.isneginf(np.delete(logits, spec.draft_vocab, axis=1)).all()
+
+
+@pytest.mark.parametrize("options", EAGLE3_OPTIONS, ids=" ".join)
+def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, options: dict[str, object]) -> None:
+    path = write_tiny_model(tmp_path / "tiny.gguf", "llama", "F16", n_embd=96)
+    head = write_tiny_eagle3(tmp_path / "head.gguf", path, **options)  # type: ignore[arg-type]
+    with ModelFile.open(head) as file, ModelFile.open(path) as model:
+        spec, of_target = read_head(file).decoder, read_spec(model)
+        plan, device = NativeBackend().plan(model, of_target, 256, 64, 2), Device(2)
+        of_head = plan_head(file, spec, 256, 16, 2)
+        native = NativeHead(file, spec, NativeBackend().load(model, of_target, plan, device), of_head, device)
+        reference = open_reference_head(file, spec, model, of_target, 256, "int8")
+        assert native.memory().weights == of_head.use.weights
+        rng = np.random.default_rng(1)
+        rows = rng.standard_normal((40, 3 * 96), dtype=np.float32)
+        features = native.combine(rows)
+        assert np.abs(features - reference.combine(rows)).max() < 1e-5
+        tokens = rng.integers(0, 291, 40).astype(np.int32)
+        ours, theirs = (one.forward(tokens, features, logits="all") for one in (native, reference))
+        assert ours.logits.shape == (40, spec.n_logits) and ours.hidden is not None and theirs.hidden is not None
+        for a, b in ((ours.logits, theirs.logits), (ours.hidden[0], theirs.hidden[0])):
+            assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}], ids=" ".join)
+def test_rows_are_combined_to_the_same_bits_in_any_cut(tmp_path: Path, options: dict[str, object]) -> None:
+    heads = heads_of(tmp_path, "F16", "eagle3", 104, **options)
+    rows = heads.rng.standard_normal((70, 3 * 104), dtype=np.float32)
+    whole = heads.native().combine(rows)
+    for native in (
+        heads.native(n_batch=5),
+        heads.native(n_threads=3),
+        *(heads.native(isa=isa) for isa in available_isas()),
+    ):
+        assert same_bits(native.combine(rows), whole)
+        assert same_bits(np.concatenate([native.combine(row[None]) for row in rows[:20]]), whole[:20])
+    for wrong in (rows[:, :-1], rows.astype(np.float64), rows[0]):
+        with pytest.raises(ShapeError):
+            heads.native().combine(wrong)
 
 
 @pytest.mark.parametrize("architecture", ["granite", "gemma2"])

@@ -61,7 +61,7 @@ def ours(engine: Engine, speculator: Speculator | None, n_tokens: int, temperatu
 
     def run(prompt: list[int]) -> Run:
         engine.speculator = speculator
-        if speculator is not None and speculator.wants_features:
+        if speculator is not None and speculator.taps is not False:
             engine.session.truncate(0)  # features of a prompt come where it is read
         completion = engine.generate(prompt, max_tokens=n_tokens, temperature=temperature, seed=1)
         timings, of = completion.timings, completion.timings.speculation

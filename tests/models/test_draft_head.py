@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_heads import write_tiny_head
+from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
@@ -76,6 +76,72 @@ def test_a_head_that_does_not_fit_itself_is_refused_with_the_reason(target, tmp_
     with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", target, **options)) as file:
         with pytest.raises(UnsupportedModel, match=message):
             read_head(file)
+
+
+def test_an_eagle3_head_becomes_a_spec(target: Path, tmp_path: Path) -> None:
+    options = {"norm_before_fc": True, "norm_before_residual": True, "target_layers": (1, 1, 2)}
+    path = write_tiny_eagle3(tmp_path / "head.gguf", target, draft_vocab=[0, 5, 290], **options)
+    with ModelFile.open(path) as file, ModelFile.open(target) as model:
+        assert is_draft_head(file)
+        head = read_head(file)
+        check_target(head, path, model, read_spec(model))
+    spec = head.decoder
+    assert head.draft_vocab.tolist() == [0, 5, 290] and head.draft_vocab.dtype == np.int32
+    assert head.taps == (0, 0, 1) and spec.feature_tap == 0 and spec.n_logits == 3 and not spec.own_embeddings
+    assert spec.gate is None and spec.pair is not None and spec.pair.normed_residual and spec.pair.n_rows == 288
+    shapes = spec.tensor_shapes()
+    assert shapes["fc.weight"] == (96, 288) and shapes["enc.output_norm.weight"] == (288,)
+    assert shapes["blk.0.attn_k.weight"] == (48, 192) and spec.token_embd not in shapes
+    whole = write_tiny_eagle3(tmp_path / "whole.gguf", target, draft_vocab=None, own_embeddings=True, n_embd=64)
+    with ModelFile.open(whole) as file:
+        head = read_head(file)
+    assert head.draft_vocab.tolist() == list(range(291))
+    assert head.decoder.tensor_shapes()["token_embd.weight"] == (291, 64) and head.target.n_embd == 96
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"target_layers": (0, 1, 2)}, r"target_layers must be 3 layers from 1 on: found \[0, 1, 2\]"),
+        ({"target_layers": (1, 2)}, "target_layers must be 3 layers"),
+        ({"metadata": {"eagle3.target_layers": None}}, "target_layers must be 3 layers"),
+        ({"metadata": {"eagle3.block_count": 2}}, r"block_count must be an integer in 1\.\.1"),
+        (
+            {"metadata": {"eagle3.target_hidden_size": 64}},
+            "target_hidden_size must be 96, as there is no embedding matrix",
+        ),
+        ({"metadata": {"eagle3.target_hidden_size": 64}, "own_embeddings": True}, "fc.weight must have shape"),
+        ({"metadata": {"eagle3.norm_before_fc": 3}}, "norm_before_fc must be true or false"),
+        ({"norm_before_fc": True, "leave_out": "enc.output_norm"}, "enc.output_norm.weight .* is missing"),
+        ({"metadata": {"eagle3.target_hidden_size": 64}, "leave_out": "output"}, "as there is no output matrix"),
+        ({"leave_out": "output"}, "output.weight is missing, and d2t has no use"),
+        ({"leave_out": "blk.0.attn_norm_2"}, "attn_norm_2.weight .* is missing"),
+        ({"leave_out": "output_norm"}, "output_norm.weight"),
+        ({"draft_vocab": [5, 4]}, "d2t must be ascending: found 4 behind 5"),
+        ({"draft_vocab": [5, 291]}, r"d2t must be ids in 0\.\.290"),
+        ({"draft_vocab": [5, 1 << 40]}, r"d2t must be ids in 0\.\.290"),
+    ],
+)
+def test_an_eagle3_head_that_does_not_fit_itself_is_refused_with_the_reason(target, tmp_path, options, message):
+    with ModelFile.open(write_tiny_eagle3(tmp_path / "head.gguf", target, **options)) as file:
+        with pytest.raises(UnsupportedModel, match=message):
+            read_head(file)
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ({"n_embd": 64}, r"the target of tiny eagle3 \(291 tokens, rows of 96\), but .*other.gguf is .* rows of 64\)"),
+        ({"n_layers": 1}, r"goes on from layer 1, but .*other.gguf is tiny llama F16 \(layers 0..0\)"),
+        ({"vocabulary": "spm"}, "fingerprint"),
+    ],
+)
+def test_an_eagle3_head_of_another_model_is_refused_with_what_differs(target, tmp_path, other, message) -> None:
+    head = write_tiny_eagle3(tmp_path / "head.gguf", target)
+    another = write_tiny_model(tmp_path / "other.gguf", "llama", "F16", **other)
+    with ModelFile.open(head) as file, ModelFile.open(another) as model:
+        with pytest.raises(UnsupportedModel, match=message):
+            check_target(read_head(file), head, model, read_spec(model))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.cost import CostCurve, CostModel
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Logits
+from edgeinfer.types import Logits, Output
 
 
 def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
@@ -26,6 +29,34 @@ class FixedCosts(CostModel):
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """Nothing is learnt."""
+
+
+FAILURES = ("raises", "NaN", "closed", "cut file")
+
+
+def let_fail(session: Session, failure: str, path: Path, after: int = 6) -> Callable[[], int]:
+    """Kill a draft model, whose file is at that path, behind some passes; gives what counts them.
+
+    failure: one of FAILURES. Of a file that is cut short, no page can be read any more: who tries is killed.
+    """
+    original, n_calls = session.forward, 0
+
+    def forward(*arguments: Any, **options: Any) -> Output:
+        nonlocal n_calls
+        n_calls += 1
+        output = original(*arguments, **options)
+        if n_calls > after and failure == "raises":
+            raise OSError("the disk is gone")
+        if n_calls > after and failure == "closed":
+            session.close()
+        if n_calls > after and failure == "NaN":
+            output.logits[:] = np.nan
+        if n_calls == after and failure == "cut file":
+            path.write_bytes(b"")
+        return output
+
+    session.forward = forward  # type: ignore[method-assign]
+    return lambda: n_calls
 
 
 class FunctionDrafter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -23,3 +25,74 @@ def clear_choices(logits: NDArray[np.float32]) -> NDArray[np.bool_]:
     first_two = np.partition(logits, -2, axis=1)[:, -2:]
     clear: NDArray[np.bool_] = first_two[:, 1] - first_two[:, 0] > 0.5
     return clear
+
+
+def llama_cpp_eagle3(
+    llama_cpp: ModuleType, path: Path, target: Path, rows: NDArray[np.float32], tokens: ArrayLike
+) -> tuple[NDArray[np.float32], ...]:
+    """Features, logits and own features of an EAGLE-3 head, (n, n_embd), (n, n_vocab) and (n, n_embd).
+
+    rows: (n, n_rows) of the target, n <= 256.  tokens: (n,). Two of llama.cpp's functions for this are C++ alone.
+    Raises AttributeError where a build lacks them.
+    """
+    lib = llama_cpp.llama_cpp
+    set_nextn = lib._lib["_Z26llama_set_embeddings_nextnP13llama_contextbb"]
+    set_nextn.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+    get_nextn = lib._lib["_Z26llama_get_embeddings_nextnP13llama_context"]
+    get_nextn.argtypes, get_nextn.restype = (ctypes.c_void_p,), ctypes.POINTER(ctypes.c_float)
+    n = len(rows)
+    other = llama_cpp.Llama(str(target), n_ctx=256, n_threads=1, verbose=False)
+    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.ctx_other = 256, 256, 256, other.ctx
+    context = lib.llama_init_from_model(model, params)
+    set_nextn(context, True, True)
+    batch = lib.llama_batch_ext_init(context)
+
+    def row(values: NDArray[np.float32]) -> object:
+        return lib.llama_embd(values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, len(values))
+
+    def run(kind: int, add: Callable[[int], int]) -> NDArray[np.float32]:
+        lib.llama_batch_ext_clear(batch)
+        for i in range(n):
+            index = add(i)
+            lib.llama_batch_ext_set_pos(batch, index, ctypes.byref(ctypes.c_int32(i)))
+            lib.llama_batch_ext_set_output_logits(batch, index, True)
+        assert lib.llama_process(context, kind, batch) == 0
+        return np.ctypeslib.as_array(get_nextn(context), (n, lib.llama_model_n_embd(model))).copy()
+
+    def add_pair(i: int) -> int:
+        index = int(lib.llama_batch_ext_add_token(batch, 0, int(ids[i])))
+        assert lib.llama_batch_ext_set_embd_token(batch, index, row(features[i]))
+        return index
+
+    ids, rows = np.asarray(tokens), np.ascontiguousarray(rows)
+    features = run(lib.LLAMA_PROCESS_TYPE_ENCODE, lambda i: lib.llama_batch_ext_add_embd(batch, 0, row(rows[i])))
+    own = run(lib.LLAMA_PROCESS_TYPE_DECODE, add_pair)
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    logits = np.ctypeslib.as_array(lib.llama_get_logits(context), (n, n_vocab)).copy()
+    lib.llama_batch_ext_free(batch)
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+    other.close()
+    return features, logits, own
+
+
+def llama_cpp_layer_inputs(
+    llama_cpp: ModuleType, path: Path, tokens: ArrayLike, layers: Sequence[int]
+) -> NDArray[np.float32]:
+    """(n_layers, n, n_embd), what goes into these layers for n tokens, 256 at most. Raises AttributeError as above."""
+    lib = llama_cpp.llama_cpp
+    wanted = lib._lib["_Z30llama_set_embeddings_layer_inpP13llama_contextjb"]
+    wanted.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool)
+    of_layer = lib._lib["_Z30llama_get_embeddings_layer_inpP13llama_contextj"]
+    of_layer.argtypes, of_layer.restype = (ctypes.c_void_p, ctypes.c_uint32), ctypes.POINTER(ctypes.c_float)
+    model = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, n_threads=1, verbose=False)
+    for layer in layers:
+        wanted(model.ctx, layer, True)
+    ids = np.asarray(tokens).tolist()
+    model.eval(ids)
+    shape = len(ids), lib.llama_model_n_embd(model.model)
+    rows = np.stack([np.ctypeslib.as_array(of_layer(model.ctx, layer), shape) for layer in layers])
+    model.close()
+    return rows

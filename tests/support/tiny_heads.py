@@ -1,4 +1,4 @@
-"""Tiny draft heads as GGUF files, fitted to what a tiny model writes."""
+"""Tiny draft heads as GGUF files, some fitted to what a tiny model writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from tiny_models import Floats, Value, add_keys, add_matrix
+from tiny_models import Floats, Value, add_bpe, add_keys, add_matrix
 
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession, rms_norm, silu
 from edgeinfer.gguf import ModelFile
@@ -98,14 +98,26 @@ def write_tiny_head(
         "draft-head.context_length": n_ctx_train,
     }
     add_keys(writer, keys | dict(metadata or {}))
+    if leave_out != "draft_vocab":
+        writer.add_tensor("draft_vocab", np.array(draft_vocab, dtype=np.int32))
+    return _write(writer, path, vectors, matrices, tensor_type, leave_out)
+
+
+def _write(
+    writer: gguf.GGUFWriter,
+    path: Path,
+    vectors: Mapping[str, Floats],
+    matrices: Mapping[str, Floats],
+    tensor_type: str,
+    leave_out: str,
+) -> Path:
+    """Add the tensors and write the file; gives its path."""
     for name, values in vectors.items():
         if name != leave_out:
             writer.add_tensor(f"{name}.weight", values)
     for name, values in matrices.items():
         if name != leave_out:
             add_matrix(writer, f"{name}.weight", tensor_type, values)
-    if leave_out != "draft_vocab":
-        writer.add_tensor("draft_vocab", np.array(draft_vocab, dtype=np.int32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,3 +135,109 @@ def _pairs(session: ReferenceSession, texts: Sequence[Sequence[int]]) -> tuple[F
         ids.extend(text[1:])
         nexts.append(hidden[0, 1:])
     return np.concatenate(features), ids, np.concatenate(nexts)
+
+
+def write_tiny_eagle3(
+    path: Path,
+    target: Path,
+    texts: Sequence[Sequence[int]] = (),
+    *,
+    target_layers: Sequence[int] = (1, 1, 2),
+    tensor_type: str = "F16",
+    n_embd: int | None = None,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    n_ff: int = 512,
+    draft_vocab: Sequence[int] | None = (),
+    own_embeddings: bool = False,
+    norm_before_fc: bool = False,
+    norm_before_residual: bool = False,
+    rope_freqs: bool = False,
+    metadata: Mapping[str, Value | None] | None = None,
+    leave_out: str = "",
+    seed: int = 0,
+) -> Path:
+    """Write an EAGLE-3 head in llama.cpp's form for a tiny model of a BPE vocabulary, and give back its path.
+
+    texts: token ids on which it is mostly right; the last of target_layers must then be what the target ends with.
+    n_embd: the target's.  draft_vocab: None is all tokens, without d2t; () is every second token, and those of the
+    texts.  own_embeddings: needed for another n_embd than the target's.  metadata, leave_out: see write_tiny_head.
+    """
+    with ModelFile.open(target) as model:
+        spec = read_spec(model)
+        backend = ReferenceBackend()
+        read = {spec.output: (spec.n_vocab, spec.n_embd), "output_norm.weight": (spec.n_embd,)}
+        of_target = {name: one.values for name, one in backend.read_weights(model, read).items()}
+        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
+    d = n_embd or spec.n_embd
+    n_q, n_kv = d, n_kv_heads * (d // n_heads)
+    rng = np.random.default_rng(seed)
+
+    def random(n_out: int, n_in: int, factor: float = 1.0) -> Floats:
+        return (factor / np.sqrt(n_in) * rng.standard_normal((n_out, n_in))).astype(np.float32)
+
+    ids = range(spec.n_vocab) if draft_vocab is None else draft_vocab
+    if draft_vocab == ():
+        ids = sorted({*range(0, spec.n_vocab, 2), *(id for text in texts for id in text)})
+    norms = {name: d for name in ("blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm", "output_norm")}
+    norms |= {"enc.output_norm": 3 * spec.n_embd} if norm_before_fc else {}
+    vectors = {name: (1 + 0.2 * rng.standard_normal(n)).astype(np.float32) for name, n in norms.items()}
+    matrices = {
+        "fc": random(d, 3 * spec.n_embd),
+        "blk.0.attn_q": random(n_q, 2 * d),
+        "blk.0.attn_k": random(n_kv, 2 * d),
+        "blk.0.attn_v": random(n_kv, 2 * d),
+        "blk.0.attn_output": random(d, n_q, _NOISE if texts else 1.0),
+        "blk.0.ffn_gate": random(n_ff, d),
+        "blk.0.ffn_up": random(n_ff, d),
+        "blk.0.ffn_down": random(d, n_ff),
+        "output": random(len(ids), d),
+    }
+    if own_embeddings:
+        matrices["token_embd"] = rng.standard_normal((spec.n_vocab, d)).astype(np.float32)
+    if session is not None:
+        matrices["fc"] *= _NOISE
+        matrices["fc"][:, -d:] += np.eye(d, dtype=np.float32)
+        matrices["output"], vectors["output_norm"] = of_target[spec.output][list(ids)], of_target["output_norm.weight"]
+        now, nexts = _codes(session, texts, [layer - 1 for layer in target_layers], matrices["fc"])
+        h = rms_norm(now, vectors["blk.0.ffn_norm"], 1e-5)
+        gated = silu(h @ matrices["blk.0.ffn_gate"].T) * (h @ matrices["blk.0.ffn_up"].T)
+        matrices["blk.0.ffn_down"] = np.linalg.lstsq(gated, nexts - now, rcond=1e-3)[0].T.astype(np.float32)
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_name("tiny eagle3")
+    keys: dict[str, Value | None] = {
+        "target_hidden_size": spec.n_embd,
+        "norm_before_fc": norm_before_fc,
+        "norm_before_residual": norm_before_residual,
+        "embedding_length": d,
+        "block_count": 1,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_heads,
+        "attention.head_count_kv": n_kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": d // n_heads,
+        "rope.freq_base": 10000.0,
+        "context_length": 512,
+        "target_layers": list(target_layers),
+    }
+    add_keys(writer, {f"eagle3.{key}": value for key, value in keys.items()} | dict(metadata or {}))
+    add_bpe(writer, spec.n_vocab)
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.geomspace(1.0, 8.0, d // n_heads // 2).astype(np.float32))
+    if draft_vocab is not None:
+        writer.add_tensor("d2t", np.array(ids, dtype=np.int64))
+    return _write(writer, path, vectors, matrices, tensor_type, leave_out)
+
+
+def _codes(
+    session: ReferenceSession, texts: Sequence[Sequence[int]], taps: Sequence[int], fc: Floats
+) -> tuple[Floats, Floats]:
+    """What fc makes of the target's rows of positions i, and of positions i + 1."""
+    now, nexts = [], []
+    for text in texts:
+        features = session.forward(list(text), hidden=taps).features
+        assert features is not None
+        codes = features @ fc.T
+        now.append(codes[:-1])
+        nexts.append(codes[1:])
+    return np.concatenate(now), np.concatenate(nexts)

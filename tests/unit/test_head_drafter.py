@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drafting import FixedCosts
 from exactness import same_bits
-from tiny_heads import write_tiny_head
+from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -46,10 +46,13 @@ def texts(model):
         return [[*prompt, *engine.generate(PROMPT, max_tokens=60, **one).tokens] for one in (GREEDY, DRAWN)]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids="{} blocks".format)
+@pytest.fixture(scope="module", params=[0, 1, 2, "eagle3"], ids=["0 blocks", "1 block", "2 blocks", "eagle3"])
 def head(request, model, texts, tmp_path_factory):
     """A head that is mostly right on these texts."""
-    return write_tiny_head(tmp_path_factory.mktemp("head") / "head.gguf", model, texts, n_layers=request.param)
+    path = tmp_path_factory.mktemp("head") / "head.gguf"
+    if request.param == "eagle3":
+        return write_tiny_eagle3(path, model, texts)
+    return write_tiny_head(path, model, texts, n_layers=request.param)
 
 
 @pytest.fixture
@@ -65,6 +68,12 @@ def always(engine):
 
 def drafter_of(engine):
     return engine.speculator.drafters[-1]
+
+
+def n_rows_of(drafter):
+    """Numbers of the target's rows that a feature is made of."""
+    pair = drafter.session.spec.pair
+    return drafter.session.spec.n_embd if pair is None else pair.n_rows
 
 
 def tokens_of(engine, request=GREEDY, n=60, prompt=PROMPT):
@@ -129,8 +138,8 @@ def fresh_logits(engine, head, text, path):
         plan = plan_head(file, spec.decoder, 256, 256, 1)
         session = opening.NativeHead(file, spec.decoder, engine.session, plan, engine.device)
         with edgeinfer.load(engine.path, draft="none") as other:
-            hidden = other.session.forward(text[:-1], hidden=True).hidden[0]
-        out = session.forward(text[1:], hidden)
+            rows = other.session.forward(text[:-1], hidden=spec.taps).features
+        out = session.forward(text[1:], session.combine(rows))
         session.commit(range(len(text) - 1))
         for token in path:
             out = session.forward([token], out.hidden[0, -1:])
@@ -226,7 +235,7 @@ def test_a_context_that_is_nearly_full_is_filled_to_the_end(opened, plain, model
 def test_tokens_that_the_tokenizer_lacks_are_never_drafted(drafting, texts):
     drafter = drafter_of(drafting)
     few = HeadDrafter(drafter.session, np.arange(0, 291, dtype=np.int32), 100, FixedCosts())
-    few.follow(texts[0], 0, np.zeros((30, drafter.session.spec.n_embd), dtype=np.float32))
+    few.follow(texts[0], 0, np.zeros((30, n_rows_of(drafter)), dtype=np.float32))
     context = Context(texts[0][:31], lambda logits, text: int(logits.argmax()), True)
     context.outlook = ChanceTable()
     context.outlook.reward = Reward(FixedCosts().milliseconds(0))
@@ -299,14 +308,14 @@ def test_a_head_that_fails_while_the_prompt_is_read_sits_out_the_request(draftin
 
 def test_features_that_were_no_numbers_are_not_gone_on_with(drafting, texts):
     drafter, text = drafter_of(drafting), texts[0]
-    n_embd = drafter.session.spec.n_embd
-    drafter.follow(text, 0, np.full((30, n_embd), np.nan, dtype=np.float32))
+    n_rows = n_rows_of(drafter)
+    drafter.follow(text, 0, np.full((30, n_rows), np.nan, dtype=np.float32))
     context = Context(text[:31], lambda logits, text: sample(logits, SamplingParams(**GREEDY), len(text), text), True)
     context.outlook = ChanceTable()
     context.outlook.reward = Reward(FixedCosts().milliseconds(0))
     with pytest.raises(NumericalError):
         drafter.propose(context, 8)
-    drafter.follow(text, 30, np.ones((5, n_embd), dtype=np.float32))
+    drafter.follow(text, 30, np.ones((5, n_rows), dtype=np.float32))
     context.tokens.extend(text[31:36])
     assert len(drafter.propose(context, 8)) > 0
 
@@ -381,8 +390,9 @@ def test_a_head_is_in_the_plan(opened, model, head):
         n_threads, n_ctx = with_head.device.n_threads, with_head.n_ctx
         plan = plan_head(file, read_head(file).decoder, n_ctx, 128, n_threads)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
-    kept = HeadDrafter.memory(n_ctx, n_batch, 256, 291)
-    assert kept == drafter._features.nbytes + drafter._logits.nbytes + 4 * 256 * n_batch
+    n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
+    kept = HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows)
+    assert kept == drafter._features.nbytes + drafter._logits.nbytes + 4 * (256 + 2 * n_rows) * n_batch
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
     assert [one.name for one in with_head.speculator.drafters] == ["suffix", "recycling", "head"]
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from drafting import MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, random_tree
+from drafting import FAILURES, MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, let_fail, random_tree
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -33,6 +33,7 @@ from edgeinfer.speculation.tree import DraftTree, checked
 from edgeinfer.speculation.verify import accept
 
 PROMPT = "hello world, there is the one, there is the one and hello"
+REAL_PROMPT = "<|im_start|>user\nName five rivers of Europe, one a line.<|im_end|>\n<|im_start|>assistant\n"
 REQUESTS = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
@@ -159,40 +160,44 @@ def test_a_drafter_that_fails_half_way_leaves_the_answer_as_it_is(opened, plain,
     assert completion.timings.speculation.by_drafter["mortal"].accepted > 0
 
 
-@pytest.mark.parametrize("failure", ["raises", "NaN", "closed", "cut file"])
-def test_a_draft_model_killed_mid_answer_changes_no_token(
-    opened, plain, model, draft_model, tmp_path, monkeypatch, failure
-):
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_draft_model_killed_mid_answer_changes_no_token(opened, plain, model, draft_model, tmp_path, failure):
     copy = tmp_path / "draft.gguf"
     copy.write_bytes(draft_model.read_bytes())
     engine = opened(model, draft=["suffix", str(copy)])
     engine.speculator.costs = FixedCosts()
-    drafter = engine.speculator.drafters[-1]
-    expected = tokens_of(plain, {"temperature": 0.0}, 60)
-    original, n_calls = drafter.session.forward, 0
-
-    def forward(*args, **options):
-        nonlocal n_calls
-        n_calls += 1
-        output = original(*args, **options)
-        if n_calls > 6 and failure == "raises":
-            raise OSError("the disk is gone")
-        if n_calls > 6 and failure == "closed":
-            drafter.session.close()
-        if n_calls > 6 and failure == "NaN":
-            output.logits[:] = np.nan
-        return output
-
-    drafter.session.forward = forward
-    if failure == "cut file":
-        copy.write_bytes(b"")
+    n_calls = let_fail(engine.speculator.drafters[-1].session, failure, copy)
     completion = engine.generate(PROMPT, max_tokens=60, temperature=0.0)
-    assert completion.tokens == expected and n_calls > 6
+    assert completion.tokens == tokens_of(plain, {"temperature": 0.0}, 60) and n_calls() > 6
     for _ in range(2):
         dropped = completion.timings.speculation.dropped
         assert list(dropped) == ([] if failure == "cut file" else ["model"]), dropped
         completion = engine.generate(PROMPT + " again", max_tokens=20, temperature=0.0)
         assert completion.tokens == tokens_of(plain, {"temperature": 0.0}, 20, PROMPT + " again")
+
+
+@pytest.fixture(scope="module")
+def real_texts(default_model):
+    """What the default model writes behind a prompt, greedily and drawn."""
+    with edgeinfer.load(default_model, n_ctx=512, draft="none") as engine:
+        return [tokens_of(engine, request, 48, REAL_PROMPT) for request in REQUESTS[:2]]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_draft_of_the_default_model_killed_mid_answer_changes_no_token(default_model, real_texts, tmp_path, failure):
+    """It drafts for itself, from a copy of its file."""
+    copy = tmp_path / "draft.gguf"
+    copy.write_bytes(default_model.read_bytes())
+    with edgeinfer.load(default_model, n_ctx=512, draft=[str(copy)]) as engine:
+        engine.speculator.costs = FixedCosts()
+        n_calls = let_fail(engine.speculator.drafters[-1].session, failure, copy, after=12)
+        completion = engine.generate(REAL_PROMPT, max_tokens=48, temperature=0.0)
+        assert completion.tokens == real_texts[0] and n_calls() > 12
+        for _ in range(2):
+            speculation = completion.timings.speculation
+            assert list(speculation.dropped) == ([] if failure == "cut file" else ["model"])
+            completion = engine.generate(REAL_PROMPT, max_tokens=48, **REQUESTS[1])
+            assert completion.tokens == real_texts[1]
 
 
 @pytest.mark.parametrize("max_tokens", range(0, 8))
@@ -602,7 +607,7 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total > 0
 
 
-@pytest.mark.parametrize("why", ["no file", "no model", "other vocabulary", "no room"])
+@pytest.mark.parametrize("why", ["no file", "no model", "no room"])
 def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
     opened, plain, model, draft_model, tmp_path, monkeypatch, why
 ):
@@ -612,8 +617,6 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
     elif why == "no model":
         path, expected = tmp_path / "text.gguf", "text.gguf"
         path.write_text("no model")
-    elif why == "other vocabulary":
-        path, expected = write_tiny_model(tmp_path / "spm.gguf", vocabulary="spm"), "vocabulary"
     else:
         n_bytes = opened(model).memory_plan.use.total
         monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
