@@ -61,6 +61,11 @@ def build_decoder(
     return _Builder(model, spec, embedding, n_ctx, style).build(taps)
 
 
+def build_model(model: ModelFile, spec: ModelSpec, n_ctx: int, style: Style, taps: bool = False) -> Graph:
+    """The graph of a whole model; see build_decoder."""
+    return build_decoder(model, spec, Embedding.of(model, spec), n_ctx, style, taps)
+
+
 def bias_name(window: int | None) -> str:
     """Name of the input with the mask of layers with such a window."""
     return "attention_bias" if window is None else f"attention_bias.{window}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Progress
-from edgeinfer.backends.onnx.graph import Graph, beside, within
+from edgeinfer.backends.onnx.graph import CONTRIB, Graph, beside, within
 from edgeinfer.backends.onnx.library import ProviderInfo, errors_translated, open_library
-from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.errors import BackendLost, BackendUnavailable, Interrupted, UnsupportedModel
 
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
 _STOPPED = "the forward pass was interrupted; the session is as it was before"
@@ -56,9 +57,14 @@ class Program:
                 progress(done / (len(graph.constants) + 1))
         options.add_external_initializers(names, values)
         providers = [provider.full_name] if provider.is_cpu else [provider.full_name, "CPUExecutionProvider"]
-        with errors_translated(f"loading the graph on {provider.name}", load=True):
+        with errors_translated(f"loading the graph on {provider.name}", load=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a provider that cannot be had is an error, below
             model = graph.model(tensors).SerializeToString()
             self._session = library.InferenceSession(model, options, providers)
+        if provider.full_name not in self._session.get_providers():
+            raise BackendUnavailable(
+                f"this onnxruntime does not use {provider.name}: the provider, or a driver that it needs, is missing"
+            )
         self._run_options: Any = None
         self._is_stopped = False
         if progress is not None:
@@ -121,3 +127,28 @@ class Binding:
 def constant_bytes(graphs: Sequence[Graph]) -> int:
     """Bytes that programs hold for the constants of their graphs: a copy of each, and of most another, repacked."""
     return 2 * sum(graph.constant_bytes for graph in graphs)
+
+
+def check_provider(info: ProviderInfo) -> str | None:
+    """Why a provider cannot be used, None if it can: a small graph is run on it, with an operator that it must have."""
+    graph = Graph("check")
+    graph.input("x", np.float32, 1, "n", 32)
+    weights = np.eye(32, dtype=np.float32)
+    if info.style == "contrib":
+        codes = (8 + 7 * weights).astype(np.uint8)  # 15 in the diagonal, else the zero point
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4)[:, None]
+        names = graph.constant("codes", packed), graph.constant("scales", np.full((32, 1), 1 / 7, dtype=np.float32))
+        y = graph.add("MatMulNBits", "x", *names, domain=CONTRIB, K=32, N=32, bits=4, block_size=32)
+    else:
+        y = graph.add("MatMul", "x", graph.constant("weights", weights))
+    graph.output("y", y, 1, "n", 32)
+    x, found = np.arange(96, dtype=np.float32).reshape(1, 3, 32), np.zeros((1, 3, 32), dtype=np.float32)
+    try:
+        program = Program(graph, info, 1)
+        binding = program.binding({})
+        binding.give({"x": x})
+        binding.take({"y": found})
+        program.run(binding)
+    except (BackendLost, BackendUnavailable, UnsupportedModel) as error:
+        return str(error)
+    return None if np.allclose(found, x, rtol=1e-2) else f"{info.name} computes wrong numbers: update its driver"

@@ -16,7 +16,7 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.onnx.decoder import HIDDEN, Embedding, bias_name, build_decoder, build_move, windows_of
+from edgeinfer.backends.onnx.decoder import HIDDEN, bias_name, build_model, build_move, windows_of
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_bytes
@@ -60,7 +60,7 @@ class OnnxBackend:
         """
         if cache_type != "f16":
             raise InvalidArgument(f"the onnx backend has no KV cache of {cache_type}: use f16, which is float32 here")
-        graph = build_decoder(model, spec, Embedding.of(model, spec), n_ctx, self.info.style, taps=True)
+        graph = build_model(model, spec, n_ctx, self.info.style, taps=True)
         return plan_graph(graph, spec, n_ctx, n_batch)
 
     def load(
@@ -248,7 +248,7 @@ class OnnxSession(OnnxDecoder):
         provider: ProviderInfo,
         progress: Progress | None = None,
     ) -> None:
-        graph = build_decoder(model, spec, Embedding.of(model, spec), plan.n_ctx, provider.style, taps=True)
+        graph = build_model(model, spec, plan.n_ctx, provider.style, taps=True)
         super().__init__(graph, spec, plan, device, provider, progress)
 
     def forward(

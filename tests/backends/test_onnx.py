@@ -16,7 +16,7 @@ from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.backends.onnx import OnnxBackend, OnnxSession, ProviderInfo, choose_provider, list_providers
+from edgeinfer.backends.onnx import OnnxBackend, OnnxSession, ProviderInfo, choose_provider
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.errors import (
@@ -229,20 +229,6 @@ def test_a_type_without_a_rule_is_refused_by_name(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "Q2_K"})
     with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match="ffn_down.weight: tensor type Q2_K is"):
         OnnxBackend().plan(file, read_spec(file), 64)
-
-
-@pytest.mark.parametrize("name", ["cpu", "CPUExecutionProvider"])
-def test_a_provider_is_chosen_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_provider(name).name == "CPU"
-    monkeypatch.setenv("EDGEINFER_ONNX_PROVIDER", name)
-    assert choose_provider().full_name == "CPUExecutionProvider"
-    monkeypatch.setenv("EDGEINFER_ONNX_PROVIDER", "Abacus")
-    with pytest.raises(InvalidArgument, match="no execution provider 'Abacus'; it has .*CPU"):
-        OnnxBackend()
-
-
-def test_what_sends_a_model_away_is_no_provider() -> None:
-    assert all(info.name != "Azure" for info in list_providers())
 
 
 def test_a_graph_that_a_provider_cannot_run_is_refused(tmp_path: Path, onnx_provider: ProviderInfo) -> None:
