@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from edgeinfer.speculation.opening import DraftPlan
     from edgeinfer.template import ChatTemplate
 
-BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl"]
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]
 Prompt: TypeAlias = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
@@ -57,6 +57,7 @@ _BACKENDS = {
     "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
     "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
     "opencl": ("edgeinfer.backends.opencl", "OpenCLBackend"),
+    "onnx": ("edgeinfer.backends.onnx", "OnnxBackend"),
 }
 
 

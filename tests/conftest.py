@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from parts import missing
 
+from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.errors import BackendUnavailable
 
@@ -60,6 +61,16 @@ def opencl_device() -> OpenCLDevice:
         return OpenCLDevice(choose_device())
     except BackendUnavailable as error:
         missing("opencl", str(error))
+
+
+@pytest.fixture(scope="session")
+def onnx_provider() -> ProviderInfo:
+    """The execution provider that would be chosen."""
+    try:
+        open_onnx()
+        return choose_provider()
+    except BackendUnavailable as error:
+        missing("onnx", str(error))
 
 
 @pytest.fixture(scope="session")

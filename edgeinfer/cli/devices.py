@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -16,7 +16,10 @@ from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import EdgeInferError
 
 _PATIENCE_SECONDS = 60  # some drivers compile for long when they do it first
-_REMEDY = "see /etc/OpenCL/vendors for the drivers, and update it or take it away"
+_REMEDIES = {
+    "opencl": "see /etc/OpenCL/vendors for the drivers, and update it or take it away",
+    "onnx": "install another build of onnxruntime",
+}
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -24,10 +27,10 @@ _REMEDY = "see /etc/OpenCL/vendors for the drivers, and update it or take it awa
 def devices(as_json: bool) -> None:
     """Show the devices that can run models.
 
-    The CPU, and those of OpenCL, each tried with a small kernel. What cannot be used is listed with the reason and what
-    to do.
+    The CPU, those of OpenCL, each tried with a small kernel, and the execution providers of ONNX Runtime, each tried
+    with a small graph. What cannot be used is listed with the reason and what to do.
     """
-    found = {"cpu": _cpu(), "opencl": _opencl()}
+    found = {"cpu": _cpu(), "opencl": _asked("opencl"), "onnx": _asked("onnx")}
     click.echo(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
 
 
@@ -53,18 +56,18 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _opencl() -> dict[str, Any]:
-    """What `ask_opencl` gives, asked in a process of its own: a driver that crashes or hangs ends only that."""
-    command = [sys.executable, "-P", "-c", "from edgeinfer.cli import devices; print(devices.ask_opencl())"]
+def _asked(library: Literal["opencl", "onnx"]) -> dict[str, Any]:
+    """What `ask_<library>` gives, asked in a process of its own: a driver that crashes or hangs ends only that."""
+    command = [sys.executable, "-P", "-c", f"from edgeinfer.cli import devices; print(devices.ask_{library}())"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
-        reason = f"a driver did not answer within {_PATIENCE_SECONDS} s; {_REMEDY}"
+        reason = f"a driver did not answer within {_PATIENCE_SECONDS} s; {_REMEDIES[library]}"
         return {"devices": [], "reason": reason}
     if run.returncode:
         last_words = (run.stderr.strip().splitlines() or ["without a word"])[-1]
-        reason = f"a driver ended the process that asked it (exit code {run.returncode}: {last_words}); {_REMEDY}"
-        return {"devices": [], "reason": reason}
+        reason = f"a driver ended the process that asked it (exit code {run.returncode}: {last_words})"
+        return {"devices": [], "reason": f"{reason}; {_REMEDIES[library]}"}
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
 
@@ -80,6 +83,24 @@ def ask_opencl() -> str:
     return json.dumps({"devices": found, "reason": None})
 
 
+def ask_onnx() -> str:
+    """JSON of the execution providers of ONNX Runtime, and the reasons, as `ask_opencl` gives."""
+    try:
+        from edgeinfer import devices as machine
+        from edgeinfer.backends.onnx import check_provider, library_version, list_providers, open_onnx
+
+        open_onnx()
+        found = [
+            {"name": info.name, "hardware": info.devices, "operators": info.style, "reason": check_provider(info)}
+            # What a graphics card has left ONNX Runtime does not say.
+            | {"available_memory_bytes": machine.available_memory() if info.is_cpu else None}
+            for info in list_providers()
+        ]
+    except EdgeInferError as error:
+        return json.dumps({"devices": [], "reason": str(error)})
+    return json.dumps({"version": library_version(), "devices": found, "reason": None})
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +111,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield from _device_lines(device)
     if found["opencl"]["reason"] is not None:
         yield f"\nOpenCL          none: {found['opencl']['reason']}"
+    for provider in found["onnx"]["devices"]:
+        yield ""
+        yield from _provider_lines(provider, found["onnx"]["version"])
+    if found["onnx"]["reason"] is not None:
+        yield f"\nONNX Runtime    none: {found['onnx']['reason']}"
 
 
 def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
@@ -117,6 +143,21 @@ def _device_lines(device: dict[str, Any]) -> Iterator[str]:
         "  local memory": f"{human_bytes(device['local_memory_bytes'])} a group",
         "  extensions": ", ".join(device["extensions"]) or "none that are used here",
         "  not usable": device["reason"],
+    }
+    yield from _fields(fields)
+
+
+def _provider_lines(provider: dict[str, Any], version: str) -> Iterator[str]:
+    from edgeinfer.memory.plan import human_bytes
+
+    memory = provider["available_memory_bytes"]
+    hardware = ", ".join(f"{kind} of {maker}" for kind, maker in provider["hardware"])
+    fields = {
+        "ONNX Runtime": f"{provider['name']}, version {version}",
+        "  hardware": hardware or "not told by ONNX Runtime",
+        "  memory": "not told by ONNX Runtime" if memory is None else f"{human_bytes(memory)} available",
+        "  operators": "its own" if provider["operators"] == "contrib" else "those of the ONNX standard",
+        "  not usable": provider["reason"],
     }
     yield from _fields(fields)
 

@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
+from click.core import ParameterSource
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.terminal import ProgressBar, note
 
 if TYPE_CHECKING:
+    from edgeinfer.backends.onnx.library import Style
     from edgeinfer.exporters.ternary import Format, Head
+
+_DEFAULT_N_CTX = 4096
+_ONLY_FOR = {"format": "ternary", "head": "ternary"}
+_ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "onnx")
 
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(["ternary"]), required=True, help="What to make of it.")
+@click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="What to make of it.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The file to write.")
 @click.option(
     "--format",
@@ -32,23 +38,81 @@ if TYPE_CHECKING:
     show_default=True,
     help="Format of the output matrix; q6_k is two fifths of f16.",
 )
-def export(source: Path, to: Literal["ternary"], out: Path, format: Format, head: Head) -> None:
+@click.option("--target", type=click.Path(path_type=Path), help="onnx: the model that SOURCE, a draft head, is for.")
+@click.option(
+    "-c",
+    "--ctx",
+    "n_ctx",
+    type=click.IntRange(min=1),
+    help=f"onnx: positions.  [default: those of the training, at most {_DEFAULT_N_CTX}]",
+)
+@click.option(
+    "--operators",
+    type=click.Choice(["contrib", "plain"]),
+    default="contrib",
+    show_default=True,
+    help="onnx: with those of ONNX Runtime, which keep quantised products and the cache in place, or the standard's.",
+)
+@click.option("--external-data", is_flag=True, help="onnx: weights in a file beside the model, as above 1 GiB.")
+@click.pass_context
+def export(
+    context: click.Context,
+    source: Path,
+    to: Literal["ternary", "onnx"],
+    out: Path,
+    format: Format,
+    head: Head,
+    target: Path | None,
+    n_ctx: int | None,
+    operators: Style,
+    external_data: bool,
+) -> None:
     """Write a model in another format.
 
-    SOURCE is a ternary checkpoint of Hugging Face, a folder with config.json, tokenizer.json and .safetensors files, or
-    a GGUF file with ternary matrices. What is not ternary is refused.
+    For ternary SOURCE is a ternary checkpoint of Hugging Face, a folder with config.json, tokenizer.json and
+    .safetensors files, or a GGUF file with ternary matrices; what is not ternary is refused. For onnx it is a GGUF
+    file, of a model or of a draft head, and --out may be a folder.
     """
     from edgeinfer.errors import InvalidArgument
+
+    for option in context.command.params:
+        wanted = _ONLY_FOR.get(option.name or "", to)
+        if wanted != to and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
+            raise InvalidArgument(f"{option.opts[-1]} goes with --to {wanted}, not with --to {to}")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
+    with ProgressBar("exporting") as bar:
+        if to == "onnx":
+            written = _export_onnx(source, out, target, n_ctx, operators, external_data, bar)
+        else:
+            written = _export_ternary(source, out, format, head, bar)
+    for path in written:
+        note(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
+
+
+def _export_ternary(source: Path, out: Path, format: Format, head: Head, bar: ProgressBar) -> list[Path]:
     from edgeinfer.exporters.checkpoint import Checkpoint
     from edgeinfer.exporters.ternary import export_ternary
     from edgeinfer.gguf import ModelFile
 
-    if out.exists() and source.exists() and out.samefile(source):
-        raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
-    with ProgressBar("exporting") as bar:
-        if source.is_dir():
-            export_ternary(Checkpoint.open(source), out, format, head, progress=bar)
-        else:
-            with ModelFile.open(source) as file:
-                export_ternary(file, out, format, head, progress=bar)
-    note(f"{out}: {out.stat().st_size / 1e6:.0f} MB")
+    if source.is_dir():
+        export_ternary(Checkpoint.open(source), out, format, head, progress=bar)
+    else:
+        with ModelFile.open(source) as file:
+            export_ternary(file, out, format, head, progress=bar)
+    return [out]
+
+
+def _export_onnx(
+    source: Path, out: Path, target: Path | None, n_ctx: int | None, operators: Style, external: bool, bar: ProgressBar
+) -> list[Path]:
+    from contextlib import ExitStack
+
+    from edgeinfer.exporters.onnx import export_onnx, trained_context
+    from edgeinfer.gguf import ModelFile
+
+    with ExitStack() as opened:
+        file = opened.enter_context(ModelFile.open(source))
+        model = opened.enter_context(ModelFile.open(target)) if target is not None else None
+        n_ctx = n_ctx or min(trained_context(file), _DEFAULT_N_CTX)
+        return export_onnx(file, out, model, n_ctx=n_ctx, style=operators, beside=external, progress=bar)

@@ -52,7 +52,7 @@ _MODEL_OPTIONS = (
     click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
     click.option(
         "--backend",
-        type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl"]),
+        type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]),
         default="auto",
         show_default=True,
         help="What runs the model; auto is native, and llama.cpp for a model that native lacks.",

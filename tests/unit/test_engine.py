@@ -45,9 +45,9 @@ def model(tmp_path_factory):
 exact = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
 
 
-@pytest.fixture(params=["reference", "native", "llama.cpp", "opencl"])
+@pytest.fixture(params=["reference", "native", "llama.cpp", "opencl", "onnx"])
 def backend(request):
-    needs = {"llama.cpp": "llama_cpp", "opencl": "opencl_device"}
+    needs = {"llama.cpp": "llama_cpp", "opencl": "opencl_device", "onnx": "onnx_provider"}
     if request.param in needs:
         request.getfixturevalue(needs[request.param])
     try:

@@ -20,6 +20,8 @@ ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 HEAVY = {  # and their owners, a module or a package
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
     "matplotlib": "edgeinfer.cli.plotting",
+    "onnx": "edgeinfer.backends.onnx.library",
+    "onnxruntime": "edgeinfer.backends.onnx.library",
     "pyopencl": "edgeinfer.backends.opencl.library",
     "torch": "edgeinfer.training",
 }

@@ -1,0 +1,73 @@
+"""A draft head on ONNX Runtime."""
+
+from __future__ import annotations
+
+from numpy.typing import ArrayLike
+
+from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
+from edgeinfer.backends.onnx.decoder import Embedding, build_decoder
+from edgeinfer.backends.onnx.graph import Graph
+from edgeinfer.backends.onnx.library import ProviderInfo, Style, choose_provider
+from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graph
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
+
+
+def build_head(
+    head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec, n_ctx: int, style: Style
+) -> Graph:
+    """The graph of a head, with a copy of its target's embeddings; see build_decoder. spec: DraftHeadSpec.decoder."""
+    return build_decoder(head, spec, Embedding.of(target, target_spec), n_ctx, style)
+
+
+def plan_onnx_head(
+    head: ModelFile,
+    spec: ModelSpec,
+    target: ModelFile,
+    target_spec: ModelSpec,
+    n_ctx: int,
+    n_batch: int,
+    info: ProviderInfo | None = None,
+) -> MemoryPlan:
+    """Bytes that a head takes, its target's embeddings among them; see OnnxBackend.plan. Raises UnsupportedModel."""
+    style = (info or choose_provider()).style
+    return plan_graph(build_head(head, spec, target, target_spec, n_ctx, style), spec, n_ctx, n_batch)
+
+
+class OnnxHead(OnnxDecoder):
+    """See edgeinfer.backends.base.HeadSession. Both files may be closed afterwards."""
+
+    def __init__(
+        self,
+        head: ModelFile,
+        spec: ModelSpec,
+        target: ModelFile,
+        target_spec: ModelSpec,
+        plan: MemoryPlan,
+        device: Device,
+        info: ProviderInfo | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        provider = info or choose_provider()
+        graph = build_head(head, spec, target, target_spec, plan.n_ctx, provider.style)
+        super().__init__(graph, spec, plan, device, provider, progress)
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        features: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        n_pending: int = 0,
+        logits: LogitsRows = "last",
+    ) -> Output:
+        """See HeadSession.forward. All rows of a tree must fit into n_batch.
+
+        Raises BackendLost if the provider fails.
+        """
+        self._open()
+        n_pending = check_pending(n_pending, len(self._parents))
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past + n_pending, self.n_ctx)
+        rows = check_features(features, len(ids), self.spec.n_embd)
+        return self._forward(ids, parents, n_pending, logits, (self.spec.n_layers,), rows)

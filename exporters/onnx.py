@@ -1,0 +1,97 @@
+"""A GGUF file's model or draft head as an ONNX file; edgeinfer.backends.onnx.decoder has its inputs and outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
+from edgeinfer.backends.onnx.graph import Graph
+from edgeinfer.backends.onnx.library import Style
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import check_target, is_draft_head, read_head
+
+Progress: TypeAlias = Callable[[float], None]
+
+DATA_ENDING = ".data"  # of the file beside the model, with its weights
+MAX_WITHIN_BYTES = 1 << 30  # protobuf ends at 2 GiB, and all of it is in memory when it is written
+_KEPT_KEYS = ("general.name", "general.license", "tokenizer.chat_template")
+_KEPT_PREFIXES = ("tokenizer.ggml.bos_", "tokenizer.ggml.eos_", "tokenizer.ggml.eot_", "tokenizer.ggml.add_")
+
+
+def export_onnx(
+    source: ModelFile,
+    path: Path,
+    draft_target: ModelFile | None = None,
+    *,
+    n_ctx: int,
+    style: Style = "contrib",
+    beside: bool = False,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write a model, or a head for a target; gives the files, which are whole or not there.
+
+    path: of the file, or a folder for a model.onnx.  n_ctx: positions that it has rotations for.  style: with operators
+    of ONNX Runtime, or those of the standard alone.  beside: weights in a file of their own beside it, as above 1 GiB.
+    The vocabulary is not in it. What is written is checked and run before it gets its name.
+    Raises UnsupportedModel, InvalidArgument, BackendUnavailable without onnx and onnxruntime, OSError.
+    """
+    graph = _graph(source, draft_target, n_ctx, style)
+    path = path / "model.onnx" if path.is_dir() else path
+    beside = beside or graph.constant_bytes > MAX_WITHIN_BYTES
+    with _folder_beside(path) as folder:
+        written = folder / path.name
+        write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)
+        check_file(written)
+        path.unlink(missing_ok=True)  # the old one does not go with the new weights
+        names = [path.name + DATA_ENDING] if beside else []
+        for name in (*names, path.name):
+            os.replace(folder / name, path.with_name(name))
+    return [path.with_name(name) for name in (path.name, *names)]
+
+
+def trained_context(source: ModelFile) -> int:
+    """Positions that a model or a head was trained with. Raises UnsupportedModel."""
+    return (read_head(source).decoder if is_draft_head(source) else read_spec(source)).n_ctx_train
+
+
+def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style) -> Graph:
+    """The graph of a model or a head, with what a user of the file must know."""
+    if not is_draft_head(source):
+        if target is not None:
+            raise InvalidArgument(f"{source.path} is no draft head, which alone has a target: leave that out")
+        graph = build_model(source, read_spec(source), n_ctx, style)
+        kept = {key: value for key, value in source.metadata.items() if _is_kept(key)}
+    else:
+        if target is None:
+            raise InvalidArgument(
+                f"{source.path} is a draft head, which needs its target's embeddings: name that model"
+            )
+        head, of_target = read_head(source), read_spec(target)
+        check_target(head, source.path, target, of_target)
+        graph = build_head(source, head.decoder, target, of_target, n_ctx, style)
+        kept = {"draft_vocab": head.draft_vocab.tolist(), "target.fingerprint": head.target.fingerprint}
+    graph.metadata |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
+    return graph
+
+
+def _is_kept(key: str) -> bool:
+    return key in _KEPT_KEYS or key.startswith(_KEPT_PREFIXES)
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A new folder on the same file system, gone afterwards with all that is in it."""
+    folder = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
