@@ -35,19 +35,19 @@ class ModelDrafter:
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
-        n_past = self._align(context.tokens)
+        n_past = self._align(context.tokens, context.n_assumed)
         one = self._costs.milliseconds(n_past)[1]
         return one, self._costs.of_chain(len(context.tokens) - n_past, n_past) - one
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
-        n_past = self._align(context.tokens)
+        n_past = self._align(context.tokens, context.n_assumed)
         if n_past < len(context.tokens) - 1:
             self._forward(context.tokens[n_past:-1])
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays, with a second choice where it is unsure."""
-        n_past = self._align(context.tokens)
+        n_past = self._align(context.tokens, context.n_assumed)
         unread, text = context.tokens[n_past:], list(context.tokens)
         tokens: list[int] = []
         parents: list[int] = []
@@ -83,8 +83,11 @@ class ModelDrafter:
         self._costs.close()
         self.session.close()
 
-    def _align(self, text: Sequence[int]) -> int:
-        """Cut the cache back to what it shares with the text but its last token; gives its length."""
+    def _align(self, text: Sequence[int], n_assumed: int) -> int:
+        """Cut the cache back to what it shares with the text but its last token; gives its length.
+
+        n_assumed: tokens at its end that may come otherwise.
+        """
         del self._tokens[self.session.n_past :]
         own = self._tokens
         n = min(self._n_agreed, len(own))
@@ -95,7 +98,7 @@ class ModelDrafter:
         if n < len(own):
             self.session.truncate(n)
             del own[n:]
-        self._n_agreed = n
+        self._n_agreed = min(n, len(text) - n_assumed)
         return n
 
     def _forward(self, tokens: Sequence[int]) -> Logits:

@@ -9,10 +9,20 @@ from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
-from edgeinfer.errors import Interrupted
+from edgeinfer.errors import BackendLost, Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
-from edgeinfer.speculation.policy import ChanceTable, Choice, Proposal, Reward, choose, floor_of, rate_of_chain
+from edgeinfer.speculation.policy import (
+    ChanceTable,
+    Choice,
+    Proposal,
+    Reward,
+    choose,
+    floor_of,
+    rate_ahead,
+    rate_of_chain,
+)
 from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
 from edgeinfer.types import Features, Logits
@@ -20,6 +30,7 @@ from edgeinfer.types import Features, Logits
 _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
+_PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
 _IDLE, _LATER = 32, 4
@@ -51,6 +62,8 @@ class _Seat:
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
         self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self.is_dropped = False
+        self.is_lost = False  # what it ran on failed
+        self.is_asked = False  # in this step
         self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
 
@@ -77,8 +90,20 @@ class _Seat:
             raise
         except Exception as error:  # whatever a drafter does, the text goes on
             self.is_dropped = True
+            self.is_lost = self.is_lost or isinstance(error, (BackendLost, MemoryError))
             tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
-        self.gain -= 1e3 * (perf_counter() - started)
+        seconds = perf_counter() - started
+        self.gain -= 1e3 * seconds
+        if self.costly is not None:
+            tally.waited_seconds += seconds
+
+    def rate(self, context: Context, milliseconds: Sequence[float], max_nodes: int) -> tuple[float, float]:
+        """Tokens a millisecond that a drafter which takes time promises, and milliseconds before its first draft."""
+        if self.costly is None:
+            return 0.0, 0.0
+        each, before = self.costly.cost(context)
+        rate_of = rate_of_chain if self.ahead is None else rate_ahead
+        return rate_of(self.table.mean, each, milliseconds, max_nodes), before
 
 
 class Speculator:
@@ -98,11 +123,24 @@ class Speculator:
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
         self._seats = [_Seat(drafter) for drafter in drafters]
         self._n_idle, self._idle_limit = 0, _IDLE
+        self._timeline: Timeline | None = None
 
     @property
     def drafters(self) -> list[Drafter]:
         """Those that were given."""
         return [seat.drafter for seat in self._seats]
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where checks, drafts and waits are noted, None for nowhere; may be set between requests."""
+        return self._timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        for seat in self._seats:
+            if seat.ahead:
+                seat.ahead.timeline = timeline
 
     @property
     def wants_features(self) -> bool:
@@ -153,6 +191,7 @@ class Speculator:
             seat.gain = milliseconds[1]
         self._observe(context, job.text[-1:], [logits], tally)
         for seat in self._seats:
+            context.outlook = seat.table
             with seat.working(tally):
                 if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
                     seat.costly.read(context)
@@ -189,6 +228,8 @@ class Speculator:
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
         ended = perf_counter()
+        if self._timeline is not None:
+            self._timeline.add("verify", drafted, passed, len(batch))
         tally.draft_seconds += drafted - started + ended - walked
         tally.step_seconds += ended - started
         return new
@@ -224,13 +265,18 @@ class Speculator:
         started = perf_counter()
         for seat in self._seats:
             if seat.costly and not seat.is_dropped:
-                seat.table.floor = floor
+                asked = perf_counter()
+                seat.table.floor, seat.table.patience = floor, _PATIENCE * milliseconds[1]
                 with seat.working(tally):
-                    if not self._pays(seat, context, rate, milliseconds, n_left):
+                    was_asked, seat.is_asked = seat.is_asked, self._pays(seat, context, rate, milliseconds, n_left)
+                    if not seat.is_asked:
+                        if seat.ahead and was_asked:
+                            seat.ahead.interrupt()
                         continue
                     each, before = seat.costly.cost(context)
                     seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
                 self._ask(seat, context, max_nodes, proposals, tally)
+                self._note_wait(seat, asked)
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
@@ -238,7 +284,7 @@ class Speculator:
     def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, tally: Tally) -> None:
         """Let drafters on other devices draft behind what is about to be checked."""
         for seat in self._seats:
-            if seat.ahead and not seat.is_dropped:
+            if seat.ahead and seat.is_asked and not seat.is_dropped:
                 context.outlook = seat.table
                 with seat.working(tally):
                     seat.ahead.go_on(context, path, max_nodes)
@@ -253,6 +299,14 @@ class Speculator:
             if tree.tokens:
                 proposals.append(Proposal(seat.drafter.name, tree, seat.table))
 
+    def _note_wait(self, seat: _Seat, started: float) -> None:
+        """Put the time since a drafter was asked into the timeline."""
+        if self._timeline is not None:
+            ended = perf_counter()
+            self._timeline.add("wait", started, ended, 0)
+            if not seat.ahead:  # else it notes what it does
+                self._timeline.add("draft", started, ended, 0)
+
     def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], n_left: int) -> bool:
         """Whether a drafter that takes time is worth it against that many tokens a millisecond.
 
@@ -260,8 +314,7 @@ class Speculator:
         """
         if seat.costly is None or seat.is_dropped or self._draft_max < 1:
             return False
-        each, before = seat.costly.cost(context)
-        own_rate = rate_of_chain(seat.table.mean, each, milliseconds, self._draft_max)
+        own_rate, before = seat.rate(context, milliseconds, self._draft_max)
         return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * min(n_left, _ANSWER) > before
 
     def _learn(
