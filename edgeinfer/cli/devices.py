@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +12,6 @@ from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import EdgeInferError
-
-_PATIENCE_SECONDS = 60  # some drivers compile for long when they do it first
-_REMEDY = "see /etc/OpenCL/vendors for the drivers, and update it or take it away"
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -54,30 +49,17 @@ def _cpu() -> dict[str, Any]:
 
 
 def _opencl() -> dict[str, Any]:
-    """What `ask_opencl` gives, asked in a process of its own: a driver that crashes or hangs ends only that."""
-    command = [sys.executable, "-P", "-c", "from edgeinfer.cli import devices; print(devices.ask_opencl())"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        reason = f"a driver did not answer within {_PATIENCE_SECONDS} s; {_REMEDY}"
-        return {"devices": [], "reason": reason}
-    if run.returncode:
-        last_words = (run.stderr.strip().splitlines() or ["without a word"])[-1]
-        reason = f"a driver ended the process that asked it (exit code {run.returncode}: {last_words}); {_REMEDY}"
-        return {"devices": [], "reason": reason}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    """The devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
+    from edgeinfer.backends.opencl.probe import probe_devices
+    from edgeinfer.speculation.placement import names_of
 
-
-def ask_opencl() -> str:
-    """JSON of the devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
-    try:
-        from edgeinfer.backends.opencl import check_device, list_devices
-
-        found = [vars(info) | {"reason": check_device(info)} for info in list_devices()]
-    except EdgeInferError as error:
-        return json.dumps({"devices": [], "reason": str(error)})
-    return json.dumps({"devices": found, "reason": None})
+    found, reason = probe_devices()
+    names = names_of([info for info, _ in found])
+    records = [
+        vars(info) | {"draft_device": name, "reason": why_not}
+        for name, (info, why_not) in zip(names, found, strict=True)
+    ]
+    return {"devices": records, "reason": reason}
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -115,6 +97,7 @@ def _device_lines(device: dict[str, Any]) -> Iterator[str]:
         "  compute units": f"{device['compute_units']}, groups of at most {device['max_work_group']}",
         "  memory": memory + (", shared with the CPU" if device["shares_host_memory"] else ""),
         "  local memory": f"{human_bytes(device['local_memory_bytes'])} a group",
+        "  drafts": f"with --draft-device {device['draft_device']}",
         "  extensions": ", ".join(device["extensions"]) or "none that are used here",
         "  not usable": device["reason"],
     }

@@ -11,6 +11,7 @@ both would wait for each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -259,7 +260,7 @@ class AheadDrafter:
         tree = no_draft() if draft is None else draft.tree(context.tokens)
         while draft is not None and draft.is_running and self._due <= last_due and _is_short(tree, context.outlook):
             n_nodes, left = len(tree), deadline - self._clock.now()
-            if left <= 0.0 or not self._clock.wait_for(lambda n=n_nodes: self._has_more(draft, context, n), left):
+            if left <= 0.0 or not self._clock.wait_for(partial(_has_more, draft, context, n_nodes), left):
                 break
             tree = draft.tree(context.tokens)
         self._worker.check()
@@ -325,9 +326,6 @@ class AheadDrafter:
         self._due = self._clock.now() + 1e-3 * each
 
     # ---- Out of it ---------------------------------------------------------------------------------------------------
-
-    def _has_more(self, draft: _Draft, context: Context, n_nodes: int) -> bool:
-        return not draft.is_running or len(draft.tree(context.tokens)) > n_nodes
 
     def _drop(self) -> None:
         """Stop the draft: it is not wanted any more."""
@@ -402,6 +400,10 @@ def _joined(tree: DraftTree, level: DraftTree, above: int) -> DraftTree:
     """A tree with a level more, whose nodes all follow that one."""
     parents = [*tree.parents, *[above] * len(level)]
     return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.kinds, *level.kinds])
+
+
+def _has_more(draft: _Draft, context: Context, n_nodes: int) -> bool:
+    return not draft.is_running or len(draft.tree(context.tokens)) > n_nodes
 
 
 def _is_short(tree: DraftTree, outlook: Outlook) -> bool:

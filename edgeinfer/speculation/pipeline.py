@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
-from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.errors import BackendLost, EdgeInferError, Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.policy import (
     ChanceTable,
@@ -52,6 +52,19 @@ class Job:
     stop_ids: Container[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a drafter works, for people.
+
+    spare: makes the one that takes its place when that fails; None for nothing.  takes_memory: the spare has only the
+    memory that the drafter gives back.
+    """
+
+    where: str
+    spare: Callable[[], Drafter] | None = None
+    takes_memory: bool = False
+
+
 class _Seat:
     """A drafter, what was learnt about it, and whether it is asked."""
 
@@ -62,7 +75,7 @@ class _Seat:
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
         self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self.is_dropped = False
-        self.is_lost = False  # what it ran on failed
+        self.lost = ""  # how what it ran on failed
         self.is_asked = False  # in this step
         self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
@@ -90,7 +103,8 @@ class _Seat:
             raise
         except Exception as error:  # whatever a drafter does, the text goes on
             self.is_dropped = True
-            self.is_lost = self.is_lost or isinstance(error, (BackendLost, MemoryError))
+            if isinstance(error, (BackendLost, MemoryError)):
+                self.lost = str(error) or "out of memory"
             tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
         seconds = perf_counter() - started
         self.gain -= 1e3 * seconds
@@ -110,11 +124,17 @@ class Speculator:
     """Decodes with drafts. What the drafters know and what was learnt about them outlives a request.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
-    draft_max: most nodes of a tree.
+    draft_max: most nodes of a tree.  placed: by the names of drafters that have a place; kept as it changes.
     """
 
     def __init__(
-        self, session: Session, drafters: Sequence[Drafter], costs: CostModel, n_vocab: int, draft_max: int
+        self,
+        session: Session,
+        drafters: Sequence[Drafter],
+        costs: CostModel,
+        n_vocab: int,
+        draft_max: int,
+        placed: Mapping[str, Placed] | None = None,
     ) -> None:
         self._session = session
         self.costs = costs
@@ -122,6 +142,7 @@ class Speculator:
         n_batch = getattr(session, "n_batch", session.n_ctx)
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
         self._seats = [_Seat(drafter) for drafter in drafters]
+        self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
         self._timeline: Timeline | None = None
 
@@ -149,6 +170,7 @@ class Speculator:
 
     def follow(self, text: Sequence[int], first: int, features: Features, tally: Tally) -> None:
         """Hand on the target's hidden rows (n, n_embd) of the tokens from text[first] on."""
+        self._replace_lost(tally)
         for seat in self._seats:
             if seat.follower and seat.drafter.name not in tally.dropped:
                 with seat.working(tally):
@@ -174,12 +196,14 @@ class Speculator:
         """Give the drafters' memory back, and keep what was learnt of the costs."""
         self.costs.close()
         for seat in self._seats:
-            seat.drafter.close()
+            with suppress(BackendLost):  # what hangs keeps what it has
+                seat.drafter.close()
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
+        self._replace_lost(tally)
         context = Context(job.text[:-1], job.draw, job.is_greedy)
         milliseconds = self.costs.milliseconds(self._session.n_past)
         for seat in self._seats:
@@ -196,6 +220,22 @@ class Speculator:
                 if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
                     seat.costly.read(context)
         return context
+
+    def _replace_lost(self, tally: Tally) -> None:
+        """Put spares in the places of drafters whose devices failed in an earlier request."""
+        for seat in [seat for seat in self._seats if seat.lost and seat.drafter.name not in tally.dropped]:
+            name, why = seat.drafter.name, seat.lost
+            placed, seat.lost = self.placed.get(name, Placed("")), ""
+            if placed.spare is None or (not _closed(seat.drafter) and placed.takes_memory):
+                continue
+            try:
+                spares = [_Seat(placed.spare())]
+                self.placed[name] = Placed(f"the CPU; it was {placed.where}: {why}")
+            except (EdgeInferError, OSError, MemoryError) as error:
+                spares = []
+                tally.dropped[name] = str(error)
+            place = self._seats.index(seat)
+            self._seats[place : place + 1] = spares
 
     def _step(self, job: Job, context: Context, n_left: int, tally: Tally) -> list[int]:
         """Draft, check, take; gives the new tokens, at least one."""
@@ -346,3 +386,12 @@ class Speculator:
             if seat.is_awake:
                 with seat.working(tally):
                     seat.drafter.observe(context, len(new), rows)
+
+
+def _closed(drafter: Drafter) -> bool:
+    """Whether a drafter could be closed, and gave back what it had."""
+    try:
+        drafter.close()
+    except Exception:  # its device failed, and may fail in any way
+        return False
+    return True

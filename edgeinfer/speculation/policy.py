@@ -212,6 +212,15 @@ def rate_ahead(chance: float, draft: float, milliseconds: Sequence[float], max_n
     return best
 
 
+def beats(ahead: float, in_turns: float, milliseconds: Sequence[float]) -> bool:
+    """Whether a draft model that drafts while the target works, and one of the same that takes turns with it, should
+    be the former, by milliseconds of a drafted token.
+    """
+    chance, most = ChanceTable().mean, MAX_TOKENS - 1
+    there, here = rate_ahead(chance, ahead, milliseconds, most), rate_of_chain(chance, in_turns, milliseconds, most)
+    return there > here
+
+
 def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple[Choice, list[float]]:
     """All nodes that may pay, equal ones once, and the chance that each is reached and right."""
     merged = Choice()

@@ -26,8 +26,8 @@ class Speculation:
     steps: forward passes of the model.  tokens: that they gave.  by_drafter, by_depth (the first entry: nodes right
     behind the text): what was checked.  draft_seconds: for making and choosing drafts and learning from them;
     waited_seconds: of these, for drafters that take time, little where they work while the model does.  verify_seconds:
-    in forward passes.  plain_seconds: estimate, from the measured cost of one token, of what one by one would have taken
-    instead of step_seconds, for all of it.  dropped: drafters that were not used to the end, and why.
+    in forward passes.  plain_seconds: estimate, from the measured cost of one token, of what one by one would have
+    taken instead of step_seconds, for all of it.  dropped: drafters that were not used to the end, and why.
     """
 
     steps: int

@@ -1,0 +1,249 @@
+"""Where a draft model runs: what names mean, which device is taken, and what happens to those that fail."""
+
+import time
+import warnings
+
+import pytest
+from drafting import FixedCosts, cost_model
+from tiny_heads import write_tiny_head
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer import devices
+from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.drafters.ahead import AheadDrafter
+from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.worker import WatchedDrafter
+from edgeinfer.errors import BackendLost, BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument
+from edgeinfer.speculation import opening, placement
+from edgeinfer.speculation.placement import DraftDevice, candidates, check_name
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+GREEDY = {"max_tokens": 60, "temperature": 0.0}
+
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+class Elsewhere:
+    """The native engine as if it were another device. fail: what its sessions do before they begin to work.
+
+    sessions: those that were made.
+    """
+
+    name = "elsewhere"
+
+    def __init__(self, fail=lambda n_calls: None, slowdown=0.0):
+        self.native = NativeBackend(for_drafts=True)
+        self.fail, self.slowdown, self.sessions = fail, slowdown, []
+
+    def plan(self, *arguments):
+        return self.native.plan(*arguments)
+
+    def load(self, file, spec, plan, device, progress=None):
+        session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
+        forward, n_calls = session.forward, 0
+
+        def failing(*arguments, **options):
+            nonlocal n_calls
+            n_calls += 1
+            self.fail(n_calls)
+            time.sleep(self.slowdown)
+            return forward(*arguments, **options)
+
+        session.forward = failing
+        self.sessions.append(session)
+        return session
+
+
+def device(backend=None, name="gpu0", **options):
+    fields = {"is_gpu": True, "facts": (name,), "n_cores": 0, "shares_memory": False} | options
+    return DraftDevice(name, f"the device {name}", backend=backend or Elsewhere(), **fields)
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """listed(*devices): they are all there are; (device, reason) is one that cannot be used."""
+
+    def be(*found, why_none=None):
+        pairs = [each if isinstance(each, tuple) else (each, None) for each in found]
+        monkeypatch.setattr(placement, "_KINDS", {"opencl": lambda: (pairs, why_none)})
+
+    return be
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        return engine.generate(PROMPT, **GREEDY).tokens
+
+
+@pytest.fixture
+def open_engine(model):
+    """open_engine(device name): an engine that drafts with the model itself, all drafts of which pay, and warnings."""
+    engines = []
+
+    def open_on(name="gpu", draft=None, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = edgeinfer.load(model, draft=[str(draft or model)], draft_device=name, **options)
+        engines.append(engine)
+        engine.tokenizer.stop_ids = frozenset()
+        engine.speculator.costs = FixedCosts()
+        return engine, [str(warning.message) for warning in caught]
+
+    yield open_on
+    for engine in engines:
+        engine.close()
+
+
+def drafter_of(engine):
+    return engine.speculator.drafters[-1]
+
+
+# ---- Names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "gpu", "gpu:0", "gpu:12", "opencl:3"])
+def test_names_of_devices_are_taken_whether_there_are_any(name):
+    check_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "GPU", "gpu:", "gpu:x", "gpu:-1", "cuda:0", "opencl", "cpu:0", "gpu:0\n"])
+def test_other_names_are_refused_with_those_that_there_are(name, model):
+    with pytest.raises(InvalidArgument, match="a draft device is one of auto, cpu, gpu, gpu:N, opencl:N"):
+        check_name(name)
+    with pytest.raises(InvalidArgument, match="draft device"):
+        edgeinfer.load(model, draft_device=name)
+
+
+def test_a_name_means_the_gpu_or_the_device_of_that_number(listed):
+    cpu, first, second = device(name="opencl:0", is_gpu=False), device(name="opencl:1"), device(name="opencl:2")
+    listed(cpu, first, (second, "broken"))
+    assert candidates("cpu") == [] and candidates("auto") == candidates("gpu") == candidates("gpu:0") == [first]
+    assert candidates("opencl:0") == [cpu] and candidates("opencl:1") == [first]
+    with pytest.raises(BackendUnavailable, match=r"the device opencl:2 cannot be used: broken"):
+        candidates("gpu:1")
+    for name in ("gpu:2", "opencl:3"):
+        with pytest.raises(BackendUnavailable, match="there is no such device; there is opencl:0, the device opencl:0"):
+            candidates(name)
+    listed(why_none="no driver")
+    with pytest.raises(BackendUnavailable, match="there is no such device; no driver"):
+        candidates("gpu")
+    assert candidates("auto") == []
+
+
+def test_no_device_is_asked_where_none_is_wanted(model, monkeypatch):
+    def ask():
+        raise AssertionError("the drivers were asked")
+
+    monkeypatch.setattr(placement, "_KINDS", {"opencl": ask})
+    for options in ({}, {"draft": "none", "draft_device": "gpu"}, {"draft": str(model), "draft_device": "cpu"}):
+        edgeinfer.load(model, **options).close()
+
+
+@pytest.mark.parametrize("n_cores, n_threads, is_apart", [(0, 8, True), (1, 3, True), (1, 4, False), (4, 1, False)])
+def test_a_device_of_cpu_cores_is_apart_where_there_are_enough_for_both(n_cores, n_threads, is_apart, monkeypatch):
+    monkeypatch.setattr(devices, "physical_cores", lambda: 4)
+    assert device(n_cores=n_cores).is_apart(n_threads) == is_apart
+
+
+# ---- Placing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_device_drafts_ahead_and_one_of_the_same_cores_in_turns(listed, open_engine, expected):
+    for n_cores, kind in ((0, AheadDrafter), (10**6, WatchedDrafter)):
+        listed(device(n_cores=n_cores))
+        engine, notes = open_engine("gpu")
+        assert type(drafter_of(engine)) is kind and notes == []
+        assert engine.speculator.placed["model"].where.startswith("the device gpu0, ")
+        completion = engine.generate(PROMPT, **GREEDY)
+        assert completion.tokens == expected and completion.timings.speculation.dropped == {}
+        engine.close()
+
+
+def test_a_device_that_is_missing_is_said_and_the_cpu_drafts(listed, open_engine, expected):
+    listed(why_none="no driver is installed")
+    engine, notes = open_engine("gpu:1")
+    assert notes == ["drafting goes on without gpu:1: there is no such device; no driver is installed"]
+    assert type(drafter_of(engine)) is ModelDrafter and engine.speculator.placed["model"].where == "the CPU"
+    assert engine.generate(PROMPT, **GREEDY).tokens == expected
+
+
+def _lost(n_calls):
+    raise BackendLost("the driver is broken")
+
+
+def _out_of_memory(n_calls):
+    raise MemoryError("out of memory")
+
+
+@pytest.mark.parametrize("fail, words", [(_lost, "driver is broken"), (_out_of_memory, "out of memory")])
+def test_a_device_that_fails_when_it_is_opened_is_said_and_the_cpu_drafts(listed, open_engine, expected, fail, words):
+    listed(device(Elsewhere(fail)))
+    engine, notes = open_engine("gpu")
+    assert notes == [f"drafting goes on without gpu0: {notes[0].partition(': ')[2]}"] and words in notes[0]
+    assert type(drafter_of(engine)) is ModelDrafter
+    assert engine.generate(PROMPT, **GREEDY).tokens == expected
+
+
+def test_a_model_that_does_not_fit_on_a_device_drafts_on_the_cpu(listed, open_engine):
+    class Small(Elsewhere):
+        def plan(self, *arguments):
+            raise BudgetExceeded("it has 1 MiB")
+
+    listed(device(Small()))
+    engine, notes = open_engine("gpu")
+    assert notes == ["drafting goes on without gpu0: it has 1 MiB"] and type(drafter_of(engine)) is ModelDrafter
+
+
+def test_memory_of_a_device_is_counted_where_it_is_the_machines(listed, model, monkeypatch):
+    with edgeinfer.load(model, draft=[str(model)], draft_device="cpu") as engine:
+        on_cpu, target = engine.memory_plan.use.drafters, engine.memory_plan.use.total - engine.memory_plan.use.drafters
+    for shares_memory in (True, False):
+        listed(device(shares_memory=shares_memory))
+        with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
+            assert engine.memory_plan.use.drafters == on_cpu
+        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(devices, "available_memory", lambda: target + on_cpu // 2)
+            with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
+                assert len(engine.speculator.drafters) == (not shares_memory)
+                assert engine.memory_plan.use.drafters == 0
+        assert bool(caught) == shares_memory
+
+
+@pytest.mark.parametrize("own, of_cpu, is_taken", [(1.0, 5.0, True), (3.0, 3.0, True), (9.9, 1.0, False)])
+def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engine, monkeypatch, own, of_cpu, is_taken):
+    """Milliseconds of a drafted token; one of the target takes ten."""
+
+    def costs_of(milliseconds):
+        return cost_model(lambda n: milliseconds * (1.0 + 0.03 * (n - 1)))
+
+    def on_the_cpu(file, session, plan, device, seconds, *facts):
+        return costs_of(of_cpu if facts else 10.0)
+
+    monkeypatch.setattr(placement, "kept_costs", lambda key, measure: costs_of(own))
+    monkeypatch.setattr(opening, "_costs", on_the_cpu)
+    backend = Elsewhere()
+    listed(device(backend))
+    engine, notes = open_engine("auto")
+    assert type(drafter_of(engine)) is (AheadDrafter if is_taken else ModelDrafter) and notes == []
+    assert ("1.0 ms a token" if own == 1.0 else "gpu0" if is_taken else "CPU") in engine.speculator.placed[
+        "model"
+    ].where
+    if not is_taken:
+        with pytest.raises(EdgeInferError, match="closed"):
+            backend.sessions[0].forward([1])
+
+
+def test_a_head_runs_on_the_cpu_whatever_is_named(listed, open_engine, model, tmp_path):
+    head = write_tiny_head(tmp_path / "head.gguf", model)
+    engine, notes = open_engine("gpu", draft=head)
+    assert notes == ["drafting goes on without gpu: draft heads run on the CPU"] and drafter_of(engine).name == "head"
