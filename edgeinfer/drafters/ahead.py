@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Protocol
 
 from edgeinfer.drafters.base import Context, CostlyDrafter, FeatureDrafter, Outlook
-from edgeinfer.drafters.worker import LEAST_SECONDS, Clock, Worker
+from edgeinfer.drafters.worker import Clock, Worker
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree, no_draft
@@ -225,12 +225,11 @@ class AheadDrafter:
         drafter: CostlyDrafter,
         device: str = "the draft device",
         clock: Clock | None = None,
-        least_seconds: float = LEAST_SECONDS,
     ) -> None:
         self.name = drafter.name
         self.timeline: Timeline | None = None
         self._drafter = drafter
-        self._worker = Worker(drafter.name, device, clock, least_seconds)
+        self._worker = Worker(drafter.name, device, clock)
         self._clock = self._worker.clock
         self._draft: _Draft | None = None
         self._milliseconds = 0.0  # of a drafted token
@@ -345,9 +344,8 @@ class AheadFeatureDrafter(AheadDrafter):
         drafter: FeatureDrafter,
         device: str = "the draft device",
         clock: Clock | None = None,
-        least_seconds: float = LEAST_SECONDS,
     ) -> None:
-        super().__init__(drafter, device, clock, least_seconds)
+        super().__init__(drafter, device, clock)
         self._follower = drafter
 
     def follow(self, text: Sequence[int], first: int, features: Features) -> None:
@@ -363,15 +361,12 @@ class AheadFeatureDrafter(AheadDrafter):
 
 
 def drafting_ahead(
-    drafter: CostlyDrafter,
-    device: str = "the draft device",
-    clock: Clock | None = None,
-    least_seconds: float = LEAST_SECONDS,
+    drafter: CostlyDrafter, device: str = "the draft device", clock: Clock | None = None
 ) -> AheadDrafter:
     """That drafter with a thread in which it drafts while the target checks. device: what it runs on, for messages."""
     if isinstance(drafter, FeatureDrafter):
-        return AheadFeatureDrafter(drafter, device, clock, least_seconds)
-    return AheadDrafter(drafter, device, clock, least_seconds)
+        return AheadFeatureDrafter(drafter, device, clock)
+    return AheadDrafter(drafter, device, clock)
 
 
 def behind(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:

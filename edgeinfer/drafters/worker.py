@@ -54,12 +54,10 @@ class Worker:
     device: what they run on, for messages.  least_seconds: that a call may always take.
     """
 
-    def __init__(
-        self, name: str, device: str, clock: Clock | None = None, least_seconds: float = LEAST_SECONDS
-    ) -> None:
+    def __init__(self, name: str, device: str, clock: Clock | None = None, least_seconds: float | None = None) -> None:
         self.clock = Clock() if clock is None else clock
         self._device = device
-        self._least_seconds = least_seconds
+        self._least_seconds = LEAST_SECONDS if least_seconds is None else least_seconds
         self._waiting: deque[_Call] = deque()
         self._running: _Call | None = None
         self._error: BaseException | None = None
@@ -151,10 +149,10 @@ class Worker:
 class WatchedDrafter:
     """A drafter whose calls run in another thread, each waited for, but no longer than a device that works can take."""
 
-    def __init__(self, drafter: CostlyDrafter, device: str, least_seconds: float = LEAST_SECONDS) -> None:
+    def __init__(self, drafter: CostlyDrafter, device: str) -> None:
         self.name = drafter.name
         self._drafter = drafter
-        self._worker = Worker(drafter.name, device, least_seconds=least_seconds)
+        self._worker = Worker(drafter.name, device)
         self._cost = 0.0, 0.0
 
     def start(self, context: Context) -> None:
@@ -192,8 +190,8 @@ class WatchedDrafter:
 class WatchedFeatureDrafter(WatchedDrafter):
     """The same for a drafter that goes on from the target's hidden rows."""
 
-    def __init__(self, drafter: FeatureDrafter, device: str, least_seconds: float = LEAST_SECONDS) -> None:
-        super().__init__(drafter, device, least_seconds)
+    def __init__(self, drafter: FeatureDrafter, device: str) -> None:
+        super().__init__(drafter, device)
         self._follower = drafter
 
     def follow(self, text: Sequence[int], first: int, features: Features) -> None:
@@ -201,7 +199,8 @@ class WatchedFeatureDrafter(WatchedDrafter):
         self._worker.run(lambda: self._follower.follow(text, first, features))
 
 
-def watched(drafter: CostlyDrafter, device: str, least_seconds: float = LEAST_SECONDS) -> WatchedDrafter:
+def watched(drafter: CostlyDrafter, device: str) -> WatchedDrafter:
     """That drafter, watched. device: what it runs on, for messages."""
-    kind = WatchedFeatureDrafter if isinstance(drafter, FeatureDrafter) else WatchedDrafter
-    return kind(drafter, device, least_seconds)  # type: ignore[arg-type]
+    if isinstance(drafter, FeatureDrafter):
+        return WatchedFeatureDrafter(drafter, device)
+    return WatchedDrafter(drafter, device)

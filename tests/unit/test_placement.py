@@ -1,7 +1,10 @@
 """Where a draft model runs: what names mean, which device is taken, and what happens to those that fail."""
 
+import random
+import threading
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 from drafting import FixedCosts, cost_model
@@ -11,10 +14,20 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.cli.answering import write_answer
+from edgeinfer.cli.terminal import ProgressBar, Writer
+from edgeinfer.drafters import worker
 from edgeinfer.drafters.ahead import AheadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.worker import WatchedDrafter
-from edgeinfer.errors import BackendLost, BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument
+from edgeinfer.errors import (
+    BackendLost,
+    BackendUnavailable,
+    BudgetExceeded,
+    EdgeInferError,
+    Interrupted,
+    InvalidArgument,
+)
 from edgeinfer.speculation import opening, placement
 from edgeinfer.speculation.placement import DraftDevice, candidates, check_name
 
@@ -70,6 +83,12 @@ def listed(monkeypatch):
         monkeypatch.setattr(placement, "_KINDS", {"opencl": lambda: (pairs, why_none)})
 
     return be
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch):
+    """Devices are not measured, so that each call of a session is one for a draft, but the first."""
+    monkeypatch.setattr(placement, "kept_costs", lambda key, measure: cost_model())
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +266,163 @@ def test_a_head_runs_on_the_cpu_whatever_is_named(listed, open_engine, model, tm
     head = write_tiny_head(tmp_path / "head.gguf", model)
     engine, notes = open_engine("gpu", draft=head)
     assert notes == ["drafting goes on without gpu: draft heads run on the CPU"] and drafter_of(engine).name == "head"
+
+
+# ---- Devices that fail later -----------------------------------------------------------------------------------------
+
+
+class Hanging:
+    """A call that does not come back before the test ends."""
+
+    def __init__(self):
+        self.released = threading.Event()
+
+    def __call__(self, n_calls):
+        self.released.wait(60)
+        raise BackendLost("it hung")
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    monkeypatch.setattr(worker, "LEAST_SECONDS", 0.2)
+    hang = Hanging()
+    yield hang
+    hang.released.set()
+
+
+def after(n, fail):
+    """Fails from the n-th call on."""
+    return lambda n_calls: fail(n_calls) if n_calls > n else None
+
+
+def until_dropped(engine, expected):
+    """Answers, all of which are right, until a drafter was dropped in one: why."""
+    for _ in range(300):
+        completion = engine.generate(PROMPT, **GREEDY)
+        assert completion.tokens == expected
+        if completion.timings.speculation.dropped:
+            return completion.timings.speculation.dropped
+    raise AssertionError("no drafter was dropped")
+
+
+@pytest.mark.parametrize("n_cores", [0, 10**6], ids=["ahead", "in turns"])
+@pytest.mark.parametrize("kind", ["lost", "out of memory", "hangs"])
+def test_a_device_that_fails_in_an_answer_is_said_and_the_next_one_is_drafted_on_the_cpu(
+    listed, open_engine, expected, hanging, kind, n_cores
+):
+    fail, words = {
+        "lost": (_lost, "the driver is broken"),
+        "out of memory": (_out_of_memory, "out of memory"),
+        "hangs": (hanging, "the device gpu0 has not answered for"),
+    }[kind]
+    listed(device(Elsewhere(after(12, fail)), n_cores=n_cores))
+    engine, notes = open_engine("gpu")
+    assert notes == [] and type(drafter_of(engine)) is (WatchedDrafter if n_cores else AheadDrafter)
+    dropped = until_dropped(engine, expected)
+    assert list(dropped) == ["model"] and words in dropped["model"]
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == expected and completion.timings.speculation.dropped == {}
+    assert type(drafter_of(engine)) is ModelDrafter and completion.timings.speculation.by_drafter["model"].accepted > 10
+    assert engine.speculator.placed["model"].where.startswith("the CPU; it was the device gpu0")
+
+
+def test_a_device_that_hangs_with_the_memory_of_the_machine_has_no_spare(listed, open_engine, expected, hanging):
+    """What it holds cannot be given back: a second draft model might not fit."""
+    listed(device(Elsewhere(after(12, hanging)), shares_memory=True))
+    engine, _ = open_engine("gpu")
+    until_dropped(engine, expected)
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == expected and "has not answered" in completion.timings.speculation.dropped["model"]
+
+
+def test_a_device_that_hangs_does_not_keep_an_engine_from_closing(listed, open_engine, expected, hanging):
+    for n_cores in (0, 10**6):
+        listed(device(Elsewhere(after(12, hanging)), n_cores=n_cores))
+        engine, _ = open_engine("gpu")
+        until_dropped(engine, expected)
+        engine.close()
+
+
+def test_a_device_that_hangs_when_it_is_opened_is_given_up(listed, open_engine, expected, hanging, monkeypatch):
+    monkeypatch.setattr(placement, "_OPENING_SECONDS", 0.2)
+    listed(device(Elsewhere(hanging)))
+    engine, notes = open_engine("gpu")
+    assert len(notes) == 1 and notes[0].startswith("drafting goes on without gpu0: the device gpu0 has not answered")
+    assert engine.generate(PROMPT, **GREEDY).tokens == expected
+
+
+def test_the_command_line_says_in_one_line_that_a_device_failed_in_an_answer(listed, open_engine, expected, capsys):
+    listed(device(Elsewhere(after(12, _lost))))
+    engine, _ = open_engine("gpu")
+    for _ in range(3):
+        answer = engine.stream(PROMPT, **GREEDY)
+        write_answer(engine, answer, Writer.to_stdout(silent=True), ProgressBar("reading"))
+        assert answer.completion.tokens == expected
+    assert capsys.readouterr().err == "drafting went on without model: BackendLost: the driver is broken\n"
+
+
+def test_a_spare_that_fails_too_ends_drafting_and_no_answer(listed, open_engine, expected, monkeypatch):
+    listed(device(Elsewhere(after(12, _lost))))
+    engine, _ = open_engine("gpu")
+    until_dropped(engine, expected)
+    placed = engine.speculator.placed["model"]
+    engine.speculator.placed["model"] = replace(placed, spare=lambda: _lost(0))
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == expected and completion.timings.speculation.dropped == {"model": "the driver is broken"}
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == expected and completion.timings.speculation.dropped == {}
+
+
+REQUESTS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.2, "seed": 2, "repeat_penalty": 1.2},
+]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(model):
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        return [engine.generate(PROMPT, max_tokens=40, **request).tokens for request in REQUESTS]
+
+
+def random_failure(chance, *ways):
+    """Fails now and then, in these ways; once it is lost it stays so."""
+    chances = [chance.random() * 0.1 for _ in ways]
+    lost = []
+
+    def fail(n_calls):
+        for way, of_way in zip(ways, chances, strict=True):
+            is_lasting = way is _lost or isinstance(way, Hanging)
+            if n_calls > 1 and chance.random() < (0.1 * of_way if is_lasting else of_way):
+                lost.extend([way] if is_lasting else [])
+                way(n_calls)
+        if lost:
+            lost[0](n_calls)
+
+    return fail
+
+
+def _interrupted(n_calls):  # as when a draft was stopped, but too late
+    raise Interrupted("injected")
+
+
+def _wrong(n_calls):
+    raise ValueError("injected")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_fails_at_random_the_text_is_that_of_plain_decoding(seed, listed, open_engine, plain_tokens, hanging):
+    """Ten answers each."""
+    chance = random.Random(seed)
+    for n_cores in (0, 10**6):
+        slowdown = chance.choice([0.0, 0.0, 0.001])
+        ways = [_lost, _out_of_memory, _wrong, hanging, *([] if n_cores else [_interrupted])]
+        listed(device(Elsewhere(random_failure(chance, *ways), slowdown), n_cores=n_cores))
+        engine, _ = open_engine("gpu")
+        for _ in range(5):
+            which = chance.randrange(len(REQUESTS))
+            completion = engine.generate(PROMPT, max_tokens=40, **REQUESTS[which])
+            assert completion.tokens == plain_tokens[which]
+        engine.close()
