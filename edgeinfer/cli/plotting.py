@@ -1,4 +1,4 @@
-"""Curves into PNG files, with matplotlib where it is installed."""
+"""Figures into PNG files, with matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_matplotlib() -> None:
 
 
 @contextmanager
-def figure_into(target: Path, n_panels: int = 1) -> Iterator[Any]:
-    """The axes to draw into, one or an array side by side; the file is written at the end.
+def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | None = None) -> Iterator[Any]:
+    """The axes to draw into, one or an array side by side; the file is written at the end. inches: width and height.
 
     Raises BackendUnavailable where matplotlib is not installed.
     """
@@ -29,7 +29,7 @@ def figure_into(target: Path, n_panels: int = 1) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, n_panels, figsize=(2 + 4 * n_panels, 4), layout="constrained")
+    figure, axes = pyplot.subplots(1, n_panels, figsize=inches or (2 + 4 * n_panels, 4), layout="constrained")
     try:
         yield axes
         figure.savefig(target, dpi=150)
