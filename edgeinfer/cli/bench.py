@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import warnings_as_notes
-from edgeinfer.cli.plotting import check_matplotlib, figure_into
+from edgeinfer.cli.plotting import check_matplotlib, draw_timeline, figure_into
 from edgeinfer.cli.terminal import ProgressBar, note, visible
 from edgeinfer.errors import InvalidArgument
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from edgeinfer.bench import Report
     from edgeinfer.engine import Loadable
     from edgeinfer.gguf import ModelFile
-    from edgeinfer.speculation.timeline import Event
 
 _ROUNDS = 8  # of a timeline
 
@@ -181,21 +179,4 @@ def _draw_timeline(
         f"timeline: {speculation.tokens_per_step:.2f} tokens a step, {timeline.seconds('verify'):.2f} s checking, "
         f"{timeline.seconds('draft'):.2f} s drafting, {waited:.1%} of the time waiting for drafts"
     )
-    _draw_events(timeline.rounds(max(0, speculation.steps // 2 - _ROUNDS // 2), _ROUNDS), title, target)
-
-
-def _draw_events(events: Sequence[Event], title: str, target: Path) -> None:
-    rows = {"verify": (1.0, "tab:blue"), "wait": (1.0, "tab:red"), "draft": (0.0, "tab:green")}
-    start = min((event.start for event in events), default=0.0)
-    with figure_into(target, inches=(11, 2.6)) as axes:
-        for kind, (row, color) in rows.items():
-            of_kind = [event for event in events if event.kind == kind]
-            bars = [(1e3 * (event.start - start), 1e3 * (event.end - event.start)) for event in of_kind]
-            axes.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.5, label=kind)
-            for event, (left, width) in zip(of_kind, bars, strict=True):
-                if kind == "verify":
-                    axes.text(left + width / 2, row, str(event.n), ha="center", va="center", fontsize=7, color="white")
-        axes.set_yticks([0.0, 1.0], ["drafter", "target (tokens)"])
-        axes.set_xlabel("milliseconds")
-        axes.set_title(title, fontsize=8)
-        axes.legend(loc="upper right", fontsize=7, ncols=3)
+    draw_timeline(timeline.rounds(max(0, speculation.steps // 2 - _ROUNDS // 2), _ROUNDS), title, target)
