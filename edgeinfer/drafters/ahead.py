@@ -285,8 +285,10 @@ class AheadDrafter:
     def close(self) -> None:
         """End the thread, and close the drafter. Raises BackendLost where its device hangs: nothing is given back."""
         self._drop()
-        self._worker.run(self._drafter.close)
-        self._worker.close()
+        try:
+            self._worker.run(self._drafter.close)
+        finally:
+            self._worker.close()
 
     # ---- In the thread -----------------------------------------------------------------------------------------------
 

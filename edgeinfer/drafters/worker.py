@@ -183,8 +183,10 @@ class WatchedDrafter:
 
     def close(self) -> None:
         """Close the drafter, and end the thread. Raises BackendLost where its device hangs: nothing is given back."""
-        self._worker.run(self._drafter.close)
-        self._worker.close()
+        try:
+            self._worker.run(self._drafter.close)
+        finally:
+            self._worker.close()
 
 
 class WatchedFeatureDrafter(WatchedDrafter):

@@ -181,10 +181,15 @@ class Speculator:
         context = self._start(job, logits, tally)
         yield job.text[-1]
         n_left = job.limit
-        while n_left > 0:
-            new = self._step(job, context, n_left, tally)
-            n_left -= len(new)
-            yield from new
+        try:
+            while n_left > 0:
+                new = self._step(job, context, n_left, tally)
+                n_left -= len(new)
+                yield from new
+        finally:
+            for seat in self._seats:
+                if seat.ahead:  # it would draft on behind the answer
+                    seat.ahead.interrupt()
 
     def interrupt(self) -> None:
         """Stop a drafter that works; callable from any thread."""

@@ -10,10 +10,11 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.drafters.ahead import AheadDrafter, behind, drafting_ahead
-from edgeinfer.drafters.base import DraftsAhead, FeatureDrafter
+from edgeinfer.drafters.base import Context, DraftsAhead, FeatureDrafter
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.policy import ChanceTable, Reward
 from edgeinfer.speculation.tree import DraftTree
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -188,6 +189,27 @@ def test_only_a_drafter_of_features_is_given_them(files, model):
             assert isinstance(drafter, AheadDrafter) and isinstance(drafter, DraftsAhead)
             assert isinstance(drafter, FeatureDrafter) == wanted
             assert not isinstance(engine.speculator.drafters[-1], DraftsAhead)
+
+
+def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
+    """Drafts behind a true text are those of a draft model that never saw another one."""
+    with edgeinfer.load(model, draft=[str(model)]) as engine, edgeinfer.load(model, draft=[str(model)]) as other:
+        used, fresh = engine.speculator.drafters[-1], other.speculator.drafters[-1]
+        text = engine.tokenize(PROMPT)
+
+        def proposed(drafter, tokens, n_assumed=0):
+            context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, n_assumed=n_assumed)
+            context.outlook = ChanceTable()
+            context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
+            return drafter.propose(context, 8)
+
+        wrong = [(token + 1) % 200 for token in text[:6]]
+        for n in (3, 6):
+            proposed(used, [*text, *wrong[:n]], n_assumed=n)
+        came = [*text, *((token + 2) % 200 for token in text[:9])]
+        tree = proposed(used, came)
+        assert tree == proposed(fresh, came) and len(tree) > 1
+        assert used._tokens[: len(came)] == came
 
 
 def test_the_part_of_a_tree_behind_a_path_is_a_tree():
