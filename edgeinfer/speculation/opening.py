@@ -90,6 +90,7 @@ class DraftPlan:
         """
         on_cpu = None if self.plan is None else partial(_open_model, file, spec, self.plan, self.n_vocab, device)
         of_cpu = self._milliseconds_on_cpu(file, spec, device) if self.is_auto and self.places else None
+        cpu = "the CPU" if of_cpu is None else f"the CPU, {of_cpu:.1f} ms a token"
         for place, plan in self.places:
             try:
                 drafter, own_costs = open_model_on(place, file, spec, plan, self.n_vocab, device.n_threads)
@@ -97,12 +98,16 @@ class DraftPlan:
                 self.dropped[place.name] = str(error)
                 continue
             own = own_costs.milliseconds(0)[1]
-            if of_cpu is None or beats(own, of_cpu, costs.milliseconds(0)):
-                return drafter, Placed(f"{place.title}, {own:.1f} ms a token", on_cpu, place.shares_memory)
+            where = f"{place.title}, {own:.1f} ms a token"
+            if of_cpu is None:
+                return drafter, Placed(where, on_cpu, place.shares_memory)
+            if beats(own, of_cpu, costs.milliseconds(0)):
+                return drafter, Placed(f"{where}, rather than {cpu}", on_cpu, place.shares_memory)
             drafter.close()
+            cpu += f", rather than {where}"
         if on_cpu is None:
             raise BudgetExceeded(f"{file.path} does not fit into the memory that is left beside the model")
-        return on_cpu(), Placed("the CPU")
+        return on_cpu(), Placed(cpu)
 
     def _milliseconds_on_cpu(self, file: ModelFile, spec: ModelSpec, device: Device) -> float | None:
         """Of a drafted token there, None where the model does not fit."""

@@ -254,9 +254,9 @@ def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engi
     listed(device(backend))
     engine, notes = open_engine("auto")
     assert type(drafter_of(engine)) is (AheadDrafter if is_taken else ModelDrafter) and notes == []
-    assert ("1.0 ms a token" if own == 1.0 else "gpu0" if is_taken else "CPU") in engine.speculator.placed[
-        "model"
-    ].where
+    there, here = f"the device gpu0, {own:.1f} ms a token", f"the CPU, {of_cpu:.1f} ms a token"
+    where = f"{there}, rather than {here}" if is_taken else f"{here}, rather than {there}"
+    assert engine.speculator.placed["model"].where == where
     if not is_taken:
         with pytest.raises(EdgeInferError, match="closed"):
             backend.sessions[0].forward([1])
