@@ -70,6 +70,10 @@ class _Draft(Protocol):
         """What there is by now behind a text."""
         ...
 
+    def is_in(self, text: Sequence[int]) -> bool:
+        """Whether all tokens that the drafter reads for it now are of that text."""
+        ...
+
     def step(self) -> tuple[Context, int] | None:
         """What the drafter is to be asked next, and for how many nodes. None: nothing, and it runs no more."""
         ...
@@ -116,6 +120,12 @@ class _Chain:
         for level in levels:
             tree, above = _joined(tree, level, above), len(tree)
         return tree
+
+    def is_in(self, text: Sequence[int]) -> bool:
+        """See _Draft."""
+        with self._lock:
+            own = [*self._text, *self._first(len(self._levels))]
+        return own == list(text[: len(own)])
 
     def step(self) -> tuple[Context, int] | None:
         """See _Draft. One level."""
@@ -182,7 +192,7 @@ class _Tree:
 
     def follow(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
         """See _Draft. Behind another path it would be another draft."""
-        return not path and self._leads_to(text) and (self.is_running or len(self.tree(text)) > 0)
+        return not path and self.is_in(text) and (self.is_running or len(self.tree(text)) > 0)
 
     def resume(self) -> bool:
         """See _Draft."""
@@ -190,9 +200,14 @@ class _Tree:
 
     def tree(self, text: Sequence[int]) -> DraftTree:
         """See _Draft."""
-        if self._result is None or not self._leads_to(text):
+        if self._result is None or not self.is_in(text):
             return no_draft()
         return behind(self._result, text[len(self._context.tokens) :]) or no_draft()
+
+    def is_in(self, text: Sequence[int]) -> bool:
+        """See _Draft."""
+        own = self._context.tokens
+        return own == list(text[: len(own)])
 
     def step(self) -> tuple[Context, int] | None:
         """See _Draft. All of it at once."""
@@ -205,10 +220,6 @@ class _Tree:
         """See _Draft."""
         self._result = tree
         self.is_running = False
-
-    def _leads_to(self, text: Sequence[int]) -> bool:
-        own = self._context.tokens
-        return own == list(text[: len(own)])
 
 
 class AheadDrafter:
@@ -245,7 +256,7 @@ class AheadDrafter:
         """See DraftsAhead."""
         self._worker.check()
         if self._draft is None or not self._draft.follow(context.tokens, path, limit):
-            self._drop()
+            self._drop([*context.tokens, *path])
             self._draft = self._kind(context, path, limit)
             self._submit(self._draft)
         elif self._draft.resume():
@@ -328,12 +339,16 @@ class AheadDrafter:
 
     # ---- Out of it ---------------------------------------------------------------------------------------------------
 
-    def _drop(self) -> None:
-        """Stop the draft: it is not wanted any more."""
+    def _drop(self, text: Sequence[int] = ()) -> None:
+        """Stop the draft, which is not wanted any more; at once unless what is read for it is of this text.
+
+        A long prompt may take longer than a step of the target: it is not begun anew with each.
+        """
         draft, self._draft = self._draft, None
         if draft is not None and draft.is_running:
             draft.is_stopped = True
-            self._drafter.interrupt()
+            if not draft.is_in(text):
+                self._drafter.interrupt()
 
 
 class AheadFeatureDrafter(AheadDrafter):
@@ -358,7 +373,7 @@ class AheadFeatureDrafter(AheadDrafter):
             if draft.follow(text, (), 0):
                 draft.is_stopped = True
             else:
-                self._drop()
+                self._drop(text)
         self._worker.submit(lambda: self._follower.follow(text, first, rows))
 
 

@@ -100,7 +100,7 @@ class SlowDrafter:
     ) -> None:
         self._text, self._is_right, self._seconds, self._sleep = text, is_right, seconds, sleep
         self._interrupted = False
-        self.n_made = 0
+        self.reading = 0.0  # seconds for what of a text it has not read; lost where it is interrupted
 
     def start(self, context: Context) -> None: ...
 
@@ -109,10 +109,10 @@ class SlowDrafter:
         reach: list[float] = []
         while len(tokens) < limit and context.outlook.goes_on(reach):
             self._interrupted = False
-            self._sleep(self._seconds, lambda: self._interrupted)
+            self._sleep(self._seconds + self.reading, lambda: self._interrupted)
             if self._interrupted:
                 raise Interrupted("stopped")
-            self.n_made += 1
+            self.reading = 0.0
             place = len(context.tokens) + len(tokens)
             known = self._text[place] if place < len(self._text) else 0
             tokens.append(known if self._is_right(place) else (known + 1) % 64)

@@ -44,7 +44,7 @@ def answer(model, plain_tokens, monkeypatch):
     """answer(share, of_pass, is_ahead): figures and events of an answer whose drafter takes that part of a pass for a
     token, and is right in that share of places."""
 
-    def run(share, of_pass, is_ahead=True):
+    def run(share, of_pass, is_ahead=True, reading=0.0):
         clock, chance = VirtualClock(n_threads=2 if is_ahead else 1), random.Random(5)
         right = [chance.random() < share for _ in range(512)]
         monkeypatch.setattr(pipeline, "perf_counter", clock.now)
@@ -53,6 +53,7 @@ def answer(model, plain_tokens, monkeypatch):
             text = [*engine.tokenize(PROMPT), *plain_tokens]
             slow_target(engine.session, seconds, clock.sleep)
             drafter = SlowDrafter(text, right.__getitem__, of_pass * PASS, clock.sleep)
+            drafter.reading = reading * PASS
             costs = CostModel(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
             used = drafting_ahead(drafter, clock=clock) if is_ahead else drafter
             speculator = Speculator(engine.session, [used], costs, engine.tokenizer.n_vocab, 31)
@@ -94,6 +95,13 @@ def test_a_drafter_that_is_always_right_never_lets_the_target_wait(answer):
     assert sum(draft.start < check.end and check.start < draft.end for draft in drafts for check in checks) > 100
     longest = max(b.start - a.end for a, b in zip(checks[4:], checks[5:], strict=False))
     assert longest < 0.11 * PASS
+
+
+def test_a_prompt_that_takes_longer_to_read_than_a_pass_is_read_to_its_end(answer):
+    """While the target goes on without drafts."""
+    speculation, timeline = answer(1.0, 0.2, reading=7.0)
+    assert speculation.tokens_per_step > 3.0 and speculation.waited_seconds <= 0.1 * speculation.step_seconds
+    assert timeline.rounds(0, 7)[-1].n == 1
 
 
 def test_a_drafter_that_is_slower_than_the_target_is_not_asked(answer):
