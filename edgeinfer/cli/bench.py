@@ -180,4 +180,4 @@ def _draw_timeline(
         f"timeline: {speculation.tokens_per_step:.2f} tokens a step, {timeline.seconds('verify'):.2f} s checking, "
         f"{timeline.seconds('draft'):.2f} s drafting, {waited:.1%} of the time waiting for drafts"
     )
-    draw_timeline(timeline.rounds(max(0, speculation.steps // 2 - _ROUNDS // 2), _ROUNDS), title, target)
+    draw_timeline(timeline.rounds(_ROUNDS), title, target)

@@ -52,6 +52,7 @@ def draw_timeline(events: Sequence[Event], title: str, target: Path) -> None:
             for event, (left, width) in zip(of_kind, bars, strict=True):
                 if kind == "verify":
                     axes.text(left + width / 2, row, str(event.n), ha="center", va="center", fontsize=7, color="white")
+        axes.set_ylim(-0.5, 1.9)  # room for the legend
         axes.set_yticks([0.0, 1.0], ["drafter", "target (tokens)"])
         axes.set_xlabel("milliseconds")
         axes.set_title(title, fontsize=8)

@@ -34,9 +34,11 @@ class Timeline:
         """Of all events of a kind."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)
 
-    def rounds(self, first: int, n: int) -> Sequence[Event]:
-        """What was done from the beginning of the check of that index to the end of the n-th from there."""
-        checks = sorted(event for event in self.events if event.kind == "verify")[first : first + n]
+    def rounds(self, n: int, first: int | None = None) -> Sequence[Event]:
+        """What was done in n rounds, from the beginning of the check of that index on; None: in the middle."""
+        checks = [event for event in self.events if event.kind == "verify"]
+        first = max(0, (len(checks) - n) // 2) if first is None else first
+        checks = checks[first : first + n]
         if not checks:
             return []
         start, end = checks[0].start, checks[-1].end

@@ -141,7 +141,7 @@ def main() -> None:
         timeline = result.pop("timeline")
         print(name, result, file=sys.stderr)
         if arguments.timeline is not None:
-            draw_timeline(timeline.rounds(12, 8), f"{title}; drafts: {name}", arguments.timeline)
+            draw_timeline(timeline.rounds(8), f"{title}; drafts: {name}", arguments.timeline)
     record = {"model": model, "pass_ms": arguments.pass_ms, "right": arguments.right, "results": results}
     print(json.dumps(record | {"machine": machine()}))
 

@@ -101,7 +101,7 @@ def test_a_prompt_that_takes_longer_to_read_than_a_pass_is_read_to_its_end(answe
     """While the target goes on without drafts."""
     speculation, timeline = answer(1.0, 0.2, reading=7.0)
     assert speculation.tokens_per_step > 3.0 and speculation.waited_seconds <= 0.1 * speculation.step_seconds
-    assert timeline.rounds(0, 7)[-1].n == 1
+    assert timeline.rounds(7, first=0)[-1].n == 1
 
 
 def test_a_drafter_that_is_slower_than_the_target_is_not_asked(answer):
@@ -130,5 +130,5 @@ def test_a_timeline_has_the_rounds_that_are_asked_for():
     timeline.add("verify", 2.1, 3.0, 2)
     timeline.add("draft", 1.5, 3.5, 1)
     assert timeline.seconds("verify") == pytest.approx(1.9)
-    assert timeline.rounds(1, 1) == [Event("verify", 2.1, 3.0, 2), Event("draft", 1.5, 3.5, 1)]
-    assert len(timeline.rounds(0, 2)) == 5 and timeline.rounds(2, 1) == []
+    assert timeline.rounds(1, first=1) == [Event("verify", 2.1, 3.0, 2), Event("draft", 1.5, 3.5, 1)]
+    assert len(timeline.rounds(2)) == 5 and timeline.rounds(1, first=2) == [] == Timeline().rounds(3)
