@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +16,15 @@ from edgeinfer.backends.native import MachineLimits
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec
+from edgeinfer.speculation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from edgeinfer.engine import Engine
+    from edgeinfer.speculation.stats import Speculation
 
 CONTEXT = 64  # tokens before the ones that are timed
+TIMELINE_PROMPT = 'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n'
+TIMELINE_TOKENS = 64
 CURVE = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -77,6 +85,21 @@ class Report:
         shares = {"bandwidth_share": self.bandwidth_share, "int8_share": self.int8_share}
         costs = {name: {point.n: self.cost(point, name) for point in self.curve} for name in self.engines}
         return asdict(self) | shares | {"cost": costs}
+
+
+def record_rounds(engine: Engine) -> tuple[Timeline, Speculation]:
+    """When an engine checked and drafted in a short greedy answer, and its figures. Raises InvalidArgument without
+    drafts.
+    """
+    if engine.speculator is None:
+        raise InvalidArgument(f"{engine.path}: nothing is drafted here, there is no timeline to show")
+    engine.generate(TIMELINE_PROMPT, max_tokens=TIMELINE_TOKENS, temperature=0.0)  # what is done once
+    engine.speculator.timeline = timeline = Timeline()
+    completion = engine.generate(TIMELINE_PROMPT, max_tokens=TIMELINE_TOKENS, temperature=0.0)
+    engine.speculator.timeline = None
+    if completion.timings.speculation is None:
+        raise InvalidArgument(f"{engine.path}: nothing was drafted, there is no timeline to show")
+    return timeline, completion.timings.speculation
 
 
 def work_of_a_token(file: ModelFile, spec: ModelSpec) -> tuple[int, int]:

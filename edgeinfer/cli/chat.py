@@ -217,6 +217,8 @@ class Repl:
             f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}; drafters up to "
             f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
+        for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placed).items():
+            note(f"drafts   {name} on {placed.where}")
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
             speculation = self._last.timings.speculation

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -14,12 +12,6 @@ from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import EdgeInferError
-
-_PATIENCE_SECONDS = 60  # some drivers compile for long when they do it first
-_REMEDIES = {
-    "opencl": "see /etc/OpenCL/vendors for the drivers, and update it or take it away",
-    "onnx": "install another build of onnxruntime",
-}
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -30,7 +22,7 @@ def devices(as_json: bool) -> None:
     The CPU, those of OpenCL, each tried with a small kernel, and the execution providers of ONNX Runtime, each tried
     with a small graph. What cannot be used is listed with the reason and what to do.
     """
-    found = {"cpu": _cpu(), "opencl": _asked("opencl"), "onnx": _asked("onnx")}
+    found = {"cpu": _cpu(), "opencl": _opencl(), "onnx": _onnx()}
     click.echo(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
 
 
@@ -56,49 +48,35 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _asked(library: Literal["opencl", "onnx"]) -> dict[str, Any]:
-    """What `ask_<library>` gives, asked in a process of its own: a driver that crashes or hangs ends only that."""
-    command = [sys.executable, "-P", "-c", f"from edgeinfer.cli import devices; print(devices.ask_{library}())"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        reason = f"a driver did not answer within {_PATIENCE_SECONDS} s; {_REMEDIES[library]}"
-        return {"devices": [], "reason": reason}
-    if run.returncode:
-        last_words = (run.stderr.strip().splitlines() or ["without a word"])[-1]
-        reason = f"a driver ended the process that asked it (exit code {run.returncode}: {last_words})"
-        return {"devices": [], "reason": f"{reason}; {_REMEDIES[library]}"}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+def _opencl() -> dict[str, Any]:
+    """The devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
+    from edgeinfer.backends.opencl.probe import probe_devices
+    from edgeinfer.speculation.placement import names_of
+
+    found, reason = probe_devices()
+    names = names_of([info for info, _ in found])
+    records = [
+        vars(info) | {"draft_device": name, "reason": why_not}
+        for name, (info, why_not) in zip(names, found, strict=True)
+    ]
+    return {"devices": records, "reason": reason}
 
 
-def ask_opencl() -> str:
-    """JSON of the devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
-    try:
-        from edgeinfer.backends.opencl import check_device, list_devices
+def _onnx() -> dict[str, Any]:
+    """The execution providers of ONNX Runtime, and the reasons, as `_opencl` gives them."""
+    from edgeinfer import devices as machine
+    from edgeinfer.backends.onnx.probe import probe_providers
+    from edgeinfer.speculation.placement import names_of_providers
 
-        found = [vars(info) | {"reason": check_device(info)} for info in list_devices()]
-    except EdgeInferError as error:
-        return json.dumps({"devices": [], "reason": str(error)})
-    return json.dumps({"devices": found, "reason": None})
-
-
-def ask_onnx() -> str:
-    """JSON of the execution providers of ONNX Runtime, and the reasons, as `ask_opencl` gives."""
-    try:
-        from edgeinfer import devices as machine
-        from edgeinfer.backends.onnx import check_provider, library_version, list_providers, open_onnx
-
-        open_onnx()
-        found = [
-            {"name": info.name, "hardware": info.devices, "operators": info.style, "reason": check_provider(info)}
-            # What a graphics card has left ONNX Runtime does not say.
-            | {"available_memory_bytes": machine.available_memory() if info.is_cpu else None}
-            for info in list_providers()
-        ]
-    except EdgeInferError as error:
-        return json.dumps({"devices": [], "reason": str(error)})
-    return json.dumps({"version": library_version(), "devices": found, "reason": None})
+    found, reason = probe_providers()
+    names = names_of_providers([info for info, _ in found])
+    records: list[dict[str, Any]] = []
+    for name, (info, why_not) in zip(names, found, strict=True):
+        record = {"name": info.name, "version": info.version, "hardware": info.devices, "operators": info.style}
+        # What a graphics card has left ONNX Runtime does not say.
+        memory = machine.available_memory() if info.is_cpu else None
+        records.append(record | {"draft_device": name, "available_memory_bytes": memory, "reason": why_not})
+    return {"devices": records, "reason": reason}
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -113,7 +91,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"\nOpenCL          none: {found['opencl']['reason']}"
     for provider in found["onnx"]["devices"]:
         yield ""
-        yield from _provider_lines(provider, found["onnx"]["version"])
+        yield from _provider_lines(provider)
     if found["onnx"]["reason"] is not None:
         yield f"\nONNX Runtime    none: {found['onnx']['reason']}"
 
@@ -141,21 +119,23 @@ def _device_lines(device: dict[str, Any]) -> Iterator[str]:
         "  compute units": f"{device['compute_units']}, groups of at most {device['max_work_group']}",
         "  memory": memory + (", shared with the CPU" if device["shares_host_memory"] else ""),
         "  local memory": f"{human_bytes(device['local_memory_bytes'])} a group",
+        "  drafts": f"with --draft-device {device['draft_device']}",
         "  extensions": ", ".join(device["extensions"]) or "none that are used here",
         "  not usable": device["reason"],
     }
     yield from _fields(fields)
 
 
-def _provider_lines(provider: dict[str, Any], version: str) -> Iterator[str]:
+def _provider_lines(provider: dict[str, Any]) -> Iterator[str]:
     from edgeinfer.memory.plan import human_bytes
 
     memory = provider["available_memory_bytes"]
     hardware = ", ".join(f"{kind} of {maker}" for kind, maker in provider["hardware"])
     fields = {
-        "ONNX Runtime": f"{provider['name']}, version {version}",
+        "ONNX Runtime": f"{provider['name']}, version {provider['version']}",
         "  hardware": hardware or "not told by ONNX Runtime",
         "  memory": "not told by ONNX Runtime" if memory is None else f"{human_bytes(memory)} available",
+        "  drafts": f"with --draft-device {provider['draft_device']}",
         "  operators": "its own" if provider["operators"] == "contrib" else "those of the ONNX standard",
         "  not usable": provider["reason"],
     }

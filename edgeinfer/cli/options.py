@@ -49,6 +49,12 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Where drafts come from: auto, none, suffix, recycling or a FILE. They change the speed and no text.",
     ),
+    click.option(
+        "--draft-device",
+        default="auto",
+        show_default=True,
+        help="Where a draft model runs: auto, cpu, gpu, gpu:N or opencl:N, see `edgeinfer devices`.",
+    ),
     click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
     click.option(
         "--backend",
@@ -83,7 +89,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c -t --cache-type -md --draft --draft-max --backend; see open_engine."""
+    """Adds -m -c -t --cache-type -md --draft --draft-device --draft-max --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -110,6 +116,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             backend=flags["backend"],
             cache_type=flags["cache_type"],
             draft=_draft(flags),
+            draft_device=flags["draft_device"],
             progress=bar,
             **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
         )

@@ -1,14 +1,17 @@
-"""Curves into PNG files, with matplotlib where it is installed."""
+"""Figures into PNG files, with matplotlib where it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from edgeinfer.speculation.timeline import Event
 
 
 def check_matplotlib() -> None:
@@ -18,8 +21,8 @@ def check_matplotlib() -> None:
 
 
 @contextmanager
-def figure_into(target: Path, n_panels: int = 1) -> Iterator[Any]:
-    """The axes to draw into, one or an array side by side; the file is written at the end.
+def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | None = None) -> Iterator[Any]:
+    """The axes to draw into, one or an array side by side; the file is written at the end. inches: width and height.
 
     Raises BackendUnavailable where matplotlib is not installed.
     """
@@ -29,9 +32,28 @@ def figure_into(target: Path, n_panels: int = 1) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, n_panels, figsize=(2 + 4 * n_panels, 4), layout="constrained")
+    figure, axes = pyplot.subplots(1, n_panels, figsize=inches or (2 + 4 * n_panels, 4), layout="constrained")
     try:
         yield axes
         figure.savefig(target, dpi=150)
     finally:
         pyplot.close(figure)
+
+
+def draw_timeline(events: Sequence[Event], title: str, target: Path) -> None:
+    """Passes of the target with their tokens above, drafts below, and in red where the target waited."""
+    rows = {"verify": (1.0, "tab:blue"), "wait": (1.0, "tab:red"), "draft": (0.0, "tab:green")}
+    start = min((event.start for event in events), default=0.0)
+    with figure_into(target, inches=(11, 2.6)) as axes:
+        for kind, (row, color) in rows.items():
+            of_kind = [event for event in events if event.kind == kind]
+            bars = [(1e3 * (event.start - start), 1e3 * (event.end - event.start)) for event in of_kind]
+            axes.broken_barh(bars, (row - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.5, label=kind)
+            for event, (left, width) in zip(of_kind, bars, strict=True):
+                if kind == "verify":
+                    axes.text(left + width / 2, row, str(event.n), ha="center", va="center", fontsize=7, color="white")
+        axes.set_ylim(-0.5, 1.9)  # room for the legend
+        axes.set_yticks([0.0, 1.0], ["drafter", "target (tokens)"])
+        axes.set_xlabel("milliseconds")
+        axes.set_title(title, fontsize=8)
+        axes.legend(loc="upper right", fontsize=7, ncols=3)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
 from edgeinfer.types import Features, Logits
@@ -15,6 +16,7 @@ class Outlook(Protocol):
     """What the policy has learnt about one drafter, for those that want to stop where it does not pay."""
 
     floor: float  # a node reached with less chance than this cannot pay
+    patience: float  # milliseconds that the next step may wait for a drafter that works while the target does
 
     def chance(self, kind: int, depth: int, p: float) -> float:
         """How often nodes of that kind at that depth (0: first) were right; p is the estimate to begin with."""
@@ -101,10 +103,12 @@ class FeatureDrafter(CostlyDrafter, Protocol):
 
 @runtime_checkable
 class DraftsAhead(CostlyDrafter, Protocol):
-    """A drafter on a device of its own, which works while the target does."""
+    """A drafter on a device of its own, which works while the target does. timeline: where it notes its drafts."""
+
+    timeline: Timeline | None
 
     def go_on(self, context: Context, path: Sequence[int], limit: int) -> None:
-        """Begin to draft at most limit nodes behind context.tokens and a drafted path, as if it were text; returns at
-        once. The path is being checked.
+        """Draft at most limit nodes behind context.tokens, a drafted path that is being checked, and the token that
+        will follow it; returns at once.
         """
         ...

@@ -142,7 +142,7 @@ class TranslatedDrafter(ModelDrafter):
         text = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0
-        one, before = self._cost_of(text)
+        one, before = self._cost_of(text, 0)  # what changes in the text, the translation tells
         return one * len(text) / max(1, len(context.tokens)), before
 
     def propose(self, context: Context, limit: int) -> DraftTree:
@@ -150,7 +150,7 @@ class TranslatedDrafter(ModelDrafter):
         text = self._text(context)
         if not text or not self._translation.is_whole:
             return no_draft()
-        unread = text[self._align(text) :]
+        unread = text[self._align(text, 0) :]
         drafted: list[int] = []
         p: list[float] = []
         reach: list[float] = []

@@ -273,6 +273,17 @@ def load_curve(key: str, folder: Path) -> CostCurve | None:
     return CostCurve(n_near, near, n_far, far)
 
 
+def kept_costs(key: str, measure: Callable[[], CostCurve]) -> CostModel:
+    """The costs of that name: as they were kept, or measured now and kept."""
+    folder = default_folder()
+    curve = load_curve(key, folder)
+    if curve is None:
+        curve = measure()
+        if curve.near.get(2, 0.0) <= DOUBTFUL * curve.near[1]:  # else the next load measures again
+            save_curve(key, curve, folder)
+    return CostModel(curve, lambda followed: save_curve(key, followed, folder))
+
+
 def save_curve(key: str, curve: CostCurve, folder: Path) -> None:
     """Keep a curve, whole or not at all. Where nothing can be written, it is measured again the next time."""
     record = {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,29 +12,21 @@ import numpy as np
 from edgeinfer import devices
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
-from edgeinfer.drafters.base import Drafter
+from edgeinfer.drafters.base import Context, Drafter
 from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.drafters.translated import TranslatedDrafter
-from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
+from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
-from edgeinfer.speculation.cost import (
-    DOUBTFUL,
-    MAX_TOKENS,
-    CostModel,
-    Timed,
-    cost_key,
-    default_folder,
-    load_curve,
-    measure_costs,
-    save_curve,
-)
-from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
+from edgeinfer.speculation.pipeline import Placed, Speculator
+from edgeinfer.speculation.placement import DraftDevice, DrafterMaker, candidates, open_model_on
+from edgeinfer.speculation.policy import beats
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
@@ -48,7 +41,8 @@ class DraftPlan:
     """Drafters that will fit, before anything is loaded.
 
     free: names of those without a model.  n_vocab: tokens that the target has.  n_bytes: of all of them.  dropped:
-    those that cannot be used, and why.  file, spec, plan: of the draft model or the head, None without one.
+    those that cannot be used, and why.  file, spec: of the draft model or the head, None without one.  plan: of it on
+    the CPU, None where it does not fit there.  places: other devices for it.  is_auto: they must beat the CPU.
     """
 
     free: tuple[str, ...]
@@ -58,21 +52,26 @@ class DraftPlan:
     file: ModelFile | None = None
     spec: ModelSpec | DraftHeadSpec | None = None
     plan: MemoryPlan | None = None
+    places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
+    is_auto: bool = True
 
     def open(self, file: ModelFile, session: Session, plan: MemoryPlan, device: Device, draft_max: int) -> Speculator:
         """The drafters behind an empty session of the target with that plan. What fails now is noted in `dropped`."""
         seconds = _CALIBRATION_SECONDS - (0.0 if self.file is None else _DRAFT_CALIBRATION_SECONDS)
+        costs = _costs(file, session, plan, device, seconds)
         drafters: list[Drafter] = []
+        placed: dict[str, Placed] = {}
         if "suffix" in self.free:
             drafters.append(SuffixDrafter(session.n_ctx))
         if "recycling" in self.free:
             drafters.append(RecyclingDrafter())
-        if self.file is not None and self.plan is not None:
+        if self.file is not None:
             try:
-                drafters.append(self._open_file(self.file, self.plan, file, session, device))
+                drafter, placed[_name_of(self.file)] = self._open_file(self.file, file, session, device, costs)
+                drafters.append(drafter)
             except (EdgeInferError, OSError) as error:
                 self.dropped[_name_of(self.file)] = str(error)
-        return Speculator(session, drafters, _costs(file, session, plan, device, seconds), self.n_vocab, draft_max)
+        return Speculator(session, drafters, costs, self.n_vocab, draft_max, placed)
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""
@@ -80,13 +79,42 @@ class DraftPlan:
             self.file.close()
 
     def _open_file(
-        self, file: ModelFile, plan: MemoryPlan, target: ModelFile, session: Session, device: Device
-    ) -> Drafter:
-        if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession):
-            return _open_head(file, self.spec, plan, self.n_vocab, session, device)
+        self, file: ModelFile, target: ModelFile, session: Session, device: Device, costs: CostModel
+    ) -> tuple[Drafter, Placed]:
+        if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession) and self.plan is not None:
+            return _open_head(file, self.spec, self.plan, self.n_vocab, session, device), Placed("the CPU")
         if isinstance(self.spec, ModelSpec):
-            return _open_model(file, self.spec, plan, self.n_vocab, target, device)
+            make = partial(_model_drafter, file, target, self.n_vocab)
+            return self._open_model(file, self.spec, make, device, costs)
         raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
+
+    def _open_model(
+        self, file: ModelFile, spec: ModelSpec, make: DrafterMaker, device: Device, costs: CostModel
+    ) -> tuple[Drafter, Placed]:
+        """The draft model on the first device that works and, unless it was named, is better than the CPU; else there.
+
+        What is held on one is given back before the next is tried.
+        """
+        on_cpu = None if self.plan is None else partial(_open_model, file, spec, self.plan, make, device)
+        of_cpu = _milliseconds_of(on_cpu) if on_cpu is not None and self.is_auto and self.places else None
+        cpu = "the CPU" if of_cpu is None else f"the CPU, {of_cpu:.1f} ms a token"
+        for place, plan in self.places:
+            try:
+                drafter, own_costs = open_model_on(place, file, spec, plan, make, device.n_threads)
+            except (EdgeInferError, OSError, MemoryError) as error:
+                self.dropped[place.name] = str(error)
+                continue
+            own = own_costs.milliseconds(0)[1]
+            where = f"{place.title}, {own:.1f} ms a token"
+            if of_cpu is None:
+                return drafter, Placed(where, on_cpu, place.shares_memory)
+            if beats(own, of_cpu, costs.milliseconds(0)):
+                return drafter, Placed(f"{where}, rather than {cpu}", on_cpu, place.shares_memory)
+            drafter.close()
+            cpu += f", rather than {where}"
+        if on_cpu is None:
+            raise BudgetExceeded(f"{file.path} does not fit into the memory that is left beside the model")
+        return on_cpu(), Placed(cpu)
 
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
@@ -103,17 +131,24 @@ def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | 
 
 
 def plan_drafters(
-    draft: str | Sequence[str], target: ModelFile, n_vocab: int, plan: MemoryPlan, n_threads: int, budget_bytes: int
+    draft: str | Sequence[str],
+    target: ModelFile,
+    n_vocab: int,
+    plan: MemoryPlan,
+    n_threads: int,
+    budget_bytes: int,
+    draft_device: str = "auto",
 ) -> DraftPlan:
     """What of the drafters can be used beside a target with that plan. Opens the file of the draft model or the head.
 
-    "auto" has the head that this package brings for the target, if there is one.
+    "auto" has the head that this package brings for the target, if there is one. draft_device: where a draft model is
+    to be; see edgeinfer.speculation.placement.
     """
     free, path = drafters_named(draft)
     if draft == "auto":
         path = head_beside(target, heads_folder())
     sizes = {"suffix": SuffixDrafter.memory(plan.n_ctx), "recycling": RecyclingDrafter.memory()}
-    planned = DraftPlan((), n_vocab)
+    planned = DraftPlan((), n_vocab, is_auto=draft_device == "auto")
     left = budget_bytes - plan.use.total
     for name in free:
         if sizes[name] <= left - planned.n_bytes:
@@ -121,6 +156,8 @@ def plan_drafters(
             planned.n_bytes += sizes[name]
         else:
             planned.dropped[name] = f"needs {human_bytes(sizes[name])}, {human_bytes(left - planned.n_bytes)} are left"
+    if path is None and draft_device not in ("auto", "cpu"):
+        planned.dropped[draft_device] = "there is no draft model (-md) to run there"
     if path is not None:
         try:
             file = ModelFile.open(path)
@@ -128,7 +165,7 @@ def plan_drafters(
             planned.dropped["model"] = str(error)
             return planned
         try:
-            _plan_file(planned, file, target, plan, n_threads, left)
+            _plan_file(planned, file, target, plan, n_threads, left, draft_device)
         except BaseException as error:
             file.close()
             if not isinstance(error, (EdgeInferError, OSError)):
@@ -156,9 +193,16 @@ def _name_of(file: ModelFile) -> str:
 
 
 def _plan_file(
-    planned: DraftPlan, file: ModelFile, target: ModelFile, plan: MemoryPlan, n_threads: int, left: int
+    planned: DraftPlan,
+    file: ModelFile,
+    target: ModelFile,
+    plan: MemoryPlan,
+    n_threads: int,
+    left: int,
+    draft_device: str,
 ) -> None:
     """Add a draft model or a head to the plan. Raises EdgeInferError where it cannot be used."""
+    left -= planned.n_bytes
     spec: ModelSpec | DraftHeadSpec
     if is_draft_head(file):
         spec = read_head(file)
@@ -166,19 +210,43 @@ def _plan_file(
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
         n_rows = 0 if spec.decoder.pair is None else spec.decoder.pair.n_rows
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
+        if draft_device not in ("auto", "cpu"):
+            planned.dropped[draft_device] = "draft heads run on the CPU"
     else:
         spec = read_spec(file)
         if not has_vocabulary_of(file, target, planned.n_vocab):
             Tokenizer.from_file(file)  # raises where nothing can be translated
         own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
+        _plan_places(planned, file, spec, plan, left, draft_device)
     n_bytes = own.use.total + kept
-    if n_bytes > left - planned.n_bytes:
+    if n_bytes > left and not planned.places:
         raise BudgetExceeded(
-            f"{file.path} needs {human_bytes(n_bytes)}, beside the model {human_bytes(left - planned.n_bytes)} "
-            "are left: use a smaller one, or a smaller context (-c)"
+            f"{file.path} needs {human_bytes(n_bytes)}, beside the model {human_bytes(left)} are left: use a smaller "
+            "one, or a smaller context (-c)"
         )
-    planned.file, planned.spec, planned.plan = file, spec, own
-    planned.n_bytes += n_bytes
+    planned.file, planned.spec, planned.plan = file, spec, own if n_bytes <= left else None
+    elsewhere = [there.use.total for place, there in planned.places if place.shares_memory]
+    planned.n_bytes += max([n_bytes if n_bytes <= left else 0, *elsewhere])
+
+
+def _plan_places(
+    planned: DraftPlan, file: ModelFile, spec: ModelSpec, plan: MemoryPlan, left: int, draft_device: str
+) -> None:
+    """Add the devices beside the CPU on which a draft model fits, and why not the others, to the plan."""
+    try:
+        found = candidates(draft_device)
+    except BackendUnavailable as error:
+        planned.dropped[draft_device] = str(error)
+        return
+    for place in found:
+        try:
+            own = place.backend.plan(file, spec, plan.n_ctx, plan.n_batch)
+            if place.shares_memory and own.use.total > left:
+                raise BudgetExceeded(f"{human_bytes(own.use.total)} are needed, {human_bytes(left)} are left")
+        except EdgeInferError as error:
+            planned.dropped[place.name] = str(error)
+        else:
+            planned.places.append((place, own))
 
 
 def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
@@ -190,19 +258,32 @@ def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool
     return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
 
 
-def _open_model(
-    file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int, target: ModelFile, device: Device
+def _model_drafter(
+    file: ModelFile, target: ModelFile, n_vocab: int, session: Session, costs: CostModel
 ) -> ModelDrafter:
-    """The draft model, all of it in memory: a file that is lost later does no harm."""
+    """The drafter of a draft model's session, through text where the vocabularies differ."""
+    if has_vocabulary_of(file, target, n_vocab):
+        return ModelDrafter(session, n_vocab, costs)
+    return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(file), costs)
+
+
+def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, make: DrafterMaker, device: Device) -> ModelDrafter:
+    """The draft model on the CPU, all of it in memory: a file that is lost later does no harm."""
     session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
     try:
-        costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts")
-        if has_vocabulary_of(file, target, n_vocab):
-            return ModelDrafter(session, n_vocab, costs)
-        return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(file), costs)
+        return make(session, _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts"))
     except BaseException:
         session.close()
         raise
+
+
+def _milliseconds_of(opened: Callable[[], ModelDrafter]) -> float:
+    """Of a drafted token."""
+    drafter = opened()
+    try:
+        return drafter.cost(Context([0], lambda logits, text: 0, is_greedy=True))[0]
+    finally:
+        drafter.close()
 
 
 def _open_head(
@@ -244,10 +325,4 @@ def _costs(
     isa = device.isa or best_isa()
     is_short = plan.n_ctx < MAX_TOKENS
     key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), plan.cache_type, is_short, *facts)
-    folder = default_folder()
-    curve = load_curve(key, folder)
-    if curve is None:
-        curve = measure_costs(session, calibration_seconds)
-        if curve.near.get(2, 0.0) <= DOUBTFUL * curve.near[1]:  # else the next load measures again
-            save_curve(key, curve, folder)
-    return CostModel(curve, lambda followed: save_curve(key, followed, folder))
+    return kept_costs(key, lambda: measure_costs(session, calibration_seconds))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
-from edgeinfer.errors import Interrupted
+from edgeinfer.errors import BackendLost, EdgeInferError, Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
-from edgeinfer.speculation.policy import ChanceTable, Choice, Proposal, Reward, choose, floor_of, rate_of_chain
+from edgeinfer.speculation.policy import (
+    ChanceTable,
+    Choice,
+    Proposal,
+    Reward,
+    choose,
+    floor_of,
+    rate_ahead,
+    rate_of_chain,
+)
 from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
 from edgeinfer.types import Features, Logits
@@ -20,6 +30,7 @@ from edgeinfer.types import Features, Logits
 _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
+_PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
 _IDLE, _LATER = 32, 4
@@ -41,6 +52,19 @@ class Job:
     stop_ids: Container[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a drafter works, for people.
+
+    spare: makes the one that takes its place when that fails; None for nothing.  takes_memory: the spare has only the
+    memory that the drafter gives back.
+    """
+
+    where: str
+    spare: Callable[[], Drafter] | None = None
+    takes_memory: bool = False
+
+
 class _Seat:
     """A drafter, what was learnt about it, and whether it is asked."""
 
@@ -51,6 +75,8 @@ class _Seat:
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
         self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self.is_dropped = False
+        self.lost = ""  # how what it ran on failed
+        self.is_asked = False  # in this step
         self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
 
@@ -77,19 +103,38 @@ class _Seat:
             raise
         except Exception as error:  # whatever a drafter does, the text goes on
             self.is_dropped = True
+            if isinstance(error, (BackendLost, MemoryError)):
+                self.lost = str(error) or "out of memory"
             tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
-        self.gain -= 1e3 * (perf_counter() - started)
+        seconds = perf_counter() - started
+        self.gain -= 1e3 * seconds
+        if self.costly is not None:
+            tally.waited_seconds += seconds
+
+    def rate(self, context: Context, milliseconds: Sequence[float], max_nodes: int) -> tuple[float, float]:
+        """Tokens a millisecond that a drafter which takes time promises, and milliseconds before its first draft."""
+        if self.costly is None:
+            return 0.0, 0.0
+        each, before = self.costly.cost(context)
+        rate_of = rate_of_chain if self.ahead is None else rate_ahead
+        return rate_of(self.table.mean, each, milliseconds, max_nodes), before
 
 
 class Speculator:
     """Decodes with drafts. What the drafters know and what was learnt about them outlives a request.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
-    draft_max: most nodes of a tree.
+    draft_max: most nodes of a tree.  placed: by the names of drafters that have a place; kept as it changes.
     """
 
     def __init__(
-        self, session: Session, drafters: Sequence[Drafter], costs: CostModel, n_vocab: int, draft_max: int
+        self,
+        session: Session,
+        drafters: Sequence[Drafter],
+        costs: CostModel,
+        n_vocab: int,
+        draft_max: int,
+        placed: Mapping[str, Placed] | None = None,
     ) -> None:
         self._session = session
         self.costs = costs
@@ -97,12 +142,26 @@ class Speculator:
         n_batch = getattr(session, "n_batch", session.n_ctx)
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
         self._seats = [_Seat(drafter) for drafter in drafters]
+        self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
+        self._timeline: Timeline | None = None
 
     @property
     def drafters(self) -> list[Drafter]:
         """Those that were given."""
         return [seat.drafter for seat in self._seats]
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where checks, drafts and waits are noted, None for nowhere; may be set between requests."""
+        return self._timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        for seat in self._seats:
+            if seat.ahead:
+                seat.ahead.timeline = timeline
 
     @property
     def taps(self) -> bool | tuple[int, ...]:
@@ -111,6 +170,7 @@ class Speculator:
 
     def follow(self, text: Sequence[int], first: int, features: Features, tally: Tally) -> None:
         """Hand on the target's hidden rows (n, n_taps * n_embd) of the tokens from text[first] on."""
+        self._replace_lost(tally)
         for seat in self._seats:
             if seat.follower and seat.drafter.name not in tally.dropped:
                 with seat.working(tally):
@@ -121,10 +181,15 @@ class Speculator:
         context = self._start(job, logits, tally)
         yield job.text[-1]
         n_left = job.limit
-        while n_left > 0:
-            new = self._step(job, context, n_left, tally)
-            n_left -= len(new)
-            yield from new
+        try:
+            while n_left > 0:
+                new = self._step(job, context, n_left, tally)
+                n_left -= len(new)
+                yield from new
+        finally:
+            for seat in self._seats:
+                if seat.ahead:  # it would draft on behind the answer
+                    seat.ahead.interrupt()
 
     def interrupt(self) -> None:
         """Stop a drafter that works; callable from any thread."""
@@ -136,12 +201,14 @@ class Speculator:
         """Give the drafters' memory back, and keep what was learnt of the costs."""
         self.costs.close()
         for seat in self._seats:
-            seat.drafter.close()
+            with suppress(BackendLost):  # what hangs keeps what it has
+                seat.drafter.close()
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
+        self._replace_lost(tally)
         context = Context(job.text[:-1], job.draw, job.is_greedy)
         milliseconds = self.costs.milliseconds(self._session.n_past)
         for seat in self._seats:
@@ -153,10 +220,27 @@ class Speculator:
             seat.gain = milliseconds[1]
         self._observe(context, job.text[-1:], [logits], tally)
         for seat in self._seats:
+            context.outlook = seat.table
             with seat.working(tally):
                 if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
                     seat.costly.read(context)
         return context
+
+    def _replace_lost(self, tally: Tally) -> None:
+        """Put spares in the places of drafters whose devices failed in an earlier request."""
+        for seat in [seat for seat in self._seats if seat.lost and seat.drafter.name not in tally.dropped]:
+            name, why = seat.drafter.name, seat.lost
+            placed, seat.lost = self.placed.get(name, Placed("")), ""
+            if placed.spare is None or (not _closed(seat.drafter) and placed.takes_memory):
+                continue
+            try:
+                spares = [_Seat(placed.spare())]
+                self.placed[name] = Placed(f"the CPU; it was {placed.where}: {why}")
+            except (EdgeInferError, OSError, MemoryError) as error:
+                spares = []
+                tally.dropped[name] = str(error)
+            place = self._seats.index(seat)
+            self._seats[place : place + 1] = spares
 
     def _step(self, job: Job, context: Context, n_left: int, tally: Tally) -> list[int]:
         """Draft, check, take; gives the new tokens, at least one."""
@@ -190,6 +274,8 @@ class Speculator:
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
         ended = perf_counter()
+        if self._timeline is not None:
+            self._timeline.add("verify", drafted, passed, len(batch))
         tally.draft_seconds += drafted - started + ended - walked
         tally.step_seconds += ended - started
         return new
@@ -225,13 +311,18 @@ class Speculator:
         started = perf_counter()
         for seat in self._seats:
             if seat.costly and not seat.is_dropped:
-                seat.table.floor = floor
+                asked = perf_counter()
+                seat.table.floor, seat.table.patience = floor, _PATIENCE * milliseconds[1]
                 with seat.working(tally):
-                    if not self._pays(seat, context, rate, milliseconds, n_left):
+                    was_asked, seat.is_asked = seat.is_asked, self._pays(seat, context, rate, milliseconds, n_left)
+                    if not seat.is_asked:
+                        if seat.ahead and was_asked:
+                            seat.ahead.interrupt()
                         continue
                     each, before = seat.costly.cost(context)
                     seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
                 self._ask(seat, context, max_nodes, proposals, tally)
+                self._note_wait(seat, asked)
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
         return proposals, choice
@@ -239,7 +330,7 @@ class Speculator:
     def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, tally: Tally) -> None:
         """Let drafters on other devices draft behind what is about to be checked."""
         for seat in self._seats:
-            if seat.ahead and not seat.is_dropped:
+            if seat.ahead and seat.is_asked and not seat.is_dropped:
                 context.outlook = seat.table
                 with seat.working(tally):
                     seat.ahead.go_on(context, path, max_nodes)
@@ -254,6 +345,14 @@ class Speculator:
             if tree.tokens:
                 proposals.append(Proposal(seat.drafter.name, tree, seat.table))
 
+    def _note_wait(self, seat: _Seat, started: float) -> None:
+        """Put the time since a drafter was asked into the timeline."""
+        if self._timeline is not None:
+            ended = perf_counter()
+            self._timeline.add("wait", started, ended, 0)
+            if not seat.ahead:  # else it notes what it does
+                self._timeline.add("draft", started, ended, 0)
+
     def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], n_left: int) -> bool:
         """Whether a drafter that takes time is worth it against that many tokens a millisecond.
 
@@ -261,8 +360,7 @@ class Speculator:
         """
         if seat.costly is None or seat.is_dropped or self._draft_max < 1:
             return False
-        each, before = seat.costly.cost(context)
-        own_rate = rate_of_chain(seat.table.mean, each, milliseconds, self._draft_max)
+        own_rate, before = seat.rate(context, milliseconds, self._draft_max)
         return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * min(n_left, _ANSWER) > before
 
     def _learn(
@@ -294,3 +392,12 @@ class Speculator:
             if seat.is_awake:
                 with seat.working(tally):
                     seat.drafter.observe(context, len(new), rows)
+
+
+def _closed(drafter: Drafter) -> bool:
+    """Whether a drafter could be closed, and gave back what it had."""
+    try:
+        drafter.close()
+    except Exception:  # its device failed, and may fail in any way
+        return False
+    return True

@@ -52,6 +52,7 @@ class ChanceTable:
 
     def __init__(self) -> None:
         self.floor = 0.0
+        self.patience = 0.0
         self.reward = Reward([0.0] * (MAX_TOKENS + 1))
         self.trust = 1.0  # first nodes that were right in this text, over those that were expected to be
         self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
@@ -191,6 +192,33 @@ def rate_of_chain(chance: float, draft: float, milliseconds: Sequence[float], ma
             break
         best = rate
     return best
+
+
+def rate_ahead(chance: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
+    """Most tokens a millisecond of chains that are drafted while the target works, `draft` ms a token.
+
+    A chain of n nodes is there when what it follows was right: one token behind a step without a chain, all of the last
+    chain and a token behind a step with one. Nor can more be drafted than there is time for: a step with a chain takes
+    n + 1 tokens, one without, which gives a single token, takes that one.
+    """
+    one = milliseconds[1]
+    best, expected = 1.0 / one, 1.0
+    for n in range(1, max_nodes + 1 if draft < one else 1):
+        expected += chance**n
+        share = chance / (1.0 + chance - chance ** (n + 1))  # of the steps that have a chain
+        share = min(share, (one - draft) / (n * draft)) if draft else share
+        tokens = share * expected + 1.0 - share
+        best = max(best, tokens / (share * milliseconds[n + 1] + (1.0 - share) * one))
+    return best
+
+
+def beats(ahead: float, in_turns: float, milliseconds: Sequence[float]) -> bool:
+    """Whether a draft model that drafts while the target works, and one of the same that takes turns with it, should
+    be the former, by milliseconds of a drafted token.
+    """
+    chance, most = ChanceTable().mean, MAX_TOKENS - 1
+    there, here = rate_ahead(chance, ahead, milliseconds, most), rate_of_chain(chance, in_turns, milliseconds, most)
+    return there > here
 
 
 def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple[Choice, list[float]]:

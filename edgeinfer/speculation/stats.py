@@ -24,9 +24,10 @@ class Speculation:
     """Figures of a request after its first token.
 
     steps: forward passes of the model.  tokens: that they gave.  by_drafter, by_depth (the first entry: nodes right
-    behind the text): what was checked.  draft_seconds: for making and choosing drafts and learning from them.
-    verify_seconds: in forward passes.  plain_seconds: estimate, from the measured cost of one token, of what one by one
-    would have taken instead of step_seconds, for all of it.  dropped: drafters that were not used to the end, and why.
+    behind the text): what was checked.  draft_seconds: for making and choosing drafts and learning from them;
+    waited_seconds: of these, for drafters that take time, little where they work while the model does.  verify_seconds:
+    in forward passes.  plain_seconds: estimate, from the measured cost of one token, of what one by one would have
+    taken instead of step_seconds, for all of it.  dropped: drafters that were not used to the end, and why.
     """
 
     steps: int
@@ -34,6 +35,7 @@ class Speculation:
     by_drafter: Mapping[str, Drafted]
     by_depth: Sequence[Drafted]
     draft_seconds: float
+    waited_seconds: float
     verify_seconds: float
     step_seconds: float
     plain_seconds: float
@@ -59,7 +61,7 @@ class Tally:
     """Counts while a request runs."""
 
     def __init__(self) -> None:
-        self.draft_seconds = self.verify_seconds = self.step_seconds = self.plain_seconds = 0.0
+        self.draft_seconds = self.waited_seconds = self.verify_seconds = self.step_seconds = self.plain_seconds = 0.0
         self.dropped: dict[str, str] = {}
         self._steps = self._tokens = 0
         self._drafters: dict[str, list[int]] = {}
@@ -86,6 +88,7 @@ class Tally:
             {name: Drafted(*counts) for name, counts in self._drafters.items()},
             tuple(Drafted(*counts) for counts in self._depths),
             self.draft_seconds,
+            self.waited_seconds,
             self.verify_seconds,
             self.step_seconds,
             self.plain_seconds,

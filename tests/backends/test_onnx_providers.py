@@ -43,7 +43,7 @@ def test_providers_are_listed_and_pass_their_check(onnx_provider: ProviderInfo) 
     cpu = next(each for each in found["devices"] if each["name"] == "CPU")
     assert found["reason"] is None and cpu["reason"] is None and cpu["available_memory_bytes"] > 0
     text = devices_process()
-    assert text.startswith("CPU") and f"ONNX Runtime    CPU, version {found['version']}" in text
+    assert text.startswith("CPU") and f"ONNX Runtime    CPU, version {cpu['version']}" in text
 
 
 def test_a_provider_of_the_standard_alone_is_checked_too(onnx_provider: ProviderInfo) -> None:
@@ -61,8 +61,9 @@ def test_a_provider_that_is_not_there_or_computes_wrongly_is_not_usable(
 
 
 def test_memory_that_is_not_known_is_said_to_be_so() -> None:
-    provider = {"name": "CUDA", "hardware": [("gpu", "Acme")], "operators": "contrib", "reason": None}
-    lines = "\n".join(_provider_lines(provider | {"available_memory_bytes": None}, "1.31.1"))
+    provider = {"name": "CUDA", "version": "1.31.1", "hardware": [("gpu", "Acme")], "operators": "contrib"}
+    provider |= {"draft_device": "onnx:0", "reason": None, "available_memory_bytes": None}
+    lines = "\n".join(_provider_lines(provider))
     assert "memory        not told by ONNX Runtime" in lines and "gpu of Acme" in lines
 
 

@@ -16,7 +16,8 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, check_device, choose_device, library, list_devices
 from edgeinfer.backends.opencl import device as device_module
-from edgeinfer.cli.devices import _device_lines, ask_opencl
+from edgeinfer.backends.opencl.probe import as_json
+from edgeinfer.cli.devices import _device_lines
 from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
 
 SOURCES = Path(device_module.__file__).parent
@@ -32,7 +33,8 @@ def devices_process(*arguments: str, **environment: str) -> str:
     """What the command prints in such an environment. PATIENCE: seconds that it waits for the drivers."""
     patience = environment.pop("PATIENCE", "60")
     script = (
-        f"import edgeinfer.cli.devices as c; c._PATIENCE_SECONDS = {patience}; from edgeinfer.cli import main; main()"
+        f"import edgeinfer.backends.probing as p; p.PATIENCE_SECONDS = {patience}; "
+        "from edgeinfer.cli import main; main()"
     )
     command = [sys.executable, "-P", "-c", script, "devices", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
@@ -95,9 +97,10 @@ def test_a_device_that_builds_no_kernel_is_listed_with_the_reason(
     (tmp_path / "dot.cl").write_text((SOURCES / "dot.cl").read_text())
     (tmp_path / "check.cl").write_text("kernel void dot_products(global int* out) { out[0] = no_such_name; }")
     monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
-    device, *_ = json.loads(ask_opencl())["devices"]
+    device, *_ = json.loads(as_json())["devices"]
     assert "the driver cannot compile this kernel" in device["reason"]
-    assert any(line.startswith("  not usable") and device["reason"] in line for line in _device_lines(device))
+    lines = _device_lines(device | {"draft_device": "opencl:0"})
+    assert any(line.startswith("  not usable") and device["reason"] in line for line in lines)
 
 
 def test_a_device_that_calculates_wrong_is_found_out(

@@ -61,6 +61,11 @@ def test_bench_reports_in_every_form(model: Path, tmp_path: Path) -> None:
     assert [row["n"] for row in rows] == ["1", "2", "3", "4", "6", "8", "12", "16", "512"]
 
     pytest.importorskip("matplotlib")
+    timeline = tmp_path / "timeline.png"
+    flags = ["bench", str(model), "--rounds", "2", "--timeline", str(timeline), "-md", str(model), "-t", "1"]
+    run = CliRunner().invoke(main, flags)
+    assert run.exit_code == 0, run.output
+    assert timeline.read_bytes()[:4] == b"\x89PNG" and "of the time waiting for drafts" in run.stderr
     plot = tmp_path / "curve.png"
     run = CliRunner().invoke(main, ["bench", str(model), "--rounds", "2", "--plot", str(plot)])
     assert run.exit_code == 0, run.output

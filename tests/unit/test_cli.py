@@ -190,6 +190,15 @@ def test_a_draft_model_that_is_not_there_is_a_note_and_the_answer_comes(run):
     assert "drafting goes on without model" in result.stderr and "nowhere.gguf" in result.stderr
 
 
+def test_a_draft_device_that_is_not_there_is_a_line_and_the_answer_comes(run, model):
+    flags = ("generate", "--backend", "native", "-p", "hello", "-n", "12", "--temp", "0", "-md", model)
+    plain = run(*flags, "--draft-device", "cpu")
+    result = run(*flags, "--draft-device", "gpu:99")
+    assert result.stdout == plain.stdout and "drafting goes on without" not in plain.stderr
+    assert result.stderr.count("drafting goes on without gpu:99: there is no such device") == 1
+    assert "a draft device is one of auto" in run(*flags, "--draft-device", "gpus", code="usage").stderr
+
+
 def test_a_draft_head_is_one_for_its_model_and_no_model_itself(run, model, tmp_path):
     head = str(write_tiny_head(tmp_path / "head.gguf", Path(model)))
     other = str(write_tiny_head(tmp_path / "other.gguf", write_tiny_model(tmp_path / "other_model.gguf", seed=1)))

@@ -477,7 +477,7 @@ def test_a_measurement_that_was_disturbed_does_not_end_drafting(opened, plain, m
 
 
 def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
     for second, n_files in ((0.016, 0), (0.012, 1)):
         curve = CostCurve(0, {1: 0.010, 2: second}, 0, {})
         monkeypatch.setattr("edgeinfer.speculation.opening.measure_costs", lambda session, budget, curve=curve: curve)
@@ -486,7 +486,7 @@ def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypa
 
 
 def test_a_model_that_drafts_for_itself_has_costs_of_its_own(opened, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
     monkeypatch.setattr(
         "edgeinfer.speculation.opening.measure_costs", lambda session, budget: CostCurve(0, {1: 0.010, 2: 0.012}, 0, {})
     )
@@ -511,7 +511,7 @@ def test_costs_are_kept_as_they_were_found_to_be():
 
 
 def test_a_closed_engine_leaves_its_costs_to_the_next_one(opened, model, draft_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.opening.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
     engine = opened(model, draft=str(draft_model))
     (drafter,) = (one for one in engine.speculator.drafters if one.name == "model")
     for costs in (engine.speculator.costs, drafter._costs):

@@ -1,0 +1,183 @@
+"""Which devices a draft model can run on: from a name to what makes sessions there.
+
+A kind of devices is a function that lists them, in `_KINDS`. To the rest of the program a device is a `DraftDevice`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from edgeinfer import devices
+from edgeinfer.backends.base import Backend, Session
+from edgeinfer.drafters.ahead import drafting_ahead
+from edgeinfer.drafters.base import CostlyDrafter
+from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.worker import Worker, watched
+from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, cost_key, kept_costs, measure_costs
+from edgeinfer.types import Device, MemoryPlan
+
+if TYPE_CHECKING:
+    from edgeinfer.backends.onnx import ProviderInfo
+    from edgeinfer.backends.opencl import DeviceInfo
+
+_OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it counts as hanging
+_CALIBRATION_SECONDS = 0.6
+
+
+@dataclass(frozen=True)
+class DraftDevice:
+    """A device that draft models can run on, beside the CPU of the target.
+
+    name: as `--draft-device` takes it; a GPU is gpu:N too.  title: what it is.  backend: makes sessions there.  facts:
+    what the cost of a pass depends on besides the model.  n_cores: of the CPU, that it works with; 0 for a device of
+    its own.  shares_memory: what it holds lies in the memory of the machine.
+    """
+
+    name: str
+    title: str
+    is_gpu: bool
+    backend: Backend
+    facts: tuple[object, ...]
+    n_cores: int
+    shares_memory: bool
+
+    def is_apart(self, n_threads: int) -> bool:
+        """Whether it can work while a target with that many threads does, and neither waits for the other's cores."""
+        return not self.n_cores or self.n_cores + n_threads <= devices.physical_cores()
+
+
+DrafterMaker: TypeAlias = Callable[[Session, CostModel], ModelDrafter]
+Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
+"""All devices of a kind, each with the reason why it cannot be used, if so; and why there is none, if so."""
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidArgument where this is no name that `--draft-device` takes, whatever devices there are."""
+    if not re.fullmatch(rf"auto|cpu|gpu(:\d+)?|({'|'.join(_KINDS)}):\d+", name):
+        names = ", ".join(["auto", "cpu", "gpu", "gpu:N", *(f"{kind}:N" for kind in _KINDS)])
+        raise InvalidArgument(f"a draft device is one of {names}, see `edgeinfer devices`: found {name!r:.80}")
+
+
+def candidates(name: str) -> list[DraftDevice]:
+    """The devices that a name may mean, beside the CPU: for "auto" all GPUs that work, for "cpu" none, else that one.
+
+    Asks the drivers, which may take seconds. Raises BackendUnavailable, with the reason, where that one is not there or
+    does not work, and InvalidArgument as `check_name`.
+    """
+    check_name(name)
+    if name == "cpu":
+        return []
+    listings = {kind: list_all() for kind, list_all in _KINDS.items()}
+    found = [each for listed, _ in listings.values() for each in listed]
+    gpus = [each for each in found if each[0].is_gpu]
+    if name == "auto":
+        return [device for device, reason in gpus if reason is None]
+    kind, _, number = name.partition(":")
+    of_kind = gpus if kind == "gpu" else listings[kind][0]
+    if int(number or 0) >= len(of_kind):
+        why_none = "; ".join(reason for _, reason in listings.values() if reason is not None)
+        there = ", ".join(f"{device.name}, {device.title}" for device, _ in found)
+        raise BackendUnavailable(f"there is no such device; {f'there is {there}' if there else why_none}")
+    device, reason = of_kind[int(number or 0)]
+    if reason is not None:
+        raise BackendUnavailable(f"{device.title} cannot be used: {reason}")
+    return [device]
+
+
+def open_model_on(
+    place: DraftDevice, file: ModelFile, spec: ModelSpec, plan: MemoryPlan, make: DrafterMaker, n_threads: int
+) -> tuple[CostlyDrafter, CostModel]:
+    """A draft model on a device, and what its passes cost there. make: its drafter.  n_threads: of the target.
+
+    It drafts ahead where the device is apart from the target's cores, and is given up where it hangs. Raises
+    BackendLost and what the backend raises.
+    """
+
+    def open_session() -> tuple[Session, CostModel]:
+        session = place.backend.load(file, spec, plan, Device(n_threads))
+        key = cost_key(file, *place.facts, plan.n_ctx < MAX_TOKENS)
+        try:
+            session.forward([0])  # it works, and what takes time once has taken it
+            session.commit(())
+            return session, kept_costs(key, lambda: measure_costs(session, _CALIBRATION_SECONDS))
+        except BaseException:
+            session.close()
+            raise
+
+    opener = Worker("opening", place.title, least_seconds=_OPENING_SECONDS)
+    try:
+        session, costs = opener.run(open_session)
+    finally:
+        opener.close()
+    try:
+        drafter = make(session, costs)
+    except BaseException:
+        session.close()
+        raise
+    is_apart = place.is_apart(n_threads)
+    return drafting_ahead(drafter, place.title) if is_apart else watched(drafter, place.title), costs
+
+
+def names_of(infos: Sequence[DeviceInfo]) -> list[str]:
+    """What `--draft-device` calls these, which are all OpenCL devices: gpu:N, or opencl:N where it is none."""
+    gpus = [info.index for info in infos if info.kind == "gpu"]
+    return [f"gpu:{gpus.index(info.index)}" if info.kind == "gpu" else f"opencl:{info.index}" for info in infos]
+
+
+def names_of_providers(infos: Sequence[ProviderInfo]) -> list[str]:
+    """What `--draft-device` calls these, which are all providers of ONNX Runtime."""
+    return [f"onnx:{i}" for i in range(len(infos))]
+
+
+def _opencl() -> Listing:
+    if importlib.util.find_spec("pyopencl") is None:
+        return [], "OpenCL needs pyopencl: pip install 'edgeinfer[opencl]'"
+    from edgeinfer.backends.opencl import OpenCLBackend
+    from edgeinfer.backends.opencl.probe import probe_devices
+
+    def device(info: DeviceInfo) -> DraftDevice:
+        return DraftDevice(
+            name=f"opencl:{info.index}",
+            title=f"{info.name} (OpenCL)",
+            is_gpu=info.kind == "gpu",
+            backend=OpenCLBackend(info),
+            facts=("opencl", info.name, info.platform, info.driver_version, info.compute_units),
+            n_cores=info.compute_units if info.kind == "cpu" else 0,
+            shares_memory=info.shares_host_memory,
+        )
+
+    found, why_none = probe_devices()
+    return [(device(info), reason) for info, reason in found], why_none
+
+
+def _onnx() -> Listing:
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime")):
+        return [], "ONNX Runtime needs onnx and onnxruntime: pip install 'edgeinfer[onnx]'"
+    from edgeinfer.backends.onnx import OnnxBackend
+    from edgeinfer.backends.onnx.probe import probe_providers
+
+    found, why_none = probe_providers()
+    names = names_of_providers([info for info, _ in found])
+
+    def device(name: str, info: ProviderInfo) -> DraftDevice:
+        return DraftDevice(
+            name=name,
+            title=f"{info.name} (ONNX Runtime)",
+            is_gpu=any(kind == "gpu" for kind, _ in info.devices) and not info.is_cpu,
+            backend=OnnxBackend(info),
+            facts=("onnx", info),
+            n_cores=devices.default_n_threads() if info.is_cpu else 0,
+            shares_memory=info.is_cpu,
+        )
+
+    return [(device(name, info), reason) for name, (info, reason) in zip(names, found, strict=True)], why_none
+
+
+_KINDS: dict[str, Callable[[], Listing]] = {"opencl": _opencl, "onnx": _onnx}

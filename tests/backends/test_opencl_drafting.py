@@ -1,0 +1,120 @@
+"""Draft models on an OpenCL device, as `load` puts them there: the same text, whatever the device does."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting import FixedCosts
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer import devices
+from edgeinfer.backends.opencl import OpenCLDevice
+from edgeinfer.backends.opencl import device as device_module
+from edgeinfer.drafters.ahead import AheadDrafter
+from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.worker import WatchedDrafter
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+Open = Callable[[], tuple[edgeinfer.Engine, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", "llama", "Q8_0", n_ctx_train=256)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[edgeinfer.Engine]:
+    with edgeinfer.load(model, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        yield engine
+
+
+@pytest.fixture
+def open_engine(model: Path, opencl_device: OpenCLDevice) -> Iterator[Open]:
+    """An engine that drafts with the model itself on that device, and the warnings."""
+    opened = []
+
+    def open_on() -> tuple[edgeinfer.Engine, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            name = f"opencl:{opencl_device.info.index}"
+            engine = edgeinfer.load(model, n_threads=1, draft=[str(model)], draft_device=name)
+        opened.append(engine)
+        engine.tokenizer.stop_ids = frozenset()
+        assert engine.speculator is not None
+        engine.speculator.costs = FixedCosts()
+        return engine, [str(warning.message) for warning in caught]
+
+    yield open_on
+    for engine in opened:
+        engine.close()
+
+
+def drafter_of(engine: edgeinfer.Engine) -> Any:
+    assert engine.speculator is not None
+    return engine.speculator.drafters[-1]
+
+
+@pytest.mark.parametrize("n_cores", [1, 64])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_drafted_there_changes_no_text(
+    n_cores: int, temperature: float, open_engine: Open, plain: edgeinfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With cores enough for both it drafts ahead."""
+    monkeypatch.setattr(devices, "physical_cores", lambda root=None: n_cores)
+    engine, notes = open_engine()
+    drafter = drafter_of(engine)
+    if drafter._drafter.session._open().device.is_cpu:
+        assert type(drafter) is (AheadDrafter if n_cores == 64 else WatchedDrafter)
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 4}
+    for prompt in (PROMPT, PROMPT + " again"):
+        completion = engine.generate(prompt, **options)
+        assert completion.tokens == plain.generate(prompt, **options).tokens
+        assert completion.timings.speculation is not None and completion.timings.speculation.dropped == {}
+    assert notes == []
+
+
+def test_a_device_that_is_lost_in_an_answer_leaves_the_cpu(open_engine: Open, plain: edgeinfer.Engine) -> None:
+    engine, _ = open_engine()
+    expected = plain.generate(PROMPT, max_tokens=40, temperature=0.0).tokens
+    drafter_of(engine)._drafter.session._open()._group = 1 << 20  # no device has such groups
+    reasons: list[str] = []
+    for _ in range(100):
+        completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
+        assert completion.tokens == expected and completion.timings.speculation is not None
+        reasons += completion.timings.speculation.dropped.values()
+        if type(drafter_of(engine)) is ModelDrafter:
+            break
+    assert len(reasons) == 1 and "running kernel" in reasons[0]
+
+
+def test_kernels_that_do_not_build_leave_the_cpu(
+    open_engine: Open, plain: edgeinfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decoder.cl").write_text("kernel void rms_norm(global float* x) { x[0] = no_such_name; }")
+    monkeypatch.setattr(device_module, "_SOURCES", tmp_path)  # the device is asked in a process that has the true ones
+    engine, notes = open_engine()
+    assert len(notes) == 1 and "the driver cannot compile this kernel" in notes[0]
+    _drafts_on_the_cpu(engine, plain)
+
+
+def test_a_device_out_of_memory_leaves_the_cpu(
+    open_engine: Open, plain: edgeinfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = OpenCLDevice.buffer
+    monkeypatch.setattr(OpenCLDevice, "buffer", lambda self, n_bytes: buffer(self, 64 * self.info.memory_bytes))
+    engine, notes = open_engine()
+    assert len(notes) == 1 and "out of memory" in notes[0]
+    _drafts_on_the_cpu(engine, plain)
+
+
+def _drafts_on_the_cpu(engine: edgeinfer.Engine, plain: edgeinfer.Engine) -> None:
+    assert type(drafter_of(engine)) is ModelDrafter
+    completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
+    assert completion.tokens == plain.generate(PROMPT, max_tokens=40, temperature=0.0).tokens
+    assert completion.timings.speculation is not None
+    assert completion.timings.speculation.by_drafter["model"].accepted > 10
