@@ -74,8 +74,8 @@ def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plai
         assert completion.tokens == tokens_of(plain, request_, prompt=prompt)
         speculation = completion.timings.speculation
         assert speculation.dropped == {}
-        if prompt == PROMPT and request_ in REQUESTS[:2]:
-            assert speculation.tokens_per_step > 2
+        if prompt == PROMPT and request_ in REQUESTS[:2]:  # how many are there in time, the machine's speed decides
+            assert sum(drafted.accepted for drafted in speculation.by_drafter.values()) >= 10
 
 
 @pytest.mark.usefixtures("patient")
