@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
@@ -61,7 +61,7 @@ class Placed:
     """
 
     where: str
-    spare: Callable[[], Drafter] | None = None
+    spare: Callable[[], Drafter] | None = field(default=None, repr=False)
     takes_memory: bool = False
 
 
