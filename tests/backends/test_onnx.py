@@ -241,6 +241,28 @@ def test_a_graph_that_a_provider_cannot_run_is_refused(tmp_path: Path, onnx_prov
             backend.load(file, wrong, plan, Device(1)).forward([1, 2, 3])
 
 
+def test_a_pass_that_runs_stops_before_its_next_operator(tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tiny()
+    expected = session.forward([1, 2, 3]).logits
+    program = session._open()
+
+    class Interrupting:
+        """As if the call came just behind the beginning of the pass."""
+
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        def run_with_iobinding(self, *arguments: Any) -> None:
+            program.interrupt()
+            self._session.run_with_iobinding(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "_session", Interrupting(program._session))
+        with pytest.raises(Interrupted):
+            session.forward([1, 2, 3])
+    assert session.n_past == 0 and difference(session.forward([1, 2, 3]).logits, expected) < 1e-6
+
+
 def test_another_thread_can_stop_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
     session = opener(write_tiny_model(tmp_path / "m.gguf", "llama", "F32", n_layers=8))()
     tokens = some_tokens(rng, 100)
