@@ -35,19 +35,18 @@ class ModelDrafter:
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
-        return self._cost_of(context.tokens)
+        return self._cost_of(context.tokens, context.n_assumed)
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
-        text = self._text(context)
-        n_past = self._align(text)
+        text, n_assumed = self._text(context)
+        n_past = self._align(text, n_assumed)
         if n_past < len(text) - 1:
             self._forward(text[n_past:-1])
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays, with a second choice where it is unsure."""
-        n_past = self._align(context.tokens)
-        self._n_agreed = min(n_past, len(context.tokens) - context.n_assumed)
+        n_past = self._align(context.tokens, context.n_assumed)
         unread, text = context.tokens[n_past:], list(context.tokens)
         tokens: list[int] = []
         parents: list[int] = []
@@ -83,18 +82,21 @@ class ModelDrafter:
         self._costs.close()
         self.session.close()
 
-    def _text(self, context: Context) -> list[int]:
-        """The text in the draft model's tokens."""
-        return context.tokens
+    def _text(self, context: Context) -> tuple[list[int], int]:
+        """The text in the draft model's tokens, and how many at its end may come otherwise."""
+        return context.tokens, context.n_assumed
 
-    def _cost_of(self, text: Sequence[int]) -> tuple[float, float]:
+    def _cost_of(self, text: Sequence[int], n_assumed: int) -> tuple[float, float]:
         """Milliseconds for each token that is drafted behind a text, and for what of the text is not read yet."""
-        n_past = self._align(text)
+        n_past = self._align(text, n_assumed)
         one = self._costs.milliseconds(n_past)[1]
         return one, self._costs.of_chain(len(text) - n_past, n_past) - one
 
-    def _align(self, text: Sequence[int]) -> int:
-        """Cut the cache back to what it shares with the text but its last token; gives its length."""
+    def _align(self, text: Sequence[int], n_assumed: int) -> int:
+        """Cut the cache back to what it shares with the text but its last token; gives its length.
+
+        n_assumed: tokens at its end that may come otherwise.
+        """
         del self._tokens[self.session.n_past :]
         own = self._tokens
         n = min(self._n_agreed, len(own))
@@ -105,7 +107,7 @@ class ModelDrafter:
         if n < len(own):
             self.session.truncate(n)
             del own[n:]
-        self._n_agreed = n
+        self._n_agreed = min(n, len(text) - n_assumed)
         return n
 
     def _forward(self, tokens: Sequence[int]) -> Logits:

@@ -16,7 +16,7 @@ from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
-from edgeinfer.drafters.translated import TranslatedDrafter
+from edgeinfer.drafters.translated import check_vocabulary, model_drafter
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
@@ -34,7 +34,6 @@ from edgeinfer.speculation.cost import (
     save_curve,
 )
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 FREE_DRAFTERS = ("suffix", "recycling")
@@ -168,8 +167,7 @@ def _plan_file(
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
     else:
         spec = read_spec(file)
-        if not has_vocabulary_of(file, target, planned.n_vocab):
-            Tokenizer.from_file(file)  # raises where nothing can be translated
+        check_vocabulary(file, target, planned.n_vocab)
         own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
     n_bytes = own.use.total + kept
     if n_bytes > left - planned.n_bytes:
@@ -181,15 +179,6 @@ def _plan_file(
     planned.n_bytes += n_bytes
 
 
-def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
-    """Whether the target's n_vocab tokens are the same in a draft model, but for padding at the end."""
-    own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
-    if not isinstance(own, list) or not isinstance(wanted, list):
-        return False
-    n = min(len(own), n_vocab)
-    return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
-
-
 def _open_model(
     file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_vocab: int, target: ModelFile, device: Device
 ) -> ModelDrafter:
@@ -197,9 +186,7 @@ def _open_model(
     session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
     try:
         costs = _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts")
-        if has_vocabulary_of(file, target, n_vocab):
-            return ModelDrafter(session, n_vocab, costs)
-        return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(file), costs)
+        return model_drafter(session, file, target, n_vocab, costs)
     except BaseException:
         session.close()
         raise
