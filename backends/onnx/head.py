@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
@@ -9,15 +10,21 @@ from edgeinfer.backends.onnx.decoder import Embedding, build_decoder
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, Style, choose_provider
 from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graph
+from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
+from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Output
 
 
 def build_head(
     head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec, n_ctx: int, style: Style
 ) -> Graph:
-    """The graph of a head, with a copy of its target's embeddings; see build_decoder. spec: DraftHeadSpec.decoder."""
+    """The graph of a head, with a copy of its target's embeddings; see build_decoder. spec: DraftHeadSpec.decoder.
+
+    Raises UnsupportedModel for a head of another kind than the gate's.
+    """
+    if spec.pair is not None:
+        raise UnsupportedModel(f"{head.path}: EAGLE-3 heads have no ONNX graph: run them on the native engine (-md)")
     return build_decoder(head, spec, Embedding.of(target, target_spec), n_ctx, style)
 
 
@@ -71,3 +78,8 @@ class OnnxHead(OnnxDecoder):
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past + n_pending, self.n_ctx)
         rows = check_features(features, len(ids), self.spec.n_embd)
         return self._forward(ids, parents, n_pending, logits, (self.spec.n_layers,), rows)
+
+    def combine(self, rows: ArrayLike) -> Features:
+        """See HeadSession.combine: the rows themselves."""
+        self._open()
+        return check_features(rows, len(np.asarray(rows)), self.spec.n_embd)

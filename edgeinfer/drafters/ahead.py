@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Protocol
 
 from edgeinfer.drafters.base import Context, CostlyDrafter, FeatureDrafter, Outlook
+from edgeinfer.drafters.translated import TranslatedDrafter
 from edgeinfer.drafters.worker import Clock, Worker
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.timeline import Timeline
@@ -229,8 +230,6 @@ class AheadDrafter:
     passed on: what it learns comes with the text that it is asked behind.
     """
 
-    _kind: type[_Chain] | type[_Tree] = _Chain
-
     def __init__(
         self,
         drafter: CostlyDrafter,
@@ -240,6 +239,8 @@ class AheadDrafter:
         self.name = drafter.name
         self.timeline: Timeline | None = None
         self._drafter = drafter
+        # A node of a translated draft may be several of the draft model's, or a part of one: no level to go on from.
+        self._kind = _Tree if isinstance(drafter, (FeatureDrafter, TranslatedDrafter)) else _Chain
         self._worker = Worker(drafter.name, device, clock)
         self._clock = self._worker.clock
         self._draft: _Draft | None = None
@@ -353,8 +354,6 @@ class AheadDrafter:
 
 class AheadFeatureDrafter(AheadDrafter):
     """The same for a drafter that goes on from the target's hidden rows."""
-
-    _kind = _Tree
 
     def __init__(
         self,

@@ -39,8 +39,8 @@ class ModelDrafter:
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
-        text = self._text(context)
-        n_past = self._align(text, context.n_assumed)
+        text, n_assumed = self._text(context)
+        n_past = self._align(text, n_assumed)
         if n_past < len(text) - 1:
             self._forward(text[n_past:-1])
 
@@ -82,9 +82,9 @@ class ModelDrafter:
         self._costs.close()
         self.session.close()
 
-    def _text(self, context: Context) -> list[int]:
-        """The text in the draft model's tokens."""
-        return context.tokens
+    def _text(self, context: Context) -> tuple[list[int], int]:
+        """The text in the draft model's tokens, and how many at its end may come otherwise."""
+        return context.tokens, context.n_assumed
 
     def _cost_of(self, text: Sequence[int], n_assumed: int) -> tuple[float, float]:
         """Milliseconds for each token that is drafted behind a text, and for what of the text is not read yet."""

@@ -18,6 +18,7 @@ from edgeinfer.drafters.choices import class_of
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import likeliest
 from edgeinfer.errors import NumericalError
+from edgeinfer.gguf import ModelFile
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.tokenizer import Tokenizer
@@ -139,18 +140,18 @@ class TranslatedDrafter(ModelDrafter):
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter. A token of the target takes as many of the draft model's as in the text so far."""
-        text = self._text(context)
+        text, n_assumed = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0
-        one, before = self._cost_of(text, 0)  # what changes in the text, the translation tells
+        one, before = self._cost_of(text, n_assumed)
         return one * len(text) / max(1, len(context.tokens)), before
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays."""
-        text = self._text(context)
+        text, n_assumed = self._text(context)
         if not text or not self._translation.is_whole:
             return no_draft()
-        unread = text[self._align(text, 0) :]
+        unread = text[self._align(text, n_assumed) :]
         drafted: list[int] = []
         p: list[float] = []
         reach: list[float] = []
@@ -167,10 +168,11 @@ class TranslatedDrafter(ModelDrafter):
                 break
         return self._tree(drafted, p, limit, context.is_greedy)
 
-    def _text(self, context: Context) -> list[int]:
+    def _text(self, context: Context) -> tuple[list[int], int]:
+        """See ModelDrafter. What comes otherwise is noticed when it comes."""
         n_same = self._translation.follow(context.tokens)
         self._n_agreed = min(self._n_agreed, n_same)
-        return self._translation.tokens
+        return self._translation.tokens, 0
 
     def _likeliest(self, tokens: Sequence[int]) -> tuple[int, float]:
         """Read and keep tokens; the likeliest to follow, and its probability."""
@@ -188,6 +190,30 @@ class TranslatedDrafter(ModelDrafter):
         if nodes and is_open:
             kinds[-1] += _LAST
         return DraftTree([id for id, _ in nodes], list(range(-1, len(nodes) - 1)), chances, kinds)
+
+
+def model_drafter(
+    session: Session, draft: ModelFile, target: ModelFile, n_vocab: int, costs: CostModel
+) -> ModelDrafter:
+    """The drafter of a draft model that is open, by its vocabulary. n_vocab: tokens that the target has."""
+    if has_vocabulary_of(draft, target, n_vocab):
+        return ModelDrafter(session, n_vocab, costs)
+    return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(draft), costs)
+
+
+def check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:
+    """Raises UnsupportedModel, TokenizerError where nothing can be translated."""
+    if not has_vocabulary_of(draft, target, n_vocab):
+        Tokenizer.from_file(draft)
+
+
+def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
+    """Whether the target's n_vocab tokens are the same in a draft model, but for padding at the end."""
+    own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
+    if not isinstance(own, list) or not isinstance(wanted, list):
+        return False
+    n = min(len(own), n_vocab)
+    return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
 
 
 def _decoded(raw: bytes) -> tuple[str, bool]:

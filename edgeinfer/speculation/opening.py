@@ -17,7 +17,7 @@ from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
-from edgeinfer.drafters.translated import TranslatedDrafter
+from edgeinfer.drafters.translated import check_vocabulary, model_drafter
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
@@ -27,7 +27,6 @@ from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, k
 from edgeinfer.speculation.pipeline import Placed, Speculator
 from edgeinfer.speculation.placement import DraftDevice, DrafterMaker, candidates, open_model_on
 from edgeinfer.speculation.policy import beats
-from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 FREE_DRAFTERS = ("suffix", "recycling")
@@ -84,7 +83,10 @@ class DraftPlan:
         if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession) and self.plan is not None:
             return _open_head(file, self.spec, self.plan, self.n_vocab, session, device), Placed("the CPU")
         if isinstance(self.spec, ModelSpec):
-            make = partial(_model_drafter, file, target, self.n_vocab)
+
+            def make(session: Session, costs: CostModel) -> ModelDrafter:
+                return model_drafter(session, file, target, self.n_vocab, costs)
+
             return self._open_model(file, self.spec, make, device, costs)
         raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
 
@@ -214,8 +216,7 @@ def _plan_file(
             planned.dropped[draft_device] = "draft heads run on the CPU"
     else:
         spec = read_spec(file)
-        if not has_vocabulary_of(file, target, planned.n_vocab):
-            Tokenizer.from_file(file)  # raises where nothing can be translated
+        check_vocabulary(file, target, planned.n_vocab)
         own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
         _plan_places(planned, file, spec, plan, left, draft_device)
     n_bytes = own.use.total + kept
@@ -247,24 +248,6 @@ def _plan_places(
             planned.dropped[place.name] = str(error)
         else:
             planned.places.append((place, own))
-
-
-def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
-    """Whether the target's n_vocab tokens are the same in a draft model, but for padding at the end."""
-    own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
-    if not isinstance(own, list) or not isinstance(wanted, list):
-        return False
-    n = min(len(own), n_vocab)
-    return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
-
-
-def _model_drafter(
-    file: ModelFile, target: ModelFile, n_vocab: int, session: Session, costs: CostModel
-) -> ModelDrafter:
-    """The drafter of a draft model's session, through text where the vocabularies differ."""
-    if has_vocabulary_of(file, target, n_vocab):
-        return ModelDrafter(session, n_vocab, costs)
-    return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(file), costs)
 
 
 def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, make: DrafterMaker, device: Device) -> ModelDrafter:
