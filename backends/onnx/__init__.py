@@ -6,7 +6,7 @@ they are for drafting, where the text does not depend on them.
 
 from edgeinfer.backends.onnx.decoder import build_model
 from edgeinfer.backends.onnx.files import check_file, write_graph
-from edgeinfer.backends.onnx.head import OnnxHead, build_head, plan_onnx_head
+from edgeinfer.backends.onnx.head import OnnxHead, OnnxHeadBackend, build_head, plan_onnx_head
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider, library_version, list_providers, open_onnx
 from edgeinfer.backends.onnx.runtime import check_provider
 from edgeinfer.backends.onnx.session import OnnxBackend, OnnxSession
@@ -14,6 +14,7 @@ from edgeinfer.backends.onnx.session import OnnxBackend, OnnxSession
 __all__ = [
     "OnnxBackend",
     "OnnxHead",
+    "OnnxHeadBackend",
     "OnnxSession",
     "ProviderInfo",
     "build_head",

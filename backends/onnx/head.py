@@ -42,6 +42,22 @@ def plan_onnx_head(
     return plan_graph(build_head(head, spec, target, target_spec, n_ctx, style), spec, n_ctx, n_batch)
 
 
+class OnnxHeadBackend:
+    """Makes sessions of heads beside a target, as OnnxBackend does of models."""
+
+    def __init__(self, info: ProviderInfo, target: ModelFile, target_spec: ModelSpec) -> None:
+        self._info = info
+        self._target = target, target_spec
+
+    def plan(self, head: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+        """See plan_onnx_head."""
+        return plan_onnx_head(head, spec, *self._target, n_ctx, n_batch, self._info)
+
+    def load(self, head: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device) -> OnnxHead:
+        """See OnnxHead."""
+        return OnnxHead(head, spec, *self._target, plan, device, self._info)
+
+
 class OnnxHead(OnnxDecoder):
     """See edgeinfer.backends.base.HeadSession. Both files may be closed afterwards."""
 

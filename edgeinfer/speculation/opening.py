@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from edgeinfer import devices
-from edgeinfer.backends.base import Session
+from edgeinfer.backends.base import HeadSession, Session
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
-from edgeinfer.drafters.base import Context, Drafter
+from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
@@ -25,7 +25,7 @@ from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
 from edgeinfer.speculation.pipeline import Placed, Speculator
-from edgeinfer.speculation.placement import DraftDevice, DrafterMaker, candidates, open_model_on
+from edgeinfer.speculation.placement import Draft, DraftDevice, candidates, open_on
 from edgeinfer.speculation.policy import beats
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
@@ -80,29 +80,37 @@ class DraftPlan:
     def _open_file(
         self, file: ModelFile, target: ModelFile, session: Session, device: Device, costs: CostModel
     ) -> tuple[Drafter, Placed]:
-        if isinstance(self.spec, DraftHeadSpec) and isinstance(session, NativeSession) and self.plan is not None:
-            return _open_head(file, self.spec, self.plan, self.n_vocab, session, device), Placed("the CPU")
         if isinstance(self.spec, ModelSpec):
 
-            def make(session: Session, costs: CostModel) -> ModelDrafter:
-                return model_drafter(session, file, target, self.n_vocab, costs)
+            def of_model(own: Session, costs: CostModel) -> CostlyDrafter:
+                return model_drafter(own, file, target, self.n_vocab, costs)
 
-            return self._open_model(file, self.spec, make, device, costs)
-        raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
+            draft = Draft(file, self.spec, of_model, lambda own: own)
+            on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, device)
+            return self._open_placed(draft, on_cpu, device, costs)
+        if self.spec is None or not isinstance(session, NativeSession):
+            raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
+        head = self.spec
 
-    def _open_model(
-        self, file: ModelFile, spec: ModelSpec, make: DrafterMaker, device: Device, costs: CostModel
+        def of_head(own: HeadSession, costs: CostModel) -> CostlyDrafter:
+            return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps)
+
+        draft = Draft(file, head.decoder, of_head, _WithoutFeatures)
+        on_cpu = None if self.plan is None else partial(_open_head, draft, self.plan, session, device)
+        return self._open_placed(draft, on_cpu, device, costs)
+
+    def _open_placed(
+        self, draft: Draft, on_cpu: Callable[[], CostlyDrafter] | None, device: Device, costs: CostModel
     ) -> tuple[Drafter, Placed]:
-        """The draft model on the first device that works and, unless it was named, is better than the CPU; else there.
+        """The draft on the first device that works and, unless it was named, is better than the CPU; else there.
 
         What is held on one is given back before the next is tried.
         """
-        on_cpu = None if self.plan is None else partial(_open_model, file, spec, self.plan, make, device)
         of_cpu = _milliseconds_of(on_cpu) if on_cpu is not None and self.is_auto and self.places else None
         cpu = "the CPU" if of_cpu is None else f"the CPU, {of_cpu:.1f} ms a token"
         for place, plan in self.places:
             try:
-                drafter, own_costs = open_model_on(place, file, spec, plan, make, device.n_threads)
+                drafter, own_costs = open_on(place, draft, plan, device.n_threads)
             except (EdgeInferError, OSError, MemoryError) as error:
                 self.dropped[place.name] = str(error)
                 continue
@@ -115,7 +123,7 @@ class DraftPlan:
             drafter.close()
             cpu += f", rather than {where}"
         if on_cpu is None:
-            raise BudgetExceeded(f"{file.path} does not fit into the memory that is left beside the model")
+            raise BudgetExceeded(f"{draft.file.path} does not fit into the memory that is left beside the model")
         return on_cpu(), Placed(cpu)
 
 
@@ -212,8 +220,8 @@ def _plan_file(
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
         n_rows = 0 if spec.decoder.pair is None else spec.decoder.pair.n_rows
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
-        if draft_device not in ("auto", "cpu"):
-            planned.dropped[draft_device] = "draft heads run on the CPU"
+        if draft_device != "auto":  # so little work is done on the CPU before another device is reached
+            _plan_places(planned, file, spec.decoder, plan, left - kept, draft_device, beside=target)
     else:
         spec = read_spec(file)
         check_vocabulary(file, target, planned.n_vocab)
@@ -226,14 +234,23 @@ def _plan_file(
             "one, or a smaller context (-c)"
         )
     planned.file, planned.spec, planned.plan = file, spec, own if n_bytes <= left else None
-    elsewhere = [there.use.total for place, there in planned.places if place.shares_memory]
+    elsewhere = [there.use.total + kept for place, there in planned.places if place.shares_memory]
     planned.n_bytes += max([n_bytes if n_bytes <= left else 0, *elsewhere])
 
 
 def _plan_places(
-    planned: DraftPlan, file: ModelFile, spec: ModelSpec, plan: MemoryPlan, left: int, draft_device: str
+    planned: DraftPlan,
+    file: ModelFile,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    left: int,
+    draft_device: str,
+    beside: ModelFile | None = None,
 ) -> None:
-    """Add the devices beside the CPU on which a draft model fits, and why not the others, to the plan."""
+    """Add the devices beside the CPU on which a draft fits, and why not the others, to the plan.
+
+    spec: of a draft model, or of the decoder of a head beside that target.
+    """
     try:
         found = candidates(draft_device)
     except BackendUnavailable as error:
@@ -241,6 +258,7 @@ def _plan_places(
         return
     for place in found:
         try:
+            place = place if beside is None else _for_heads(place, beside)
             own = place.backend.plan(file, spec, plan.n_ctx, plan.n_batch)
             if place.shares_memory and own.use.total > left:
                 raise BudgetExceeded(f"{human_bytes(own.use.total)} are needed, {human_bytes(left)} are left")
@@ -250,17 +268,37 @@ def _plan_places(
             planned.places.append((place, own))
 
 
-def _open_model(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, make: DrafterMaker, device: Device) -> ModelDrafter:
+def _for_heads(place: DraftDevice, target: ModelFile) -> DraftDevice:
+    """The device with the backend of heads beside a target. Raises UnsupportedModel."""
+    if place.of_heads is None:
+        raise UnsupportedModel(f"draft heads do not run on {place.title}")
+    return replace(place, backend=place.of_heads(target, read_spec(target)))
+
+
+def _open_model(draft: Draft, plan: MemoryPlan, device: Device) -> CostlyDrafter:
     """The draft model on the CPU, all of it in memory: a file that is lost later does no harm."""
-    session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
+    session = NativeSession(draft.file, draft.spec, plan, device, resident=True, for_drafts=True)
+    return _made(draft, session, plan, device, "for drafts")
+
+
+def _open_head(draft: Draft, plan: MemoryPlan, target: NativeSession, device: Device) -> CostlyDrafter:
+    """The head on the CPU, whose weights are in memory; embeddings are read where the target has them."""
+    return _made(draft, NativeHead(draft.file, draft.spec, target, plan, device), plan, device)
+
+
+def _made(
+    draft: Draft, session: NativeSession | NativeHead, plan: MemoryPlan, device: Device, *facts: str
+) -> CostlyDrafter:
+    """The drafter of a session, which is closed if that fails."""
     try:
-        return make(session, _costs(file, session, plan, device, _DRAFT_CALIBRATION_SECONDS, "for drafts"))
+        costs = _costs(draft.file, draft.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
+        return draft.make(session, costs)
     except BaseException:
         session.close()
         raise
 
 
-def _milliseconds_of(opened: Callable[[], ModelDrafter]) -> float:
+def _milliseconds_of(opened: Callable[[], CostlyDrafter]) -> float:
     """Of a drafted token."""
     drafter = opened()
     try:
@@ -269,23 +307,10 @@ def _milliseconds_of(opened: Callable[[], ModelDrafter]) -> float:
         drafter.close()
 
 
-def _open_head(
-    file: ModelFile, spec: DraftHeadSpec, plan: MemoryPlan, n_vocab: int, target: NativeSession, device: Device
-) -> HeadDrafter:
-    """The head, whose weights are in memory; embeddings are read where the target has them."""
-    session = NativeHead(file, spec.decoder, target, plan, device)
-    try:
-        costs = _costs(file, _WithoutFeatures(session), plan, device, _DRAFT_CALIBRATION_SECONDS)
-    except BaseException:
-        session.close()
-        raise
-    return HeadDrafter(session, spec.draft_vocab, n_vocab, costs, spec.taps)
-
-
 class _WithoutFeatures:
     """A head as measure_costs knows sessions: its tokens come with features of ones."""
 
-    def __init__(self, head: NativeHead) -> None:
+    def __init__(self, head: HeadSession) -> None:
         self._head = head
         self.spec = head.spec
         self.n_ctx = head.n_ctx

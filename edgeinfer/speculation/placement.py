@@ -9,18 +9,17 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from edgeinfer import devices
-from edgeinfer.backends.base import Backend, Session
 from edgeinfer.drafters.ahead import drafting_ahead
 from edgeinfer.drafters.base import CostlyDrafter
-from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.worker import Worker, watched
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, cost_key, kept_costs, measure_costs
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
 from edgeinfer.types import Device, MemoryPlan
 
 if TYPE_CHECKING:
@@ -31,29 +30,56 @@ _OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it
 _CALIBRATION_SECONDS = 0.6
 
 
+class Sessions(Protocol):
+    """What makes sessions on a device: a Backend, or one of heads."""
+
+    def plan(self, model: ModelFile, spec: Any, n_ctx: int, n_batch: int = ..., n_threads: int = ...) -> MemoryPlan:
+        """See Backend.plan."""
+        ...
+
+    def load(self, model: ModelFile, spec: Any, plan: MemoryPlan, device: Device) -> Any:
+        """See Backend.load."""
+        ...
+
+
 @dataclass(frozen=True)
 class DraftDevice:
     """A device that draft models can run on, beside the CPU of the target.
 
     name: as `--draft-device` takes it; a GPU is gpu:N too.  title: what it is.  backend: makes sessions there.  facts:
     what the cost of a pass depends on besides the model.  n_cores: of the CPU, that it works with; 0 for a device of
-    its own.  shares_memory: what it holds lies in the memory of the machine.
+    its own.  shares_memory: what it holds lies in the memory of the machine.  of_heads: the backend of heads beside a
+    target, None where they do not run.
     """
 
     name: str
     title: str
     is_gpu: bool
-    backend: Backend
+    backend: Sessions
     facts: tuple[object, ...]
     n_cores: int
     shares_memory: bool
+    of_heads: Callable[[ModelFile, ModelSpec], Sessions] | None = None
 
     def is_apart(self, n_threads: int) -> bool:
         """Whether it can work while a target with that many threads does, and neither waits for the other's cores."""
         return not self.n_cores or self.n_cores + n_threads <= devices.physical_cores()
 
 
-DrafterMaker: TypeAlias = Callable[[Session, CostModel], ModelDrafter]
+@dataclass(frozen=True)
+class Draft:
+    """A draft model or a head that is to be opened somewhere.
+
+    spec: of the model, or of the head's decoder.  make: its drafter, from its session.  timed: its session as
+    measure_costs knows sessions.
+    """
+
+    file: ModelFile
+    spec: ModelSpec
+    make: Callable[[Any, CostModel], CostlyDrafter]
+    timed: Callable[[Any], Timed]
+
+
 Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
 """All devices of a kind, each with the reason why it cannot be used, if so; and why there is none, if so."""
 
@@ -91,22 +117,21 @@ def candidates(name: str) -> list[DraftDevice]:
     return [device]
 
 
-def open_model_on(
-    place: DraftDevice, file: ModelFile, spec: ModelSpec, plan: MemoryPlan, make: DrafterMaker, n_threads: int
-) -> tuple[CostlyDrafter, CostModel]:
-    """A draft model on a device, and what its passes cost there. make: its drafter.  n_threads: of the target.
+def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) -> tuple[CostlyDrafter, CostModel]:
+    """A draft model or a head on a device, and what its passes cost there. n_threads: of the target.
 
     It drafts ahead where the device is apart from the target's cores, and is given up where it hangs. Raises
     BackendLost and what the backend raises.
     """
 
-    def open_session() -> tuple[Session, CostModel]:
-        session = place.backend.load(file, spec, plan, Device(n_threads))
-        key = cost_key(file, *place.facts, plan.n_ctx < MAX_TOKENS)
+    def open_session() -> tuple[Any, CostModel]:
+        session = place.backend.load(draft.file, draft.spec, plan, Device(n_threads))
+        timed = draft.timed(session)
+        key = cost_key(draft.file, *place.facts, plan.n_ctx < MAX_TOKENS)
         try:
-            session.forward([0])  # it works, and what takes time once has taken it
-            session.commit(())
-            return session, kept_costs(key, lambda: measure_costs(session, _CALIBRATION_SECONDS))
+            timed.forward([0])  # it works, and what takes time once has taken it
+            timed.commit(())
+            return session, kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS))
         except BaseException:
             session.close()
             raise
@@ -117,7 +142,7 @@ def open_model_on(
     finally:
         opener.close()
     try:
-        drafter = make(session, costs)
+        drafter = draft.make(session, costs)
     except BaseException:
         session.close()
         raise
@@ -160,7 +185,7 @@ def _opencl() -> Listing:
 def _onnx() -> Listing:
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime")):
         return [], "ONNX Runtime needs onnx and onnxruntime: pip install 'edgeinfer[onnx]'"
-    from edgeinfer.backends.onnx import OnnxBackend
+    from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend
     from edgeinfer.backends.onnx.probe import probe_providers
 
     found, why_none = probe_providers()
@@ -175,6 +200,7 @@ def _onnx() -> Listing:
             facts=("onnx", info),
             n_cores=devices.default_n_threads() if info.is_cpu else 0,
             shares_memory=info.is_cpu,
+            of_heads=partial(OnnxHeadBackend, info),
         )
 
     return [(device(name, info), reason) for name, (info, reason) in zip(names, found, strict=True)], why_none

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from drafting import FixedCosts, cost_model
-from tiny_heads import write_tiny_head
+from other_vocabulary import write_reordered
+from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -17,7 +18,8 @@ from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.drafters import worker
-from edgeinfer.drafters.ahead import AheadDrafter
+from edgeinfer.drafters.ahead import AheadDrafter, _Tree, drafting_ahead
+from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.worker import WatchedDrafter
 from edgeinfer.errors import (
@@ -29,6 +31,7 @@ from edgeinfer.errors import (
     InvalidArgument,
 )
 from edgeinfer.speculation import opening, placement
+from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.placement import DraftDevice, candidates, check_name
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -262,10 +265,54 @@ def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engi
             backend.sessions[0].forward([1])
 
 
-def test_a_head_runs_on_the_cpu_whatever_is_named(listed, open_engine, model, tmp_path):
+def test_a_head_runs_on_the_cpu_where_its_device_has_none(listed, open_engine, model, tmp_path):
+    listed(device())
     head = write_tiny_head(tmp_path / "head.gguf", model)
     engine, notes = open_engine("gpu", draft=head)
-    assert notes == ["drafting goes on without gpu: draft heads run on the CPU"] and drafter_of(engine).name == "head"
+    assert notes == ["drafting goes on without gpu0: draft heads do not run on the device gpu0"]
+    assert type(drafter_of(engine)) is HeadDrafter and engine.speculator.placed["head"].where == "the CPU"
+
+
+def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "_KINDS", {"opencl": lambda: pytest.fail("a driver was asked")})
+    engine, notes = open_engine("auto", draft=write_tiny_head(tmp_path / "head.gguf", model))
+    assert type(drafter_of(engine)) is HeadDrafter and notes == []
+
+
+@pytest.mark.usefixtures("onnx_provider")
+@pytest.mark.parametrize("kind", ["model", "head", "EAGLE-3 head"])
+def test_drafts_come_from_onnx_runtime_where_it_is_named(open_engine, model, expected, tmp_path, kind):
+    path = {
+        "model": lambda: model,
+        "head": lambda: write_tiny_head(tmp_path / "head.gguf", model),
+        "EAGLE-3 head": lambda: write_tiny_eagle3(tmp_path / "head.gguf", model),
+    }[kind]()
+    name = next(device.name for device, _ in placement._KINDS["onnx"]()[0] if device.title.startswith("CPU"))
+    engine, notes = open_engine(name, draft=path)
+    drafter = drafter_of(engine)
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == expected and completion.timings.speculation.dropped == {}
+    assert completion.timings.speculation.by_drafter[drafter.name].drafted > 0
+    if kind == "EAGLE-3 head":
+        assert type(drafter) is HeadDrafter and "EAGLE-3 heads have no ONNX graph" in notes[0]
+    else:
+        assert isinstance(drafter, WatchedDrafter) and notes == []  # it shares the target's cores
+        assert "ONNX Runtime" in engine.speculator.placed[drafter.name].where
+
+
+def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_path):
+    """A node of it may be several of the draft model's tokens: there is no level to go on from."""
+    order = list(range(291))
+    random.Random(3).shuffle(order)
+    other = write_reordered(tmp_path / "other.gguf", model, order)
+    with edgeinfer.load(model, draft=[str(other)]) as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        ahead = drafting_ahead(engine.speculator.drafters[-1])
+        n_vocab = engine.tokenizer.n_vocab
+        engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), n_vocab, 8)
+        assert ahead._kind is _Tree
+        assert engine.generate(PROMPT, **GREEDY).tokens == expected
+        ahead.close()
 
 
 # ---- Devices that fail later -----------------------------------------------------------------------------------------
