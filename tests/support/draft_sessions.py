@@ -1,0 +1,79 @@
+"""Sessions of the backends that are there for drafts: opened by kind, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Backend, Session
+from edgeinfer.backends.reference import ReferenceBackend
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.types import Device
+
+Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
+KINDS: tuple[Kind, ...] = ("opencl", "onnx contrib", "onnx plain")
+Open: TypeAlias = Callable[..., Any]  # (n_batch=) to a session with the attributes of its backend
+
+
+def backend_of(kind: Kind) -> Backend:
+    """The backend, and for ONNX Runtime the style of its graphs."""
+    if kind == "opencl":
+        from edgeinfer.backends.opencl import OpenCLBackend
+
+        return OpenCLBackend()
+    from edgeinfer.backends.onnx import OnnxBackend, choose_provider
+
+    style: Literal["contrib", "plain"] = "contrib" if kind == "onnx contrib" else "plain"
+    return OnnxBackend(replace(choose_provider("CPU"), style=style))
+
+
+def opener(path: Path, kind: Kind, n_ctx: int = 256) -> Open:
+    """open_session(n_batch=) for a model file."""
+    file = ModelFile.open(path)
+    spec = read_spec(file)
+    backend = backend_of(kind)
+
+    def open_session(n_batch: int = 128) -> Session:
+        return backend.load(file, spec, backend.plan(file, spec, n_ctx, n_batch), Device(1))
+
+    return open_session
+
+
+def some_tokens(rng: np.random.Generator, n: int) -> NDArray[np.int32]:
+    return rng.integers(0, 259, n).astype(np.int32)
+
+
+def difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """The largest, as a share of the largest value."""
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def differences_to_the_reference(
+    path: Path,
+    kind: Kind,
+    rng: np.random.Generator,
+    activations: Literal["float32", "int8"] = "float32",
+    sizes: Sequence[int] = (1, 3, 40),
+) -> NDArray[np.float64]:
+    """Of the logits and hidden states of each token of some texts, the last one longer than the windows."""
+    file = ModelFile.open(path)
+    spec = read_spec(file)
+    oracle = ReferenceBackend(activations)
+    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1))
+    session = opener(path, kind)()
+    errors: list[float] = []
+    for n in sizes:
+        tokens = some_tokens(rng, n)
+        a, b = (each.forward(tokens, logits="all", hidden=(0, -1)) for each in (session, reference))
+        assert a.hidden is not None and b.hidden is not None
+        c, d = (each.forward(tokens, logits=(), hidden=True) for each in (session, reference))
+        assert c.hidden is not None and d.hidden is not None
+        for ours, theirs in zip([a.logits, *a.hidden, *c.hidden], [b.logits, *b.hidden, *d.hidden], strict=True):
+            errors.extend(np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max())
+    return np.array(errors)
