@@ -107,7 +107,7 @@ def speculative_simple(
     folder: Path, model: Path, draft: Path | None, n_threads: int, n_tokens: int, temperature: float, text: str
 ) -> Run:
     """llama.cpp's own program: with a draft model, or with its n-gram drafter. It takes the prompt as a text."""
-    kind = ["-md", str(draft)] if draft else ["--spec-type", "ngram-simple"]
+    kind = ["-md", str(draft), "--spec-type", "draft-simple"] if draft else ["--spec-type", "ngram-simple"]
     command = [str(folder / "llama-speculative-simple"), "-m", str(model), *kind, "-p", text, "-n", str(n_tokens)]
     command += ["-t", str(n_threads), "-tb", str(n_threads), "--temp", str(temperature), "-s", "1", "-c", "4096"]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
