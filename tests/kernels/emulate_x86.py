@@ -22,7 +22,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from dumped_bits import ROOT, build_dump, hashes_of  # noqa: E402
+
 BOOT_FILES = (Path("/usr/lib/ISOLINUX/isolinux.bin"), Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"))
 ISAS = ("avx512vnni", "avx512", "avxvnni")
 # What newer kernels use and the emulator or its clock does not carry.
@@ -46,15 +48,6 @@ log: {folder}/log
 panic: action=fatal
 clock: sync=none
 """
-
-
-def build_dump() -> Path:
-    """dump_bits, with all libraries in it."""
-    build = ROOT / "build" / "bits-static"
-    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
-    subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, stdout=sys.stderr)
-    subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, stdout=sys.stderr)
-    return build / "native" / "dump_bits"
 
 
 def write_image(folder: Path, dump: Path, kernel: Path, isas: list[str]) -> None:
@@ -89,15 +82,6 @@ def emulate(bochs: Path, folder: Path, cpu: str) -> dict[str, dict[str, str]]:
     return hashes_of([line for line in lines if line.startswith(ISAS)])
 
 
-def hashes_of(lines: list[str]) -> dict[str, dict[str, str]]:
-    """{instruction set: {what: hash}} of the lines that dump_bits prints."""
-    hashes: dict[str, dict[str, str]] = {}
-    for line in lines:
-        isa, what, value = line.split()
-        hashes.setdefault(isa, {})[what] = value
-    return hashes
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bochs", type=Path, required=True)
@@ -106,7 +90,7 @@ def main() -> None:
     parser.add_argument("--isa", action="append", choices=ISAS)
     arguments = parser.parse_args()
     isas = arguments.isa or list(ISAS)
-    dump = build_dump()
+    dump = build_dump("bits-static", "-DCMAKE_EXE_LINKER_FLAGS=-static")
     scalar = subprocess.run([dump, "scalar"], check=True, capture_output=True, text=True).stdout.splitlines()
     wanted = hashes_of(scalar)["scalar"]
     equal: dict[str, dict[str, bool]] = {}

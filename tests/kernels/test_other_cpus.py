@@ -2,27 +2,18 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from dumped_bits import build_dump, hashes_of
 from parts import missing
 
-ROOT = Path(__file__).parents[2]
 NEON_SETS = {"neon", "neon_i8mm", "scalar"}
 
 
 def dump(name: str, configure: list[str], run: list[str]) -> dict[str, dict[str, str]]:
-    """{instruction set: {what: hash}} as tests/kernels/dump_bits.cpp prints them."""
-    build = ROOT / "build" / name
-    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", *configure]
-    subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
-    lines = subprocess.run([*run, build / "native" / "dump_bits"], check=True, capture_output=True, text=True)
-    hashes: dict[str, dict[str, str]] = {}
-    for line in lines.stdout.splitlines():
-        isa, what, value = line.split()
-        hashes.setdefault(isa, {})[what] = value
-    return hashes
+    """{instruction set: {what: hash}} of dump_bits, built with these options and run by that command."""
+    program = build_dump(name, *configure)
+    return hashes_of(subprocess.run([*run, program], check=True, capture_output=True, text=True).stdout.splitlines())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,27 @@
+"""tests/kernels/dump_bits.cpp: how it is built, and what it prints."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_dump(name: str, *configure: str) -> Path:
+    """The program, built in build/<name> with these options of CMake."""
+    build = ROOT / "build" / name
+    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", *configure]
+    subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
+    return build / "native" / "dump_bits"
+
+
+def hashes_of(lines: Iterable[str]) -> dict[str, dict[str, str]]:
+    """{instruction set: {what: hash}} of the lines that it prints."""
+    hashes: dict[str, dict[str, str]] = {}
+    for line in lines:
+        isa, what, value = line.split()
+        hashes.setdefault(isa, {})[what] = value
+    return hashes
