@@ -12,8 +12,10 @@ import json
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +72,7 @@ def write_packed(target: Path, model: Path, weights: NDArray[np.uint8]) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+    _read_in_huge_pages(target)
 
 
 def map_packed(path: Path, model: Path, n_bytes: int) -> NDArray[np.uint8]:
@@ -91,8 +94,24 @@ def map_packed(path: Path, model: Path, n_bytes: int) -> NDArray[np.uint8]:
             f"{path}: {n_bytes} bytes of weights wanted, {path.stat().st_size - start} found; {remedy}"
         )
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, dtype=np.uint8, offset=start)
+        return np.frombuffer(_mapped(file), dtype=np.uint8, offset=start)
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    """A whole file, read-only, in huge pages where what is read of it from now on can be: a token reads all of it."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _read_in_huge_pages(path: Path) -> None:
+    """Read a file that was just written once more: what writing left in memory stays in small pages until then."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()
 
 
 def read_header(path: Path) -> tuple[Header, int]:
