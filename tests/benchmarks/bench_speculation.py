@@ -1,14 +1,15 @@
 """Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
-        [--tokens 128] [--threads 2] [--temp 0] [--every N] [--skip N] [--no-peer]
+        [--tokens 128] [--threads 2] [--temp 0] [--every N] [--skip N] [--only NAME,...] [--record FILE]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
 many tokens: ours one by one, with the free drafters, with the draft model too; llama-cpp-python one by one and with
 its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with
 the draft model and its n-gram drafter. The order is turned with every prompt. Speed is that of all tokens behind the
 first, time-weighted by category; what a draft model takes to read the prompts stands beside it. The process is pinned
-to as many cores as there are threads. One JSON line on stdout at the end.
+to as many cores as there are threads. --only names the contenders, as the table does; --record keeps what every prompt
+gave, and the same command goes on behind the last one. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from machine import machine
+from records import Records
 
 import edgeinfer
 from edgeinfer.drafters.recycling import RecyclingDrafter
@@ -36,6 +39,7 @@ from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Speculator
 
 SYSTEM = "You are a helpful assistant."
+LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up
 PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
 
 
@@ -103,70 +107,74 @@ def llama_cpp(path: Path, n_threads: int, n_tokens: int, temperature: float, n_l
     return run
 
 
-def speculative_simple(
-    folder: Path, model: Path, draft: Path | None, n_threads: int, n_tokens: int, temperature: float, text: str
-) -> Run:
+def speculative_simple(arguments: argparse.Namespace, draft: Path | None, engine: Engine) -> Contender:
     """llama.cpp's own program: with a draft model, or with its n-gram drafter. It takes the prompt as a text."""
     kind = ["-md", str(draft), "--spec-type", "draft-simple"] if draft else ["--spec-type", "ngram-simple"]
-    command = [str(folder / "llama-speculative-simple"), "-m", str(model), *kind, "-p", text, "-n", str(n_tokens)]
-    command += ["-t", str(n_threads), "-tb", str(n_threads), "--temp", str(temperature), "-s", "1", "-c", "4096"]
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    report = run.stdout + run.stderr
-    found = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", report)
-    if run.returncode or found is None:
-        raise RuntimeError(f"{' '.join(command[:6])} gave {run.returncode}: {report[-500:]}")
-    counts = {name: re.search(rf"n_{name}\s*=\s*(\d+)", report) for name in ("drafted", "drafts", "accept")}
-    drafted, accepted = (int(of[1]) if of else 0 for of in (counts["drafted"] or counts["drafts"], counts["accept"]))
-    return Run(int(found[1]), float(found[2]), 0, drafted, accepted)
+    command = [str(arguments.peer_dir / "llama-speculative-simple"), "-m", str(arguments.model), *kind]
+    command += ["-n", str(arguments.tokens), "-t", str(arguments.threads), "-tb", str(arguments.threads)]
+    command += ["--temp", str(arguments.temp), "-s", "1", "-c", "4096", "-p"]
+
+    def run(prompt: list[int]) -> Run:
+        text = engine.detokenize(prompt)
+        done = subprocess.run([*command, text], capture_output=True, text=True, errors="replace")
+        report = done.stdout + done.stderr
+        found = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", report)
+        if done.returncode or found is None:
+            raise RuntimeError(f"{' '.join(command[:6])} gave {done.returncode}: {report[-500:]}")
+        counts = {name: re.search(rf"n_{name}\s*=\s*(\d+)", report) for name in ("drafted", "drafts", "accept")}
+        drafted, accepted = (
+            int(of[1]) if of else 0 for of in (counts["drafted"] or counts["drafts"], counts["accept"])
+        )
+        return Run(int(found[1]), float(found[2]), 0, drafted, accepted)
+
+    return run
 
 
 def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Contender]:
-    """Everything that is to be compared, by name."""
-    n_tokens, n_threads, temperature = arguments.tokens, arguments.threads, arguments.temp
-    found: dict[str, Contender] = {"ours plain": ours(engine, None, n_tokens, temperature)}
+    """What is to be compared, by name."""
+    path, draft, n_threads = arguments.model, arguments.draft, arguments.threads
+    n_tokens, temperature = arguments.tokens, arguments.temp
     whole = engine.speculator
     if whole is None:
         raise SystemExit("this engine drafts nothing")
-    if arguments.draft is not None:
-        found[f"ours with {whole.drafters[-1].name}"] = ours(engine, whole, n_tokens, temperature)
     # Drafters of its own: another contender's have read the answer.
     free = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
     alone = Speculator(engine.session, free, whole.costs, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
-    found["ours"] = ours(engine, alone, n_tokens, temperature)
-    if not arguments.no_peer:
-        found["llama.cpp plain"] = llama_cpp(arguments.model, n_threads, n_tokens, temperature, 0)
-        for n_lookup in (2, 10):
-            name = f"llama-cpp-python lookup {n_lookup}"
-            found[name] = llama_cpp(arguments.model, n_threads, n_tokens, temperature, n_lookup)
+    known: dict[str, Callable[[], Contender]] = {"ours plain": lambda: ours(engine, None, n_tokens, temperature)}
+    if draft is not None:
+        known[f"ours with {whole.drafters[-1].name}"] = lambda: ours(engine, whole, n_tokens, temperature)
+    known["ours"] = lambda: ours(engine, alone, n_tokens, temperature)
+    for name, n_lookup in LLAMA_CPP.items():
+        known[name] = partial(llama_cpp, path, n_threads, n_tokens, temperature, n_lookup)
     if arguments.peer_dir is not None:
-        for name, draft in (("model", arguments.draft), ("ngram", None)):
-            if name == "ngram" or draft is not None:
-
-                def run(prompt: list[int], draft: Path | None = draft) -> Run:
-                    text = engine.detokenize(prompt)
-                    return speculative_simple(
-                        arguments.peer_dir, arguments.model, draft, n_threads, n_tokens, temperature, text
-                    )
-
-                found[f"llama.cpp speculative {name}"] = run
-    return found
+        known["llama.cpp speculative ngram"] = lambda: speculative_simple(arguments, None, engine)
+        if draft is not None:
+            known["llama.cpp speculative model"] = lambda: speculative_simple(arguments, draft, engine)
+    names = arguments.only.split(",") if arguments.only else list(known)
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(known)}")
+    return {name: make() for name, make in known.items() if name in names}
 
 
-def measure(engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]]) -> Runs:
-    """What came of every prompt."""
-    runs: Runs = defaultdict(lambda: defaultdict(list))
+def measure(engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], records: Records) -> Runs:
+    """What came of every prompt, those of earlier runs among them."""
     names = list(found)
     for i, prompt in enumerate(asked):
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
-        tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
-        for name in names:
-            time.sleep(PAUSE_SECONDS)
-            run = found[name](tokens)
-            if run.n_tokens > 0:
-                runs[prompt["category"].split(":")[0]][name].append(run)
-        names = names[1:] + names[:1]
+        if prompt["id"] not in records.rows:
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
+            tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
+            runs = {}
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                time.sleep(PAUSE_SECONDS)
+                runs[name] = asdict(found[name](tokens))
+            records.add(prompt["id"], {"category": prompt["category"].split(":")[0], "runs": runs})
         print(f"{i + 1} of {len(asked)}", file=sys.stderr, end="\r", flush=True)
-    return runs
+    kept: Runs = defaultdict(lambda: defaultdict(list))
+    for of in records.rows.values():
+        for name, run in of["runs"].items():
+            if run["n_tokens"] > 0:
+                kept[of["category"]][name].append(Run(**run))
+    return kept
 
 
 def summary(runs: list[Run]) -> dict[str, float]:
@@ -215,24 +223,23 @@ def main() -> None:
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
     parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
-    parser.add_argument("--no-peer", action="store_true", help="without llama-cpp-python")
+    parser.add_argument("--only", help="names of contenders, with commas between them")
+    parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: arguments.threads]))
     asked = [json.loads(line) for line in arguments.prompts.read_text().splitlines() if line.strip()]
     asked = asked[arguments.skip :: arguments.every]
     draft = "auto" if arguments.draft is None else str(arguments.draft)
+    settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
+    settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
+    records = Records(arguments.record, settings | {"only": arguments.only})
     with edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, draft=draft) as engine:
         found = contenders(arguments, engine)
-        figures = table(measure(engine, found, asked), list(found))
+        figures = table(measure(engine, found, asked, records), list(found))
         show(figures)
         costs = {} if engine.speculator is None else dict(enumerate(engine.speculator.costs.milliseconds(256)))
-    record = {"benchmark": "speculation", "machine": machine(), "model": arguments.model.name, "prompts": len(asked)}
-    record |= {"draft": arguments.draft and arguments.draft.name, "threads": arguments.threads}
-    record |= {
-        "temperature": arguments.temp,
-        "tokens": arguments.tokens,
-        "milliseconds_by_tokens": {n: round(ms, 3) for n, ms in costs.items()},
-    }
+    record = {"benchmark": "speculation", "machine": machine(), "prompts": len(records.rows)} | settings
+    record["milliseconds_by_tokens"] = {n: round(ms, 3) for n, ms in costs.items()}
     print(json.dumps(record | {"figures": figures}))
 
 

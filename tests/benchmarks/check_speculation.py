@@ -1,11 +1,11 @@
 """Promise 1 with drafts on real models: the same tokens, whatever is drafted.
 
     python tests/benchmarks/check_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
-        [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious]
+        [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious] [--record FILE]
 
 For every prompt (JSON Lines with "turns", the first of which is asked), greedily and at temperature 0.8, top-p 0.95
-with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. One JSON line on stdout
-at the end.
+with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. --record keeps what every
+prompt gave, and the same command goes on behind the last one. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine
+from records import Records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa: E402
@@ -51,27 +52,37 @@ def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> It
     return ((name, known[name]) for name in names if name in known)
 
 
-def check(engine: Engine, asked: list[dict[str, Any]], names: list[str], n_tokens: int) -> dict[str, int]:
-    """Number of texts that differ, by drafter."""
-    different = dict.fromkeys(names, 0)
+def check(engine: Engine, asked: list[dict[str, Any]], names: list[str], n_tokens: int, records: Records) -> None:
+    """Record the number of texts that differ by drafter, for every prompt."""
     own = engine.speculator.drafters if engine.speculator is not None else []
     for i, prompt in enumerate(asked):
-        for request in REQUESTS:
-            texts = {}
-            for name, drafters in [("plain", []), *sets_of_drafters(engine, own, names)]:
-                engine.speculator = (
-                    Speculator(engine.session, drafters, FixedCosts(), engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
-                    if drafters
-                    else None
-                )
-                answer = engine.chat().send(prompt["turns"][0], max_tokens=n_tokens, **request)
-                for _ in answer:
-                    pass
-                texts[name] = answer.completion.tokens
-                if texts[name] != texts["plain"]:
-                    different[name] += 1
-                    print(f"DIFFERENT: {prompt['id']} {request} {name}", file=sys.stderr, flush=True)
-        print(f"{i + 1} of {len(asked)} prompts, {sum(different.values())} differences", file=sys.stderr, flush=True)
+        if prompt["id"] not in records.rows:
+            records.add(prompt["id"], differences(engine, prompt, own, names, n_tokens))
+        n = sum(sum(row.values()) for row in records.rows.values())
+        print(f"{i + 1} of {len(asked)} prompts, {n} differences", file=sys.stderr, flush=True)
+
+
+def differences(
+    engine: Engine, prompt: dict[str, Any], own: list[Drafter], names: list[str], n_tokens: int
+) -> dict[str, int]:
+    """Number of requests to one prompt whose text differs from the plain one, by drafter."""
+    different: dict[str, int] = {}
+    for request in REQUESTS:
+        texts = {}
+        for name, drafters in [("plain", []), *sets_of_drafters(engine, own, names)]:
+            engine.speculator = (
+                Speculator(engine.session, drafters, FixedCosts(), engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
+                if drafters
+                else None
+            )
+            answer = engine.chat().send(prompt["turns"][0], max_tokens=n_tokens, **request)
+            for _ in answer:
+                pass
+            texts[name] = answer.completion.tokens
+            if texts[name] != texts["plain"]:
+                print(f"DIFFERENT: {prompt['id']} {request} {name}", file=sys.stderr, flush=True)
+            if drafters:
+                different[name] = different.get(name, 0) + (texts[name] != texts["plain"])
     return different
 
 
@@ -84,14 +95,19 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
     parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
     parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
+    parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
     names = arguments.drafters.split(",")
     if arguments.draft is None:
         names = [name for name in names if name not in ("model", "head")]
     asked = prompts(arguments.prompts, arguments.skip, arguments.every)
+    settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
+    records = Records(arguments.record, settings | {"tokens": arguments.tokens, "drafters": names})
     with edgeinfer.load(arguments.model, draft=str(arguments.draft) if arguments.draft else "auto") as engine:
-        different = check(engine, asked, names, arguments.tokens)
-    record = {"benchmark": "same text", "machine": machine(), "model": arguments.model.name, "prompts": len(asked)}
+        check(engine, asked, names, arguments.tokens, records)
+    rows = records.rows.values()
+    different = {name: sum(row[name] for row in rows) for name in names if any(name in row for row in rows)}
+    record = {"benchmark": "same text", "machine": machine(), "prompts": len(records.rows)} | settings
     print(json.dumps(record | {"different": different}))
     sys.exit(1 if any(different.values()) else 0)
 
