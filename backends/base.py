@@ -192,7 +192,10 @@ def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> To
 
     Raises ShapeError or ContextOverflow.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of different lengths in a list
+        array = np.asarray(None)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ShapeError(f"tokens must be a non-empty 1-D array of integers: found {array.dtype} {array.shape}")
     if array.min() < 0 or array.max() >= n_vocab:
