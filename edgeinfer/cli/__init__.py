@@ -6,6 +6,7 @@ lost, 130 interrupted. Every flag can be set as EDGEINFER_<FLAG> too, e.g. EDGEI
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import sys
@@ -42,6 +43,13 @@ class _Group(click.Group):
         command: click.Command = getattr(importlib.import_module(f"edgeinfer.cli.{cmd_name}"), cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(_no_such_command(args[0]), ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -49,6 +57,11 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if error.option_name in ("-m", "--model") and error.ctx is not None and _takes_file(error.ctx.command):
+                hint = f"{error.message} Name the file without it: {error.ctx.command_path} FILE"
+                raise click.UsageError(hint, error.ctx) from None
+            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways to end
         except (Exception, KeyboardInterrupt) as error:
@@ -59,6 +72,19 @@ class _Group(click.Group):
             message, exit_code = _explain(error)
             click.echo(visible(f"error: {message}"), err=True)
             ctx.exit(exit_code)
+
+
+def _takes_file(command: click.Command) -> bool:
+    """Whether a file is the argument of a command."""
+    return any(isinstance(parameter, click.Argument) for parameter in command.params)
+
+
+def _no_such_command(name: str) -> str:
+    """What to say about a command that does not exist."""
+    if name.endswith(".gguf"):
+        return f"{name} is no command: edgeinfer chat -m {name} talks with a model"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"No such command {name!r}. " + (f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}.")
 
 
 def _explain(error: BaseException) -> tuple[str, int]:

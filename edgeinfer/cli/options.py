@@ -85,6 +85,7 @@ _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
     *("penalty_last_n", "seed"),
 )
+text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 
 
@@ -159,6 +160,18 @@ def sampling_params(flags: dict[str, Any]) -> SamplingParams:
 def max_tokens(flags: dict[str, Any]) -> int | None:
     """Most tokens to make, None without a limit."""
     return None if flags["predict"] == -1 else flags["predict"]
+
+
+def text_or_prompt(texts: tuple[str, ...], prompt: str | None) -> str | None:
+    """The text of text_argument, or of -p. Raises click.UsageError where there are several, or a model is one."""
+    for text in texts:
+        if text.endswith(".gguf"):
+            raise click.UsageError(f"{text} looks like a model: name it with -m, or give a text that ends so with -p")
+    if len(texts) > 1:
+        raise click.UsageError(f"{len(texts)} texts are given: put one that has spaces in it in quotes")
+    if texts and prompt is not None:
+        raise click.UsageError("TEXT and -p both give a prompt: give one of them")
+    return texts[0] if texts else prompt
 
 
 def read_input(beside_prompt: bool) -> str | None:

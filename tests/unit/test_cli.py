@@ -245,6 +245,13 @@ def test_chat_answers_a_message_with_the_system_message(run, model):
     assert json.loads(result.stdout)["text"] == answered(model, "hello", "be brief", max_tokens=20, seed=1).text
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_text_may_be_given_without_a_flag(run, command):
+    flags = ("-n", "9", "--temp", "0", "--json")
+    texts = [json.loads(run(command, *text, *flags).stdout)["text"] for text in (["-p", "hello"], ["hello"])]
+    assert texts[0] == texts[1] != ""
+
+
 def test_chat_answers_standard_input_once(run, model):
     result = run("chat", "-n", "20", "-s", "1", "--json", text="hello\n")
     assert json.loads(result.stdout)["text"] == answered(model, "hello", max_tokens=20, seed=1).text
@@ -263,7 +270,12 @@ def test_standard_input_comes_before_the_text_of_p(run, model):
     "command, arguments, text, code, message",
     [
         ("generate", ["-p", "hello", "--temp", "-1"], None, "usage", "--temp"),
-        ("generate", ["-p", "hello", "-f", __file__], None, "usage", "-p and -f"),
+        ("generate", ["-p", "hello", "-f", __file__], None, "usage", "-f gives a prompt, and so does TEXT or -p"),
+        ("generate", ["hello", "-p", "hello"], None, "usage", "TEXT and -p both give a prompt"),
+        ("generate", ["hello", "world"], None, "usage", "2 texts are given: put one that has spaces in it in quotes"),
+        ("generate", [], "", "usage", "no prompt: give one as TEXT, with -p, with -f or on standard input"),
+        ("chat", ["hello", "world"], None, "usage", "2 texts are given"),
+        ("chat", ["model.gguf", "hello"], None, "usage", "model.gguf looks like a model: name it with -m"),
         ("generate", ["-p", "hello", "--repeat-penalty", "0"], None, "usage", "repeat_penalty"),
         ("generate", ["-p", "hello", "--no-such-flag"], None, "usage", "no-such-flag"),
         ("generate", ["-p", ""], None, "usage", "the prompt is empty"),
@@ -281,6 +293,25 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
     result = run(command, *arguments, text=text, code=code)
     assert message in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
     assert result.stderr.lower().count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["chatt"], "No such command 'chatt'. Did you mean chat?"),
+        (["run"], "No such command 'run'. There are chat, generate, inspect, bench, pack, export, devices, distill."),
+        (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
+        (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),
+        (["inspect", "--model", "model.gguf"], "Name the file without it: edgeinfer inspect FILE"),
+        (["devices", "-m", "model.gguf"], "No such option '-m'"),
+        (["--no-such-flag"], "No such option '--no-such-flag'"),
+        (["pack"], "Missing argument 'MODEL'"),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_write(arguments, message):
+    result = CliRunner().invoke(cli.main, arguments, prog_name="edgeinfer")
+    assert result.exit_code == EXIT_CODES["usage"] and message in result.stderr
+    assert ("FILE" in result.stderr.splitlines()[-1]) == ("FILE" in message)
 
 
 @pytest.mark.parametrize(
