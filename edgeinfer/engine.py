@@ -89,8 +89,8 @@ def load(
     what it names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native
     backend checks drafts.
     draft_max: most drafted tokens that are checked at once.  draft_device: where a draft model runs, "cpu", "gpu",
-    "gpu:N" or "opencl:N" (`edgeinfer devices`); "auto" is a GPU where it fits and, by measured times, beats the CPU.
-    Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
+    "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices`); "auto" is a GPU where it fits and, by measured times, beats
+    the CPU. Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
     backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the reference where
     native does not run.
     progress: called with the share that is loaded, 0..1.

@@ -1,7 +1,6 @@
 """The command line. One file a command, imported when it is called, so that `--help` is quick.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 bad or unsupported model file, 4 does not fit the memory budget, 5 a backend was
-lost, 130 interrupted. Every flag can be set as EDGEINFER_<FLAG> too, e.g. EDGEINFER_CTX_SIZE.
+Exit codes are those of `edgeinfer.errors`, and in `--help`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ import click
 from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
 
-ENVIRONMENT = {"auto_envvar_prefix": "EDGEINFER"}
+_EXIT_CODES = (
+    "Exit codes: 0 ok, 1 failure, 2 usage, 3 the model file is bad, unsupported or lacks what is asked of it, "
+    "4 it does not fit into memory, 5 a backend was lost, 130 interrupted."
+)
 COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name>.<name>
     "chat": "Talk with a model.",
     "generate": "Complete a text.",
@@ -100,8 +102,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error} (a bug: edgeinfer --debug shows where)", EdgeInferError.exit_code
 
 
-@click.group(cls=_Group, context_settings=ENVIRONMENT | {"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s", allow_from_autoenv=False)
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
+@click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Run language models on the machine at hand."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.answering import figures, finish_one_shot, speculation_table, write_answer
 from edgeinfer.cli.options import (
     json_option,
@@ -23,6 +22,7 @@ from edgeinfer.cli.options import (
     sampling_params,
     text_argument,
     text_or_prompt,
+    variable_option,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @text_argument
 @model_options
-@click.option("-p", "--prompt", allow_from_autoenv=False, help="Answer this message and leave, as TEXT.")
+@click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
 @click.option("-sys", "--system", help="System message.")
-@click.option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
+@variable_option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
 @sampling_options
 @json_option
 def chat(

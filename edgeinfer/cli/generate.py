@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.answering import finish_one_shot, write_answer
 from edgeinfer.cli.options import (
     json_option,
@@ -24,14 +23,13 @@ from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import InvalidArgument
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @text_argument
 @model_options
-@click.option("-p", "--prompt", allow_from_autoenv=False, help="The text to complete, as TEXT.")
+@click.option("-p", "--prompt", help="The text to complete, as TEXT.")
 @click.option(
     *("-f", "--file"),
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    allow_from_autoenv=False,
     help="Complete the text in this file.",
 )
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
