@@ -24,11 +24,12 @@ class Session(Protocol):
     """A loaded model with its KV cache on one device. Not thread-safe: one call at a time.
 
     is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.
+    what the cache held before.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
     """
 
     is_exact: bool
     n_ctx: int
+    n_batch: int
 
     @property
     def spec(self) -> ModelSizes:
