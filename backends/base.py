@@ -24,11 +24,12 @@ class Session(Protocol):
     """A loaded model with its KV cache on one device. Not thread-safe: one call at a time.
 
     is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.
+    what the cache held before.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
     """
 
     is_exact: bool
     n_ctx: int
+    n_batch: int
 
     @property
     def spec(self) -> ModelSizes:
@@ -192,7 +193,10 @@ def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> To
 
     Raises ShapeError or ContextOverflow.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of different lengths in a list
+        array = np.asarray(None)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise ShapeError(f"tokens must be a non-empty 1-D array of integers: found {array.dtype} {array.shape}")
     if array.min() < 0 or array.max() >= n_vocab:

@@ -119,6 +119,7 @@ class ReferenceDecoder:
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
+        self.n_batch = plan.n_batch
         self._plan = plan
         self._weights = weights
         shape = (spec.n_layers, plan.n_ctx, spec.n_kv_heads, spec.head_dim)

@@ -37,7 +37,6 @@ class ReferenceHead(ReferenceDecoder):
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights], embeddings: Floats) -> None:
         super().__init__(spec, plan, weights)
-        self.n_batch = plan.n_batch
         self._embeddings = embeddings
         self._pairs = np.empty((0, 2 * spec.n_embd), dtype=np.float32)  # of the rows of this pass, see PairTensors
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
+from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, InvalidArgument
@@ -48,6 +49,8 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
+        if text is not None:
+            check_text("system", text)
         others = self.messages[1:] if self.system is not None else self.messages
         self.messages = ([] if text is None else [{"role": "system", "content": text}]) + others
 
@@ -66,7 +69,7 @@ class Conversation:
         Raises ContextOverflow with the counts if the conversation with this message leaves no room for an answer,
         TemplateError if the template refuses it.
         """
-        question = {"role": "user", "content": text}
+        question = {"role": "user", "content": check_text("the message", text)}
         return self._answer([*self.messages, question], max_tokens, stop, params, progress, **sampling)
 
     def regenerate(
@@ -104,12 +107,12 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all."""
-        target = Path(path).expanduser()
+        target = Path(check_file_name("path", path))
         lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile("wb", dir=target.parent, delete=False) as file:
             written = Path(file.name)
             try:
-                file.write(lines)
+                file.write(lines.encode(errors="backslashreplace"))  # lone surrogates, as JSON writes them
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
@@ -119,7 +122,7 @@ class Conversation:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the messages by those of a file that `save` wrote. Raises InvalidArgument, OSError."""
-        lines = enumerate(Path(path).expanduser().read_bytes().splitlines(), start=1)
+        lines = enumerate(Path(check_file_name("path", path)).read_bytes().splitlines(), start=1)
         messages = [_read_message(line, f"{path}, line {number}") for number, line in lines if line.strip()]
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")
@@ -216,7 +219,7 @@ def _read_message(line: bytes, place: str) -> Message:
     """A message from a line of JSON. Raises InvalidArgument, which names the place."""
     try:
         message = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{place} is no JSON: {error}") from None
     if not isinstance(message, dict) or set(message) != {"role", "content"} or not isinstance(message["content"], str):
         raise InvalidArgument(f'{place} must be {{"role": ..., "content": ...}}: found {message!r:.80}')

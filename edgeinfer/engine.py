@@ -12,20 +12,20 @@ import importlib.util
 import os
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast, get_args
 
 from edgeinfer import devices
+from edgeinfer.arguments import MAX_INT32, check_callback, check_file_name, check_integer, check_text, shown
 from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
     BackendUnavailable,
-    ContextOverflow,
     Interrupted,
     InvalidArgument,
     ModelNotFound,
@@ -51,8 +51,11 @@ if TYPE_CHECKING:
 
 BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]
 Prompt: TypeAlias = str | Sequence[int]
+FileName: TypeAlias = str | os.PathLike[str]
+Draft: TypeAlias = FileName | Sequence[FileName] | None  # as `load` takes it
 
 DEFAULT_N_CTX = 4096
+MAX_THREADS = 1024
 _BACKENDS = {
     "native": ("edgeinfer.backends.native", "NativeBackend"),
     "reference": ("edgeinfer.backends.reference", "ReferenceBackend"),
@@ -63,14 +66,14 @@ _BACKENDS = {
 
 
 def load(
-    path: str | os.PathLike[str] | None = None,
+    path: FileName | None = None,
     *,
     n_ctx: int | None = None,
     n_threads: int | None = None,
     backend: BackendName = "auto",
     n_batch: int = 512,
     cache_type: CacheType = "f16",
-    draft: str | Sequence[str] = "auto",
+    draft: Draft = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
     draft_device: str = "auto",
     progress: Progress | None = None,
@@ -82,27 +85,30 @@ def load(
     llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
     draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
     "recycling") and the head that this package brings for the model, if any; the name of a file adds a draft model,
-    best of the same vocabulary, or a draft head of this model, to the former; "none" is none; a sequence is what it
-    names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native backend checks
-    drafts.
+    best of the same vocabulary, or a draft head of this model, to the former; "none" or None is none; a sequence is
+    what it names. A drafter that cannot be used is left out with a RuntimeWarning that says why. Only the native
+    backend checks drafts.
     draft_max: most drafted tokens that are checked at once.  draft_device: where a draft model runs, "cpu", "gpu",
-    "gpu:N" or "opencl:N" (`edgeinfer devices`); "auto" is a GPU where it fits and, by measured times, beats the CPU.
-    Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
+    "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices`); "auto" is a GPU where it fits and, by measured times, beats
+    the CPU. Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
     backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the reference where
     native does not run.
     progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
     """
-    place = default_model() if path is None else Path(path).expanduser()
+    place = default_model() if path is None else Path(check_file_name("path", path))
+    draft = _checked_draft(draft)
+    check_name(check_text("draft_device", draft_device))
+    check_callback("progress", progress)
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(place))
         if is_draft_head(file):
             raise UnsupportedModel(f"{place}: a draft head, which drafts for a model: name that one, and this with -md")
         tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
-        n_threads = _at_least(1, "n_threads", devices.default_n_threads() if n_threads is None else n_threads)
-        draft_max = _at_least(0, "draft_max", draft_max)
-        check_name(draft_device)
+        n_threads = devices.default_n_threads() if n_threads is None else n_threads
+        n_threads = check_integer("n_threads", n_threads, 1, MAX_THREADS)
+        draft_max = check_integer("draft_max", draft_max, 0)
         loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
         n_vocab = loadable.spec.n_vocab
         if tokenizer.n_vocab > n_vocab:
@@ -163,19 +169,20 @@ def plan_model(
 
     def on(backend: Backend) -> Loadable:
         spec = backend.read_spec(file)
+        positions = min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx
         plan = plan_within(
             backend,
             file,
             spec,
-            n_ctx=_at_least(1, "n_ctx", min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx),
-            n_batch=_at_least(1, "n_batch", n_batch),
+            n_ctx=check_integer("n_ctx", positions, 1, MAX_INT32),
+            n_batch=check_integer("n_batch", n_batch, 1, MAX_INT32),
             n_threads=n_threads,
             budget_bytes=devices.available_memory(),
             cache_type=cache_type,
         )
         return Loadable(file, backend, spec, plan)
 
-    if cache_type not in get_args(CacheType):
+    if check_text("cache_type", cache_type) not in get_args(CacheType):
         raise InvalidArgument(f"cache_type must be {' or '.join(get_args(CacheType))}: found {cache_type!r:.80}")
     try:
         return on(open_backend(name))
@@ -201,7 +208,7 @@ def open_backend(name: BackendName) -> Backend:
 
     Raises BackendUnavailable, InvalidArgument.
     """
-    if name == "auto":
+    if check_text("backend", name) == "auto":
         try:
             return open_backend("native")
         except BackendUnavailable as error:
@@ -215,6 +222,22 @@ def open_backend(name: BackendName) -> Backend:
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error
     return backend
+
+
+def _checked_draft(draft: Draft) -> str | list[str]:
+    """The `draft` of `load`, as names alone. Raises InvalidArgument."""
+    if draft is None:
+        return "none"
+    several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
+    found = []
+    for name in cast(Sequence[object], draft if several else [draft]):
+        if not isinstance(name, (str, os.PathLike)) or not os.fsdecode(name) or several and name in ("auto", "none"):
+            raise InvalidArgument(
+                'draft must be "auto", "none", or one or several of "suffix", "recycling" and the name of a file: '
+                f"found {shown(name)}"
+            )
+        found.append(os.fsdecode(name))
+    return found if several else found[0]
 
 
 def _plan_drafters(
@@ -312,10 +335,15 @@ class Engine:
         of this engine open.
         """
         self._check_open()
+        check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
-        limit = room if max_tokens is None else min(_at_least(0, "max_tokens", max_tokens), room)
-        chosen = replace(params or SamplingParams(), **sampling).with_seed()
+        limit = room if max_tokens is None else min(check_integer("max_tokens", max_tokens, 0), room)
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
+        chosen = replace(params, **sampling).with_seed()
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen)
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
@@ -338,7 +366,7 @@ class Engine:
         add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
         texts of special tokens ("<|im_end|>") become those tokens.
         """
-        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        return self.tokenizer.encode(check_text("text", text), add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; skip_special leaves out special tokens."""
@@ -487,20 +515,14 @@ class Engine:
                 self._owner = self._running = None
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        if not tokens:
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sized):
+            raise InvalidArgument(f"the prompt must be a text (str) or token ids: found {shown(prompt)}")
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(tokens, (list, tuple)) and not tokens:
             raise InvalidArgument("the prompt is empty: give at least one token")
-        if len(tokens) > self.n_ctx:
-            raise ContextOverflow(len(tokens), self.n_ctx)
         ids: list[int] = check_tokens(tokens, self.session.spec.n_vocab, 0, self.n_ctx).tolist()
         return ids
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("this engine is closed")
-
-
-def _at_least(least: int, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgument(f"{name} must be an integer of at least {least}: found {value!r:.80}")
-    return value

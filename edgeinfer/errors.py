@@ -52,6 +52,8 @@ class TokenizerError(ModelFileError):
 class TemplateError(EdgeInferError):
     """The chat template of the model is broken, refuses the messages, or takes too much time or memory."""
 
+    exit_code = 3
+
 
 class ContextOverflow(EdgeInferError):
     """The tokens do not fit into the context; `n_tokens` are wanted, `n_ctx` is all there is."""
@@ -80,6 +82,8 @@ class BackendLost(EdgeInferError):
 
 class NumericalError(EdgeInferError):
     """The model produced logits that are not numbers: the file is damaged or its hyper-parameters are wrong."""
+
+    exit_code = 3
 
 
 class Interrupted(EdgeInferError):

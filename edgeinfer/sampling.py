@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.arguments import check_integer, check_number
 from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
 
 Logits: TypeAlias = NDArray[np.float32]  # (n_vocab,) or (m,)
@@ -78,16 +79,19 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e6)
-        _check_integer("top_k", self.top_k, 0, 1 << 31)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repeat_penalty", self.repeat_penalty, 1e-6, 1e6)
-        _check_number("frequency_penalty", self.frequency_penalty, -1e6, 1e6)
-        _check_number("presence_penalty", self.presence_penalty, -1e6, 1e6)
-        _check_integer("penalty_last_n", self.penalty_last_n, -1, 1 << 31)
+        self._check(check_number, "temperature", 0.0, 1e6)
+        self._check(check_integer, "top_k", 0, 1 << 31)
+        self._check(check_number, "top_p", 0.0, 1.0)
+        self._check(check_number, "min_p", 0.0, 1.0)
+        self._check(check_number, "repeat_penalty", 1e-6, 1e6)
+        self._check(check_number, "frequency_penalty", -1e6, 1e6)
+        self._check(check_number, "presence_penalty", -1e6, 1e6)
+        self._check(check_integer, "penalty_last_n", -1, 1 << 31)
         if self.seed is not None:
-            _check_integer("seed", self.seed, 0, _WORD)
+            self._check(check_integer, "seed", 0, _WORD)
+
+    def _check(self, check: Callable[..., float], name: str, least: float, most: float) -> None:
+        object.__setattr__(self, name, check(name, getattr(self, name), least, most))
 
     def with_seed(self) -> SamplingParams:
         """The same parameters, with a seed of 32 random bits drawn where there is none."""
@@ -288,13 +292,3 @@ def log(x: Floats) -> Floats:
     p = z * (6.666666666666735130e-01 + z * (3.999999999940941908e-01 + z * p))
     half = 0.5 * f * f
     return k * 6.93147180369123816490e-01 - ((half - (s * (half + p) + k * 1.90821492927058770002e-10)) - f)
-
-
-def _check_number(name: str, value: float, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise InvalidArgument(f"{name} must be a number in {least:g}..{most:g}: found {value!r:.80}")
-
-
-def _check_integer(name: str, value: int, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidArgument(f"{name} must be an integer in {least}..{most}: found {value!r:.80}")

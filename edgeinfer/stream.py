@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
+from typing import cast
 
+from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.sampling import SamplingParams
@@ -111,10 +113,11 @@ class StopStrings:
     """Cuts a text that comes in parts before the first stop string, and holds back what might become one."""
 
     def __init__(self, stops: str | Sequence[str]) -> None:
-        self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
+        self.stops = tuple(cast(Sequence[str], stops if several else (stops,)))
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
-                raise InvalidArgument(f"a stop string must be a text of at least one character: found {stop!r:.80}")
+                raise InvalidArgument(f"a stop string must be a text of at least one character: found {shown(stop)}")
         self.met = False
         self._held = ""
 

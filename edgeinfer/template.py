@@ -594,17 +594,20 @@ def _copied(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if depth < MAX_DEPTH // 2:
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             # Keys and roles are for the template to compare; a word among them stays a word, even if it is a token too.
-            same = {key for key in value if str(key).isidentifier()}
-            roles = {key for key in same if key == "role" and str(value[key]).isidentifier()}
+            same = {key for key in value if key.isidentifier()}
+            role = value.get("role")
+            roles = {"role"} if isinstance(role, str) and role.isidentifier() else set()
             return {
-                str(key) if key in same else change(str(key)): _copied(part, str if key in roles else change, depth + 1)
+                key if key in same else change(key): _copied(part, str if key in roles else change, depth + 1)
                 for key, part in value.items()
             }
         if isinstance(value, (list, tuple)):
             return [_copied(part, change, depth + 1) for part in value]
-    raise TemplateError(f"a message must be made of texts, numbers, lists and mappings: found {type(value).__name__}")
+    raise TemplateError(
+        f"a message must be made of texts, numbers, lists and mappings by texts: found {type(value).__name__}"
+    )
 
 
 class _Mask:

@@ -1,11 +1,11 @@
 """The command line. One file a command, imported when it is called, so that `--help` is quick.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 bad or unsupported model file, 4 does not fit the memory budget, 5 a backend was
-lost, 130 interrupted. Every flag can be set as EDGEINFER_<FLAG> too, e.g. EDGEINFER_CTX_SIZE.
+Exit codes are those of `edgeinfer.errors`, and in `--help`.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import sys
@@ -17,7 +17,10 @@ import click
 from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
 
-ENVIRONMENT = {"auto_envvar_prefix": "EDGEINFER"}
+_EXIT_CODES = (
+    "Exit codes: 0 ok, 1 failure, 2 usage, 3 the model file is bad, unsupported or lacks what is asked of it, "
+    "4 it does not fit into memory, 5 a backend was lost, 130 interrupted."
+)
 COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name>.<name>
     "chat": "Talk with a model.",
     "generate": "Complete a text.",
@@ -42,6 +45,13 @@ class _Group(click.Group):
         command: click.Command = getattr(importlib.import_module(f"edgeinfer.cli.{cmd_name}"), cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(_no_such_command(args[0]), ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -49,6 +59,11 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if error.option_name in ("-m", "--model") and error.ctx is not None and _takes_file(error.ctx.command):
+                hint = f"{error.message} Name the file without it: {error.ctx.command_path} FILE"
+                raise click.UsageError(hint, error.ctx) from None
+            raise
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways to end
         except (Exception, KeyboardInterrupt) as error:
@@ -59,6 +74,19 @@ class _Group(click.Group):
             message, exit_code = _explain(error)
             click.echo(visible(f"error: {message}"), err=True)
             ctx.exit(exit_code)
+
+
+def _takes_file(command: click.Command) -> bool:
+    """Whether a file is the argument of a command."""
+    return any(isinstance(parameter, click.Argument) for parameter in command.params)
+
+
+def _no_such_command(name: str) -> str:
+    """What to say about a command that does not exist."""
+    if name.endswith(".gguf"):
+        return f"{name} is no command: edgeinfer chat -m {name} talks with a model"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"No such command {name!r}. " + (f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}.")
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -74,8 +102,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error} (a bug: edgeinfer --debug shows where)", EdgeInferError.exit_code
 
 
-@click.group(cls=_Group, context_settings=ENVIRONMENT | {"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s", allow_from_autoenv=False)
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
+@click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Run language models on the machine at hand."""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
-from edgeinfer.cli.options import warnings_as_notes
+from edgeinfer.cli.options import threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_matplotlib, draw_timeline, figure_into
 from edgeinfer.cli.terminal import ProgressBar, note, visible
 from edgeinfer.errors import InvalidArgument
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 _ROUNDS = 8  # of a timeline
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @click.argument("model", type=click.Path(path_type=Path), required=False)
-@click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]")
+@threads_option
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Times everything is measured.")
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="Time llama-cpp-python in the same rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
@@ -38,7 +37,7 @@ _ROUNDS = 8  # of a timeline
 @click.option("--draft-device", default="auto", help="For --timeline: where a draft model runs.  [default: auto]")
 def bench(
     model: Path | None,
-    threads: int | None,
+    n_threads: int | None,
     rounds: int,
     against: str | None,
     as_json: bool,
@@ -55,8 +54,8 @@ def bench(
     machine, measured in the same run. --timeline is drawn of some passes of a short answer.
     """
     if timeline is not None:
-        _draw_timeline(model, threads, model_draft, draft_device, timeline)
-    result = _run(model, threads, rounds, against)
+        _draw_timeline(model, n_threads, model_draft, draft_device, timeline)
+    result = _run(model, n_threads, rounds, against)
     if plot is not None:
         _draw(result, plot)
     if as_json:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.answering import figures, finish_one_shot, speculation_table, write_answer
 from edgeinfer.cli.options import (
     json_option,
@@ -21,6 +20,9 @@ from edgeinfer.cli.options import (
     read_input,
     sampling_options,
     sampling_params,
+    text_argument,
+    text_or_prompt,
+    variable_option,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
@@ -33,24 +35,27 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
+@text_argument
 @model_options
-@click.option("-p", "--prompt", allow_from_autoenv=False, help="Answer this message and leave.")
+@click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
 @click.option("-sys", "--system", help="System message.")
-@click.option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
+@variable_option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
 @sampling_options
 @json_option
-def chat(prompt: str | None, system: str | None, no_history: bool, as_json: bool, **flags: Any) -> None:
+def chat(
+    texts: tuple[str, ...], prompt: str | None, system: str | None, no_history: bool, as_json: bool, **flags: Any
+) -> None:
     """Talk with a model.
 
-    With -p, or with standard input that is no terminal, one message is answered and the program leaves. With both, the
-    message is the standard input, an empty line, and the text of -p: edgeinfer chat -p "Summarise this." < report.txt
+    With TEXT, -p, or standard input that is no terminal, one message is answered and the program leaves. With a text
+    and standard input the message is that, an empty line, and the text: edgeinfer chat "Summarise this." < report.txt
 
     The answer goes to standard output, everything else to standard error.
     """
-    message = _one_message(prompt)
+    message = _one_message(text_or_prompt(texts, prompt))
     if as_json and message is None:
-        raise click.UsageError("--json is for programs: give a message with -p or on standard input")
+        raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
     params = sampling_params(flags)
     with open_engine(flags) as engine:
         conversation = engine.chat(system)
@@ -70,7 +75,7 @@ def _one_message(prompt: str | None) -> str | None:
         return None
     parts = [part for part in ((piped or "").strip("\n"), prompt) if part]
     if not parts:
-        raise InvalidArgument("the message is empty: give one with -p or on standard input")
+        raise InvalidArgument("the message is empty: give one as TEXT, with -p or on standard input")
     return "\n\n".join(parts)
 
 

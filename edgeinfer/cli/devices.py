@@ -8,13 +8,12 @@ from typing import Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.terminal import visible
 from edgeinfer.errors import EdgeInferError
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @json_option
 def devices(as_json: bool) -> None:
     """Show the devices that can run models.

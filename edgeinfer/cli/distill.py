@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
-from edgeinfer.cli.options import json_option, warnings_as_notes
+from edgeinfer.cli.options import json_option, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_matplotlib, figure_into
 from edgeinfer.cli.terminal import ReportLines, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
@@ -22,7 +21,7 @@ _SHARE = click.FloatRange(0, 1)
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt".')
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The head's GGUF file; the report: .json.")
@@ -71,7 +70,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB of features.")
-@click.option("-t", "--threads", "n_threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]")
+@threads_option
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw loss and matches over training tokens into a PNG.")
 @json_option

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 from click.core import ParameterSource
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.terminal import ProgressBar, note
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ _ONLY_FOR = {"format": "ternary", "head": "ternary"}
 _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "onnx")
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="What to make of it.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The file to write.")

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.answering import finish_one_shot, write_answer
 from edgeinfer.cli.options import (
     json_option,
@@ -17,30 +16,34 @@ from edgeinfer.cli.options import (
     read_input,
     sampling_options,
     sampling_params,
+    text_argument,
+    text_or_prompt,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import InvalidArgument
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
+@text_argument
 @model_options
-@click.option("-p", "--prompt", allow_from_autoenv=False, help="The text to complete.")
+@click.option("-p", "--prompt", help="The text to complete, as TEXT.")
 @click.option(
     *("-f", "--file"),
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    allow_from_autoenv=False,
     help="Complete the text in this file.",
 )
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @sampling_options
 @json_option
-def generate(prompt: str | None, file: Path | None, stop: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+def generate(
+    texts: tuple[str, ...], prompt: str | None, file: Path | None, stop: tuple[str, ...], as_json: bool, **flags: Any
+) -> None:
     """Complete a text.
 
-    It is the one of -p, of a file, or of standard input. No chat template is used; the texts of special tokens
+    It is TEXT, or the one of -p, of a file, or of standard input. No chat template is used; the texts of special tokens
     ("<|im_start|>") stand for those tokens. The completion goes to standard output, everything else to standard error.
     """
-    text = _text(prompt, file)
+    text = _text(text_or_prompt(texts, prompt), file)
     params = sampling_params(flags)
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
@@ -52,7 +55,7 @@ def generate(prompt: str | None, file: Path | None, stop: tuple[str, ...], as_js
 def _text(prompt: str | None, file: Path | None) -> str:
     """The text to complete, exactly as given."""
     if prompt is not None and file is not None:
-        raise click.UsageError("-p and -f both give a prompt: give one of them")
+        raise click.UsageError("-f gives a prompt, and so does TEXT or -p: give one of them")
     if prompt is not None:
         return prompt
     if file is not None:
@@ -61,6 +64,6 @@ def _text(prompt: str | None, file: Path | None) -> str:
         except UnicodeDecodeError as error:
             raise InvalidArgument(f"{file} must be UTF-8 text: {error}") from None
     piped = read_input(beside_prompt=False)
-    if piped is None:
-        raise click.UsageError("no prompt: give one with -p, -f or on standard input")
+    if not piped:
+        raise click.UsageError("no prompt: give one as TEXT, with -p, with -f or on standard input")
     return piped

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.terminal import visible
 
@@ -21,10 +20,10 @@ _LONGEST_ARRAY = 16  # elements in the JSON document; longer ones are cut
 _WIDEST_VALUE = 80  # characters in the text
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--tensors", is_flag=True, allow_from_autoenv=False, help="List the tensors too.")
-@click.option("--metadata", is_flag=True, allow_from_autoenv=False, help="List all metadata too, long values cut.")
+@click.option("--tensors", is_flag=True, help="List the tensors too.")
+@click.option("--metadata", is_flag=True, help="List all metadata too, long values cut.")
 @json_option
 def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
     """Show what a GGUF model file holds. The whole header is checked; no weights are read.

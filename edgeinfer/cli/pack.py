@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from edgeinfer.cli import ENVIRONMENT
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
 
 
-@click.command(context_settings=ENVIRONMENT)
+@click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 def pack(model: Path) -> None:
     """Make a model load in milliseconds.

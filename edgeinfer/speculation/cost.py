@@ -59,6 +59,7 @@ class Timed(Protocol):
     """What of a session is timed."""
 
     n_ctx: int
+    n_batch: int
 
     @property
     def spec(self) -> ModelSizes:
@@ -88,7 +89,7 @@ def measure_costs(session: Timed, budget_seconds: float) -> CostCurve:
 
     Sizes that the budget has no time for are left out, the largest first; one token is always measured.
     """
-    room = min(session.n_ctx, getattr(session, "n_batch", session.n_ctx))
+    room = min(session.n_ctx, session.n_batch)
     sizes = [size for size in SIZES if size <= room]
     few = [size for size in sizes if size <= _FEW]  # what most drafts need, so it is measured most often
     started = time.perf_counter()

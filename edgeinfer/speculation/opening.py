@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.drafters.translated import check_vocabulary, model_drafter
-from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
+from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
@@ -130,14 +131,17 @@ class DraftPlan:
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
     """(names of free drafters, file of a draft model or a head) that `draft` means.
 
-    "auto": all free ones; the name of one: that one; a file: all free ones and it. A sequence: what it names.
+    "auto": all free ones; the name of one: that one; a file: all free ones and it. A sequence: what it names. Raises
+    InvalidArgument for two files.
     """
     if draft == "auto":
         return FREE_DRAFTERS, None
     if isinstance(draft, str):
-        return ((draft,), None) if draft in FREE_DRAFTERS else (FREE_DRAFTERS, Path(draft).expanduser())
+        draft = (draft,) if draft in FREE_DRAFTERS else (*FREE_DRAFTERS, draft)
     files = [one for one in draft if one not in FREE_DRAFTERS]
-    return tuple(name for name in FREE_DRAFTERS if name in draft), Path(files[-1]).expanduser() if files else None
+    if len(files) > 1:
+        raise InvalidArgument(f"only one draft model or head can draft: found {', '.join(files)}; leave one out")
+    return tuple(name for name in FREE_DRAFTERS if name in draft), Path(os.path.expanduser(files[0])) if files else None
 
 
 def plan_drafters(

@@ -139,8 +139,7 @@ class Speculator:
         self._session = session
         self.costs = costs
         self._n_vocab = n_vocab
-        n_batch = getattr(session, "n_batch", session.n_ctx)
-        self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, n_batch - 1)
+        self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, session.n_batch - 1)
         self._seats = [_Seat(drafter) for drafter in drafters]
         self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE

@@ -25,7 +25,7 @@ from edgeinfer import engine as engine_module
 from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
-from edgeinfer.errors import BackendLost, NumericalError, UnsupportedModel
+from edgeinfer.errors import BackendLost, NumericalError, TemplateError, UnsupportedModel
 from edgeinfer.sampling import SamplingParams
 
 MAIN = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
@@ -218,11 +218,34 @@ def test_a_seed_of_minus_one_is_a_new_one_each_time(run):
 def test_environment_variables_stand_for_flags_and_flags_win(run, monkeypatch):
     monkeypatch.setenv("EDGEINFER_CTX_SIZE", "99")
     monkeypatch.setenv("EDGEINFER_PREDICT", "2")
+    monkeypatch.setenv("EDGEINFER_TEMP", "0")
     monkeypatch.setenv("EDGEINFER_PROMPT", "not from here")
     assert "/99]" in run("generate", "-p", "hello").stderr
     assert "/77]" in run("chat", "-p", "hello", "-c", "77").stderr
-    assert json.loads(run("generate", "-p", "hello", "--json", "--temp", "0").stdout)["usage"]["completion_tokens"] <= 2
+    assert json.loads(run("generate", "-p", "hello", "--json").stdout)["usage"]["completion_tokens"] <= 2
+    assert len({run("generate", "-p", "hello").stdout for _ in range(3)}) == 1
     run("generate", text="", code="usage")
+
+
+def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
+    variables = {}
+    for name in cli.COMMANDS:
+        context = click.Context(cli.main.get_command(click.Context(cli.main), name))
+        for option in context.command.params:
+            names = [option.name, *(text.lstrip("-") for text in option.opts)]
+            for text in {f"EDGEINFER_{text.replace('-', '_').upper()}" for text in names}:
+                monkeypatch.setenv(text, "1")
+                if option.resolve_envvar_value(context) is not None:
+                    variables.setdefault(name, set()).add(text)
+                    assert f"env var: {text}" in " ".join(context.get_help().split())
+                monkeypatch.delenv(text)
+    assert set(variables) == {"chat", "generate", "bench", "distill"}
+    assert variables["bench"] == variables["distill"] == {"EDGEINFER_THREADS"}
+    assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY"}
+    assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
+    monkeypatch.setenv("EDGEINFER_TEMP", "hot")
+    refused = CliRunner().invoke(cli.main, ["generate", "hello"])
+    assert "env var: 'EDGEINFER_TEMP'" in refused.stderr
 
 
 def test_generate_reads_a_file_or_standard_input(run, model, tmp_path):
@@ -245,6 +268,13 @@ def test_chat_answers_a_message_with_the_system_message(run, model):
     assert json.loads(result.stdout)["text"] == answered(model, "hello", "be brief", max_tokens=20, seed=1).text
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_text_may_be_given_without_a_flag(run, command):
+    flags = ("-n", "9", "--temp", "0", "--json")
+    texts = [json.loads(run(command, *text, *flags).stdout)["text"] for text in (["-p", "hello"], ["hello"])]
+    assert texts[0] == texts[1] != ""
+
+
 def test_chat_answers_standard_input_once(run, model):
     result = run("chat", "-n", "20", "-s", "1", "--json", text="hello\n")
     assert json.loads(result.stdout)["text"] == answered(model, "hello", max_tokens=20, seed=1).text
@@ -263,7 +293,12 @@ def test_standard_input_comes_before_the_text_of_p(run, model):
     "command, arguments, text, code, message",
     [
         ("generate", ["-p", "hello", "--temp", "-1"], None, "usage", "--temp"),
-        ("generate", ["-p", "hello", "-f", __file__], None, "usage", "-p and -f"),
+        ("generate", ["-p", "hello", "-f", __file__], None, "usage", "-f gives a prompt, and so does TEXT or -p"),
+        ("generate", ["hello", "-p", "hello"], None, "usage", "TEXT and -p both give a prompt"),
+        ("generate", ["hello", "world"], None, "usage", "2 texts are given: put one that has spaces in it in quotes"),
+        ("generate", [], "", "usage", "no prompt: give one as TEXT, with -p, with -f or on standard input"),
+        ("chat", ["hello", "world"], None, "usage", "2 texts are given"),
+        ("chat", ["model.gguf", "hello"], None, "usage", "model.gguf looks like a model: name it with -m"),
         ("generate", ["-p", "hello", "--repeat-penalty", "0"], None, "usage", "repeat_penalty"),
         ("generate", ["-p", "hello", "--no-such-flag"], None, "usage", "no-such-flag"),
         ("generate", ["-p", ""], None, "usage", "the prompt is empty"),
@@ -284,10 +319,30 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
 
 
 @pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["chatt"], "No such command 'chatt'. Did you mean chat?"),
+        (["run"], "No such command 'run'. There are chat, generate, inspect, bench, pack, export, devices, distill."),
+        (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
+        (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),
+        (["inspect", "--model", "model.gguf"], "Name the file without it: edgeinfer inspect FILE"),
+        (["devices", "-m", "model.gguf"], "No such option '-m'"),
+        (["--no-such-flag"], "No such option '--no-such-flag'"),
+        (["pack"], "Missing argument 'MODEL'"),
+    ],
+)
+def test_a_wrong_command_line_says_what_to_write(arguments, message):
+    result = CliRunner().invoke(cli.main, arguments, prog_name="edgeinfer")
+    assert result.exit_code == EXIT_CODES["usage"] and message in result.stderr
+    assert ("FILE" in result.stderr.splitlines()[-1]) == ("FILE" in message)
+
+
+@pytest.mark.parametrize(
     "error, code, message",
     [
         (BackendLost("the device is gone"), "lost", "error: the device is gone"),
-        (NumericalError("not a number"), "failure", "error: not a number"),
+        (NumericalError("not a number"), "model", "error: not a number"),
+        (TemplateError("no system message"), "model", "error: no system message"),
         (KeyboardInterrupt(), "interrupted", "error: interrupted"),
         (MemoryError(), "budget", "no more memory"),
         (PermissionError(13, "Permission denied", "x.gguf"), "failure", "x.gguf"),
@@ -301,6 +356,15 @@ def test_what_goes_wrong_while_loading_has_its_exit_code(run, monkeypatch, error
     monkeypatch.setattr(engine_module, "load", load)
     result = run("chat", "-p", "hello", code=code)
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_help_and_the_readme_have_all_exit_codes():
+    help_text = " ".join(CliRunner().invoke(cli.main, ["--help"]).stdout.split())
+    said = re.search(r"Exit codes: (.*?)\.", help_text)[1]
+    assert [int(code) for code in re.findall(r"(?:^|, )(\d+) ", said)] == sorted(EXIT_CODES.values())
+    assert said in " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    errors = [error for error in vars(edgeinfer.errors).values() if isinstance(error, type)]
+    assert {error.exit_code for error in errors} <= set(EXIT_CODES.values())
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(model):

@@ -602,12 +602,8 @@ def test_progress_tells_the_share_of_the_prompt_that_is_read(fresh):
 def test_the_sizes_are_those_asked_for(fresh):
     assert fresh().n_ctx == 256  # as trained
     engine = fresh(n_ctx=100, n_batch=16, n_threads=1)
-    assert (engine.n_ctx, engine.session.n_ctx, engine.memory_plan.n_ctx, engine.memory_plan.n_batch) == (
-        100,
-        100,
-        100,
-        16,
-    )
+    assert engine.n_ctx == engine.session.n_ctx == engine.memory_plan.n_ctx == 100
+    assert engine.session.n_batch == engine.memory_plan.n_batch == 16
     assert engine.device.n_threads == 1
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import resource
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from plain_jinja import CONVERSATIONS, Message, plainly_rendered
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, ChatTemplate
 from edgeinfer.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
 
 USER: list[Message] = [{"role": "user", "content": "Hi"}]
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -209,7 +204,7 @@ BOMBS: dict[str, tuple[str, str]] = {  # what refuses it, and the source
     "title": (_LONGER, "{{ ('a ' * 1000000) | title }}"),
     "json indent": ("16 characters", "{{ [[1]] | tojson(indent=999999999) }}"),
     "json separators": ("16 characters", "{{ ([1] * 100000) | tojson(separators=('x' * 100000, ':')) }}"),
-    "json far to the right": (_MORE, _TREE + "{{ ([n.k] * 3000) | tojson(indent=16) }}"),
+    "json far to the right": (_MORE + "|" + _SLOW, _TREE + "{{ ([n.k] * 3000) | tojson(indent=16) }}"),
     "sum of lists": (_MORE, "{{ ([[0] * 1000] * 4000) | sum(start=[]) }}"),
     "round": ("digits", "{{ 1.5 | round(999999999, 'floor') }}"),
     "long strip": ("strips", "{{ ('b' * 4000000).strip('a' * 4000000 ~ 'b') }}"),
@@ -272,10 +267,10 @@ BOMBS: dict[str, tuple[str, str]] = {  # what refuses it, and the source
 @pytest.mark.parametrize("reason, source", BOMBS.values(), ids=BOMBS.keys())
 def test_bomb_is_refused_in_time_and_without_its_memory(reason: str, source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TemplateError, match=reason):
         render(source)
-    assert time.monotonic() - start <= 2
+    assert time.process_time() - start <= 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
 
 
@@ -454,64 +449,6 @@ def test_file_without_a_template_gets_chatml_if_its_vocabulary_is_made_for_it() 
 
 
 # --- against jinja2 itself --------------------------------------------------------------------------------------------
-
-CONVERSATIONS: list[list[Message]] = [
-    [],
-    [{"role": "user", "content": 'Hi <b>there</b> "q" \'s é😀'}],
-    [
-        {"role": "system", "content": "Be brief.\n"},
-        {"role": "user", "content": "  a  "},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb {{ x }}"},
-        {"role": "user", "content": "c<|im_end|>"},
-    ],
-    [{"role": "user", "content": "u"}, {"role": "user", "content": "v"}],
-    [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""}],
-    [
-        {"role": "user", "content": "weather?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": ["x", 2.5, None]}}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": '{"sun": 1}'},
-    ],
-]
-
-
-class _Generation(Extension):
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(lineno)
-
-    def _write(self, caller: Any) -> Any:
-        return caller()
-
-
-def plainly_rendered(source: str, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:
-    """As transformers sets jinja2 up; None where that fails."""
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
-    )
-    environment.filters["tojson"] = tojson
-    functions = {"raise_exception": raise_exception, "strftime_now": datetime.datetime.now().strftime}
-    environment.globals |= functions
-    values = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-    try:
-        return environment.from_string(source).render(**values, bos_token="<s>", eos_token="</s>")
-    except Exception:
-        return None
 
 
 def assert_equal_to_jinja2(source: str) -> None:

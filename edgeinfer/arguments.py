@@ -1,0 +1,67 @@
+"""What callers give to the public functions, checked before anything is done with it.
+
+Each check gives the value as Python's own type, so that numpy's numbers go in too, or raises InvalidArgument.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from contextlib import suppress
+from numbers import Real
+
+from edgeinfer.errors import InvalidArgument
+
+MAX_INT32 = (1 << 31) - 1
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> int:
+    """The value as an int in least..most."""
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]  # what is none raises TypeError
+    except TypeError:
+        found = least - 1
+    if isinstance(value, bool) or found < least or (most is not None and found > most):
+        wanted = f"of at least {least}" if most is None else f"in {least}..{most}"
+        raise InvalidArgument(f"{name} must be an integer {wanted}: found {shown(value)}")
+    return found
+
+
+def check_number(name: str, value: object, least: float, most: float) -> float:
+    """The value as a float in least..most; NaN is none."""
+    found = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of an integer that no float holds
+            found = float(value)
+    if not least <= found <= most:
+        raise InvalidArgument(f"{name} must be a number in {least:g}..{most:g}: found {shown(value)}")
+    return found
+
+
+def check_text(name: str, value: object) -> str:
+    """The value, a str."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a text (str): found {shown(value)}")
+    return value
+
+
+def check_file_name(name: str, value: object) -> str:
+    """Name of a file, not empty, with ~ for a home folder resolved where there is one."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
+        raise InvalidArgument(f"{name} must be the name of a file: found {shown(value)}")
+    return os.path.expanduser(os.fsdecode(value))
+
+
+def check_callback(name: str, value: object) -> None:
+    """Checks that the value is None or can be called."""
+    if value is not None and not callable(value):
+        raise InvalidArgument(f"{name} must be a function or None: found {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value in an error message, short."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no integers of thousands of digits
+        return f"{type(value).__name__} with very many digits"
