@@ -6,6 +6,7 @@ they are for drafting, where the text does not depend on them. Products of trits
 
 from edgeinfer.backends.opencl.decoder import Nodes
 from edgeinfer.backends.opencl.device import OpenCLDevice, check_device
+from edgeinfer.backends.opencl.head import OpenCLHead, OpenCLHeadBackend
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device, list_devices
 from edgeinfer.backends.opencl.session import OpenCLBackend, OpenCLSession
 from edgeinfer.backends.opencl.ternary import TernaryMatrix, available_ways, fastest_way, measure_ways
@@ -15,6 +16,8 @@ __all__ = [
     "Nodes",
     "OpenCLBackend",
     "OpenCLDevice",
+    "OpenCLHead",
+    "OpenCLHeadBackend",
     "OpenCLSession",
     "TernaryMatrix",
     "available_ways",

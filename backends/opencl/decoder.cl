@@ -175,6 +175,24 @@ kernel void gate(global const float* restrict in, global float* restrict out, in
     out[token * n + i] = x * up;
 }
 
+// A draft head's gate, of pairs (n_tokens, 2 n): silu of the second half of each, in place. Items: (n, tokens).
+kernel void silu(global float* restrict pairs, int n) {
+    int i = get_global_id(0);
+    if (i >= n) return;
+    size_t at = (size_t)get_global_id(1) * 2 * n + n + i;
+    pairs[at] /= 1 + exp(-pairs[at]);
+}
+
+// Both halves blended by the sigmoid of mix (n_tokens, n): out (n_tokens, n). Items: (n, tokens).
+kernel void blend(global const float* restrict pairs, global const float* restrict mix, global float* restrict out,
+                  int n) {
+    int i = get_global_id(0);
+    if (i >= n) return;
+    size_t token = get_global_id(1);
+    float share = 1 / (1 + exp(-mix[token * n + i]));
+    out[token * n + i] = share * pairs[token * 2 * n + i] + (1 - share) * pairs[token * 2 * n + n + i];
+}
+
 // x += factor * y. Items: (n,).
 kernel void add(global float* restrict x, global const float* restrict y, float factor, int n) {
     int i = get_global_id(0);

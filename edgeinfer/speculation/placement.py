@@ -164,7 +164,7 @@ def names_of_providers(infos: Sequence[ProviderInfo]) -> list[str]:
 def _opencl() -> Listing:
     if importlib.util.find_spec("pyopencl") is None:
         return [], "OpenCL needs pyopencl: pip install 'edgeinfer[opencl]'"
-    from edgeinfer.backends.opencl import OpenCLBackend
+    from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend
     from edgeinfer.backends.opencl.probe import probe_devices
 
     def device(info: DeviceInfo) -> DraftDevice:
@@ -176,6 +176,7 @@ def _opencl() -> Listing:
             facts=("opencl", info.name, info.platform, info.driver_version, info.compute_units),
             n_cores=info.compute_units if info.kind == "cpu" else 0,
             shares_memory=info.shares_host_memory,
+            of_heads=partial(OpenCLHeadBackend, info),
         )
 
     found, why_none = probe_devices()
