@@ -22,7 +22,7 @@ from edgeinfer.backends.opencl.parts import (
     ropes_of,
 )
 from edgeinfer.models import ModelSpec
-from edgeinfer.types import Features, HiddenStates, Logits, TokenIds
+from edgeinfer.types import Features, HiddenStates, Logits, Nodes, TokenIds
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
 _FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
@@ -100,15 +100,6 @@ class Batch:
         return len(self.ids)
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Of a drafted tree, (n,) each: see edgeinfer.speculation.tree.DraftTree."""
-
-    tokens: TokenIds
-    parents: TokenIds
-    p: NDArray[np.float32]
-
-
 class Decoder:
     """A model on a device, its KV cache and its buffers. Whatever fails there raises BackendLost.
 
@@ -179,10 +170,16 @@ class Decoder:
                 self._write_places(batch)
                 self._embed(buffers["node_ids"], width, first)
                 rows, before = np.arange(width, dtype=np.int32), first
-        ids, parents = (
-            self.device.read(buffers[name], np.empty(n_nodes, np.int32)) for name in ("node_ids", "parents")
+        n_rows = n_nodes - width + 1  # the text, and the nodes that were passed
+        shapes = {"node_ids": (n_nodes,), "parents": (n_nodes,), "candidates": (n_rows, TOP)}
+        ids, parents, candidates = (
+            self.device.read(buffers[name], np.empty(shape, dtype=np.int32)) for name, shape in shapes.items()
         )
-        return Nodes(ids, parents, self.device.read(buffers["node_chances"], np.empty(n_nodes, dtype=np.float32)))
+        shapes = {"node_chances": (n_nodes,), "chances": (n_rows, TOP)}
+        p, chances = (
+            self.device.read(buffers[name], np.empty(shape, dtype=np.float32)) for name, shape in shapes.items()
+        )
+        return Nodes(ids, parents, p, candidates, chances)
 
     def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
         """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
@@ -343,11 +340,11 @@ class Decoder:
     def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_vocab: int) -> None:
         """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
         buffers, group = self._buffers, [self._group, 1]
-        candidates = buffers["candidates"], buffers["chances"]
+        candidates, first_row = (buffers["candidates"], buffers["chances"]), before + 1 if first else 0
         items = [self._group, n_rows]
-        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_logits)
+        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_logits, first_row)
         nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
-        self._run("choose_level", [1], [1], *candidates, *nodes, n_rows, width, before, first, n_nodes)
+        self._run("choose_level", [1], [1], *candidates, *nodes, first_row, n_rows, width, before, first, n_nodes)
 
     def _run(self, name: str, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
         self.device.run(self._kernels[name], items, group, *arguments)

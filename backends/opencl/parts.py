@@ -179,8 +179,8 @@ def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int
         "rows": max(n_batch, HEAD_ROWS, MAX_NODES),
         "positions": max(n_batch, MAX_NODES),
         "query_scales": n_batch,
-        "candidates": TOP * TOP,
-        "chances": TOP * TOP,
+        "candidates": MAX_NODES * TOP,
+        "chances": MAX_NODES * TOP,
         **{name: MAX_NODES for name in ("node_ids", "parents", "node_chances", "reach")},
     }
     sizes |= gated | {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(ropes_of(spec, n_ctx)[0])}

@@ -16,7 +16,7 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.opencl.decoder import Batch, Decoder, Nodes
+from edgeinfer.backends.opencl.decoder import Batch, Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import MAX_NODES, TOP, ModelParts, activation_bytes, kv_bytes
@@ -30,7 +30,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 
 class OpenCLBackend:
@@ -243,13 +243,10 @@ class OpenCLSession(OpenCLDecoder):
         return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
 
     def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
-        """A tree of what is likely behind tokens, `width` nodes in each level, chosen on the device.
+        """See DraftingSession.draft. Only the tree is read back, once for all levels.
 
-        Of the successors of a level's nodes those that are reached most often make the next one (EAGLE-2, Li et al.,
-        arXiv:2406.16858); p is the model's own, at temperature 1. Only the tree is read back, once for all levels.
-        It is a forward pass of tokens and then of all nodes but those of the last level, which `commit` can keep.
-        n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: tokens of nodes are
-        below it, as if there were no others; None for all. Raises InvalidArgument, and what `forward` raises.
+        n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: at least TOP, the
+        number of candidates. Raises BackendLost if the device fails.
         """
         decoder = self._open()
         n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab

@@ -53,7 +53,7 @@ _MODEL_OPTIONS = (
         "--draft-device",
         default="auto",
         show_default=True,
-        help="Where a draft model runs: auto, cpu, gpu, gpu:N or opencl:N, see `edgeinfer devices`.",
+        help="Where a draft model or head runs: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
     ),
     click.option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
     click.option(

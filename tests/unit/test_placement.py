@@ -91,7 +91,7 @@ def listed(monkeypatch):
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
     """Devices are not measured, so that each call of a session is one for a draft, but the first."""
-    monkeypatch.setattr(placement, "kept_costs", lambda key, measure: cost_model())
+    monkeypatch.setattr(placement, "kept_costs", lambda key, measure, **options: cost_model())
 
 
 @pytest.fixture(scope="module")
