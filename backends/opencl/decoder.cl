@@ -305,8 +305,8 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(global 
 // (n_nodes, n_nodes) for them. One item.
 kernel void choose_level(global const int* restrict candidates, global const float* restrict candidate_chances,
                          global int* restrict ids, global int* restrict parents, global float* restrict chances,
-                         global float* restrict reach, global uchar* restrict sees, int first_row, int n_rows, int width,
-                         int before, int first, int n_nodes) {
+                         global float* restrict reach, global uchar* restrict sees, int first_row, int n_rows,
+                         int width, int before, int first, int n_nodes) {
     int n_taken[TOP];  // of each row, whose candidates come likeliest first
     for (int row = 0; row < TOP; row++) n_taken[row] = 0;
     for (int node = first; node < first + width; node++) {

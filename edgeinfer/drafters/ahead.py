@@ -428,8 +428,8 @@ def _levels_of(tree: DraftTree) -> list[DraftTree]:
     levels: list[DraftTree] = []
     above = -1
     while nodes := [node for node, parent in enumerate(tree.parents) if parent == above]:
-        tokens, p, kinds = ([each[node] for node in nodes] for each in (tree.tokens, tree.p, tree.kinds))
-        levels.append(DraftTree(tokens, [-1] * len(nodes), p, kinds))
+        tokens, kinds = ([each[node] for node in nodes] for each in (tree.tokens, tree.kinds))
+        levels.append(DraftTree(tokens, [-1] * len(nodes), [tree.p[node] for node in nodes], kinds))
         above = nodes[0]
     return levels
 
