@@ -7,7 +7,7 @@ Positions are logical: token i of a chain sits at position n_past + i, a node of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec, query_factors
-from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 
@@ -87,6 +87,21 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
+        ...
+
+
+@runtime_checkable
+class DraftingSession(Session, Protocol):
+    """A session whose device makes drafts by itself, without a round trip for each token."""
+
+    def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
+        """A tree of what is likely behind tokens, `width` nodes in each level.
+
+        Of the successors of a level's nodes those that are reached most often make the next one (EAGLE-2, Li et al.,
+        arXiv:2406.16858); p is the model's own, at temperature 1. It is a forward pass of tokens and then of all nodes
+        but those of the last level, which `commit` can keep.  tokens: (n,) int32.  n_vocab: tokens of nodes are below
+        it, as if there were no others; None for all. Raises InvalidArgument, and what `forward` raises.
+        """
         ...
 
 

@@ -462,7 +462,8 @@ class Engine:
 
         text.append(draw(logits, text))
         if self.speculator is not None:
-            job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids)
+            is_plain = record.params.is_greedy and not record.params.has_penalties
+            job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids, is_plain)
             record.tally = tally
             yield from self.speculator.tokens(job, logits, tally)
             return

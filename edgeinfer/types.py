@@ -41,6 +41,21 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """A tree of likely tokens that a session made by itself. tokens, parents, p: (n,), as in DraftTree.
+
+    candidates, chances: (n_rows, k) the likeliest tokens, likeliest first, and their probabilities; row 0 is of those
+    behind the text, row 1 + i of those behind node i, as far as the nodes were passed through the model.
+    """
+
+    tokens: TokenIds
+    parents: TokenIds
+    p: NDArray[np.float32]
+    candidates: NDArray[np.int32]
+    chances: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class MemoryUse:
     """Bytes held by a session, by purpose; drafters: by all that speculation needs beside it."""
 

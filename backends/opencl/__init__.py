@@ -4,17 +4,18 @@ Sums of floats run in whatever order suits the device, so sessions here do not k
 they are for drafting, where the text does not depend on them. Products of trits and codes are exact integers.
 """
 
-from edgeinfer.backends.opencl.decoder import Nodes
 from edgeinfer.backends.opencl.device import OpenCLDevice, check_device
+from edgeinfer.backends.opencl.head import OpenCLHead, OpenCLHeadBackend
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device, list_devices
 from edgeinfer.backends.opencl.session import OpenCLBackend, OpenCLSession
 from edgeinfer.backends.opencl.ternary import TernaryMatrix, available_ways, fastest_way, measure_ways
 
 __all__ = [
     "DeviceInfo",
-    "Nodes",
     "OpenCLBackend",
     "OpenCLDevice",
+    "OpenCLHead",
+    "OpenCLHeadBackend",
     "OpenCLSession",
     "TernaryMatrix",
     "available_ways",

@@ -175,6 +175,24 @@ kernel void gate(global const float* restrict in, global float* restrict out, in
     out[token * n + i] = x * up;
 }
 
+// A draft head's gate, of pairs (n_tokens, 2 n): silu of the second half of each, in place. Items: (n, tokens).
+kernel void silu(global float* restrict pairs, int n) {
+    int i = get_global_id(0);
+    if (i >= n) return;
+    size_t at = (size_t)get_global_id(1) * 2 * n + n + i;
+    pairs[at] /= 1 + exp(-pairs[at]);
+}
+
+// Both halves blended by the sigmoid of mix (n_tokens, n): out (n_tokens, n). Items: (n, tokens).
+kernel void blend(global const float* restrict pairs, global const float* restrict mix, global float* restrict out,
+                  int n) {
+    int i = get_global_id(0);
+    if (i >= n) return;
+    size_t token = get_global_id(1);
+    float share = 1 / (1 + exp(-mix[token * n + i]));
+    out[token * n + i] = share * pairs[token * 2 * n + i] + (1 - share) * pairs[token * 2 * n + n + i];
+}
+
 // x += factor * y. Items: (n,).
 kernel void add(global float* restrict x, global const float* restrict y, float factor, int n) {
     int i = get_global_id(0);
@@ -214,12 +232,12 @@ int is_before(float value, int id, float other, int other_id) {
     return value > other || (value == other && id < other_id);
 }
 
-// The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: ids and
-// probabilities (rows, TOP). Groups: (1, rows).
+// The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: rows of ids
+// and probabilities (., TOP) from first_row on. Groups: (1, rows).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(global const float* restrict logits,
                                                                          global int* restrict ids,
                                                                          global float* restrict probabilities, int n,
-                                                                         int stride) {
+                                                                         int stride, int first_row) {
     local float parts[GROUP];
     local int places[GROUP];
     int item = get_local_id(0), row = get_group_id(1);
@@ -265,7 +283,7 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(global 
         }
         int chosen = places[0];
         if (item == 0) {
-            int at = row * TOP + place;
+            int at = (first_row + row) * TOP + place;
             ids[at] = min(chosen, n - 1);  // where logits are no numbers nothing is chosen
             probabilities[at] = exp(parts[0] - largest) / total;
         }
@@ -281,14 +299,14 @@ kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(global 
     }
 }
 
-// The next level of a tree: of the candidates (n_rows, TOP) of the level before it those `width` that are reached most
-// often, by the product of the chances from the root on. Its nodes have indices from `first` on, those of the level before
+// The next level of a tree: of the candidates (., TOP) of the level before it, n_rows from first_row on, those `width` that
+// are reached most often, by the product of the chances from the root on. Its nodes have indices from `first` on, those of the level before
 // from `before` on; with `first` 0 they follow the one row that there is. Fills ids, parents, chances, reach and sees
 // (n_nodes, n_nodes) for them. One item.
 kernel void choose_level(global const int* restrict candidates, global const float* restrict candidate_chances,
                          global int* restrict ids, global int* restrict parents, global float* restrict chances,
-                         global float* restrict reach, global uchar* restrict sees, int n_rows, int width, int before,
-                         int first, int n_nodes) {
+                         global float* restrict reach, global uchar* restrict sees, int first_row, int n_rows,
+                         int width, int before, int first, int n_nodes) {
     int n_taken[TOP];  // of each row, whose candidates come likeliest first
     for (int row = 0; row < TOP; row++) n_taken[row] = 0;
     for (int node = first; node < first + width; node++) {
@@ -296,13 +314,13 @@ kernel void choose_level(global const int* restrict candidates, global const flo
         float most = -1;
         for (int row = 0; row < n_rows; row++) {
             if (n_taken[row] == TOP) continue;
-            float value = candidate_chances[row * TOP + n_taken[row]] * (first ? reach[before + row] : 1);
+            float value = candidate_chances[(first_row + row) * TOP + n_taken[row]] * (first ? reach[before + row] : 1);
             if (chosen < 0 || value > most) {
                 chosen = row;
                 most = value;
             }
         }
-        int candidate = chosen * TOP + n_taken[chosen]++;
+        int candidate = (first_row + chosen) * TOP + n_taken[chosen]++;
         int parent = first ? before + chosen : -1;
         ids[node] = candidates[candidate];
         parents[node] = parent;

@@ -14,6 +14,7 @@ from edgeinfer.backends.opencl.matrices import RUN, Activations, DeviceMatrix
 from edgeinfer.backends.opencl.parts import (
     HEAD_ROWS,
     TOP,
+    GateParts,
     LinearParts,
     ModelParts,
     activation_bytes,
@@ -21,7 +22,7 @@ from edgeinfer.backends.opencl.parts import (
     ropes_of,
 )
 from edgeinfer.models import ModelSpec
-from edgeinfer.types import HiddenStates, Logits, TokenIds
+from edgeinfer.types import Features, HiddenStates, Logits, Nodes, TokenIds
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
 _FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
@@ -38,11 +39,20 @@ class Linear:
         self.has_no_bias = parts.bias is None
         self._bias = None if parts.bias is None else device.upload(parts.bias)
 
-    def multiply(self, x: Activations, out: Buffer, n: int, factor: float = 1.0, keep: float = 0.0) -> None:
-        """out (n, n_out) = keep * out + factor * product + bias."""
-        first = 0
+    def multiply(
+        self,
+        x: Activations,
+        out: Buffer,
+        n: int,
+        factor: float = 1.0,
+        keep: float = 0.0,
+        first: int = 0,
+        stride: int | None = None,
+    ) -> None:
+        """out (n, n_out) = keep * out + factor * product + bias; or columns of out (n, stride), from `first` on."""
+        stride = self.n_out if stride is None else stride
         for matrix in self.matrices:
-            matrix.multiply(x, out, n, first, self.n_out, self._bias, factor, keep)
+            matrix.multiply(x, out, n, first, stride, self._bias, factor, keep)
             first += matrix.n_out
 
 
@@ -58,11 +68,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Tokens of one pass. ids, positions: (n,) int32.  sees: (n, n) uint8, row i: what token i sees; None for a chain.
+class Gate:
+    """See GateParts; on the device."""
 
-    n_past: committed tokens, whose slots of the cache those of the batch follow.  n_nodes: of the tree that these
-    tokens are in, 0 for a chain.  first: node of the tree that the first of them is.
+    feature: Linear
+    token_norm: Buffer
+    token: Linear
+    mix: Linear
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one pass. ids: (n,) int32.
+
+    n_past: tokens whose slots of the cache those of the chain or of the tree follow.  n_nodes: of the tree that these
+    tokens are in, 0 for a chain.  first: node of the tree that the first of them is; the ones before it have been
+    passed.  positions: (first + n,) int32, of all nodes up to the last of them.  sees: (n_nodes, n_nodes) uint8, row i:
+    what node i sees; None for a chain, and where it is on the device.  features: (n, n_embd), that come with the tokens
+    of a draft head.
     """
 
     ids: TokenIds
@@ -71,18 +94,10 @@ class Batch:
     n_past: int
     n_nodes: int = 0
     first: int = 0
+    features: Features | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Of a drafted tree, (n,) each: see edgeinfer.speculation.tree.DraftTree."""
-
-    tokens: TokenIds
-    parents: TokenIds
-    p: NDArray[np.float32]
 
 
 class Decoder:
@@ -121,10 +136,12 @@ class Decoder:
     ) -> None:
         """Run a batch.
 
-        out: (len(rows), n_vocab), for the logits of these rows.  tapped: (len(taps), n, n_embd), for outputs of layers.
+        out: (len(rows), n_logits), for the logits of these rows.  tapped: (len(taps), n, n_embd), for outputs of
+        layers.
         """
         self._write(batch)
         self._embed(self._buffers["ids"], len(batch))
+        self._fuse(len(batch))
         self._run_layers(batch, taps, tapped)
         for first in range(0, len(rows), HEAD_ROWS):
             here = rows[first : first + HEAD_ROWS]
@@ -148,20 +165,26 @@ class Decoder:
             self._choose(len(rows), width, before, first, n_nodes, n_vocab)
             if first + width < n_nodes:
                 n_past = batch.n_past if first else batch.n_past + len(batch)
-                places = np.full(width, n_past + first // width, dtype=np.int32)
+                places = np.arange(first + width, dtype=np.int32) // width + np.int32(n_past)
                 batch = Batch(np.zeros(width, dtype=np.int32), places, None, n_past, n_nodes, first)
                 self._write_places(batch)
                 self._embed(buffers["node_ids"], width, first)
                 rows, before = np.arange(width, dtype=np.int32), first
-        ids, parents = (
-            self.device.read(buffers[name], np.empty(n_nodes, np.int32)) for name in ("node_ids", "parents")
+        n_rows = n_nodes - width + 1  # the text, and the nodes that were passed
+        shapes = {"node_ids": (n_nodes,), "parents": (n_nodes,), "candidates": (n_rows, TOP)}
+        ids, parents, candidates = (
+            self.device.read(buffers[name], np.empty(shape, dtype=np.int32)) for name, shape in shapes.items()
         )
-        return Nodes(ids, parents, self.device.read(buffers["node_chances"], np.empty(n_nodes, dtype=np.float32)))
+        shapes = {"node_chances": (n_nodes,), "chances": (n_rows, TOP)}
+        p, chances = (
+            self.device.read(buffers[name], np.empty(shape, dtype=np.float32)) for name, shape in shapes.items()
+        )
+        return Nodes(ids, parents, p, candidates, chances)
 
     def keep_path(self, rows: NDArray[np.int32], n_past: int) -> None:
         """Move the keys and values of these rows of the last batch to slots n_past, n_past + 1, ..."""
         moved = np.flatnonzero(rows != np.arange(len(rows)))
-        if not moved.size:
+        if not moved.size or not self._layers:
             return
         n_in_place = int(moved[0])
         rows, n_past = rows[n_in_place:] - np.int32(n_in_place), n_past + n_in_place
@@ -178,20 +201,36 @@ class Decoder:
         self.device.write(self._buffers["ids"], batch.ids)
         if batch.sees is not None:
             self.device.write(self._buffers["sees"], batch.sees)
+        if batch.features is not None:
+            self.device.write(self._buffers["features"], batch.features)
         self._write_places(batch)
 
     def _write_places(self, batch: Batch) -> None:
         """What the kernels need to know of the positions of a batch."""
         device, buffers = self.device, self._buffers
-        device.write(buffers["positions"], batch.positions, 4 * batch.first)
-        device.write(buffers["query_scales"], self._query_scales[batch.positions])
+        device.write(buffers["positions"], batch.positions)
+        own = batch.positions[batch.first :]
+        device.write(buffers["query_scales"], self._query_scales[own])
         for i, rope in enumerate(self._ropes):
-            angles = batch.positions[:, None] * np.array(rope.inverse_frequencies)  # float64
+            angles = own[:, None] * np.array(rope.inverse_frequencies)  # float64
             turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * rope.magnitude
             device.write(buffers[f"turns{i}"], turns.astype(np.float32))
 
     def _embed(self, ids: Buffer, n: int, first: int = 0) -> None:
         self._token_embd.matrices[0].gather(ids, self._buffers["x"], n, self.spec.embedding_scale, first)
+
+    def _fuse(self, n: int) -> None:
+        """Blend the embeddings of a head's tokens with the features that come with them."""
+        gate, buffers, size = self._gate, self._buffers, self.spec.n_embd
+        if gate is None:
+            return
+        pairs, items, group = buffers["pairs"], [size, n], [16, 1]
+        gate.feature.multiply(self._inputs(buffers["features"], n, gate.feature), pairs, n, stride=2 * size)
+        normed = self._norm(gate.token_norm, buffers["x"], n, size)
+        gate.token.multiply(self._inputs(normed, n, gate.token), pairs, n, first=size, stride=2 * size)
+        self._run("silu", items, group, pairs, size)
+        gate.mix.multiply(self._inputs(pairs, n, gate.mix), buffers["added"], n)
+        self._run("blend", items, group, pairs, buffers["added"], buffers["x"], size)
 
     def _run_layers(self, batch: Batch, taps: Sequence[int], tapped: HiddenStates | None) -> None:
         for index, layer in enumerate(self._layers):
@@ -295,17 +334,17 @@ class Decoder:
         x = self._norm(self._output_norm, buffers["normed"], n, spec.n_embd)
         self._output.multiply(self._inputs(x, n, self._output), buffers["logits"], n, spec.logit_scale)
         if spec.logit_soft_cap is not None:
-            n_logits = n * spec.n_vocab
+            n_logits = n * spec.n_logits
             self._run("cap_logits", [n_logits], [16], buffers["logits"], spec.logit_soft_cap, n_logits)
 
     def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_vocab: int) -> None:
         """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
         buffers, group = self._buffers, [self._group, 1]
-        candidates = buffers["candidates"], buffers["chances"]
+        candidates, first_row = (buffers["candidates"], buffers["chances"]), before + 1 if first else 0
         items = [self._group, n_rows]
-        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_vocab)
+        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_logits, first_row)
         nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
-        self._run("choose_level", [1], [1], *candidates, *nodes, n_rows, width, before, first, n_nodes)
+        self._run("choose_level", [1], [1], *candidates, *nodes, first_row, n_rows, width, before, first, n_nodes)
 
     def _run(self, name: str, items: Sequence[int], group: Sequence[int], *arguments: object) -> None:
         self.device.run(self._kernels[name], items, group, *arguments)
@@ -323,6 +362,7 @@ class Decoder:
             "TOP": TOP,
         }
         names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest choose_level"
+        names += " silu blend" if spec.gate is not None else ""
         return {name: self.device.kernel(name, ["decoder.cl"], defines) for name in names.split()}
 
     def _load(self, parts: ModelParts, progress: Progress | None) -> None:
@@ -338,7 +378,8 @@ class Decoder:
         loaded(1)
         self._output = self._token_embd if parts.output is None else Linear(self.device, parts.output)
         loaded(2)
-        self._output_norm = self.device.upload(parts.output_norm)
+        self._output_norm = None if parts.output_norm is None else self.device.upload(parts.output_norm)
+        self._gate = None if parts.gate is None else self._load_gate(parts.gate)
         self._layers: list[Layer] = []
         for layer in parts.layers:
             qkv, attn_output, gate_up, down = (
@@ -348,6 +389,10 @@ class Decoder:
             self._layers.append(Layer(qkv, attn_output, gate_up, down, norms))
             loaded(2 + len(self._layers))
         self.weight_bytes = self.device.n_allocated - n_before
+
+    def _load_gate(self, parts: GateParts) -> Gate:
+        feature, token, mix = (Linear(self.device, linear) for linear in (parts.feature, parts.token, parts.mix))
+        return Gate(feature, self.device.upload(parts.token_norm), token, mix)
 
 
 def _power_of_two(n: int) -> int:

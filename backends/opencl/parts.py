@@ -47,42 +47,83 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
+class GateParts:
+    """What a draft head begins with; see GateTensors."""
+
+    feature: LinearParts
+    token_norm: NDArray[np.float32]
+    token: LinearParts
+    mix: LinearParts
+
+
+@dataclass(frozen=True)
 class ModelParts:
-    """What a model is made of, in the file; output is None where it is the embedding."""
+    """What a model or a draft head is made of, in the file; output is None where it is the embedding.
+
+    output_norm, gate: None where there is none.
+    """
 
     token_embd: LinearParts
     output: LinearParts | None
-    output_norm: NDArray[np.float32]
+    output_norm: NDArray[np.float32] | None
     layers: tuple[LayerParts, ...]
+    gate: GateParts | None = None
 
     @classmethod
     def read(cls, model: ModelFile, spec: ModelSpec) -> ModelParts:
         """Find all tensors, without converting any. Raises UnsupportedModel."""
-        if spec.output_norm is None:
-            raise UnsupportedModel(f"{model.path}: the opencl backend runs whole models, not draft heads")
         return cls(
             token_embd=_linear(model, [spec.token_embd]),
             output=None if spec.tied_embeddings else _linear(model, [spec.output]),
-            output_norm=vector_of(model, spec.output_norm),
+            output_norm=None if spec.output_norm is None else vector_of(model, spec.output_norm),
             layers=tuple(_layer(model, names) for names in spec.layers),
+        )
+
+    @classmethod
+    def read_head(cls, head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec) -> ModelParts:
+        """The same of a head, with its target's embeddings. spec: DraftHeadSpec.decoder. Raises UnsupportedModel."""
+        names = spec.gate
+        if names is None:
+            raise UnsupportedModel(
+                f"{head.path}: EAGLE-3 heads do not run on OpenCL: run them on the native engine (-md)"
+            )
+        return cls(
+            token_embd=_linear(target, [target_spec.token_embd]),
+            output=_linear(head, [spec.output]),
+            output_norm=None,
+            layers=tuple(_layer(head, names) for names in spec.layers),
+            gate=GateParts(
+                feature=_linear(head, [names.feature]),
+                token_norm=vector_of(head, names.token_norm),
+                token=_linear(head, [names.token]),
+                mix=_linear(head, [names.mix]),
+            ),
         )
 
     def buffer_bytes(self) -> Iterator[int]:
         """Bytes of each buffer."""
-        yield self.output_norm.nbytes
+        yield from (norm.nbytes for norm in self._norms())
         for linear in self._linears():
             for of_codes, of_scales in linear.matrix_bytes:
                 yield of_codes
                 yield of_scales
             if linear.bias is not None:
                 yield linear.bias.nbytes
+
+    def _norms(self) -> Iterator[NDArray[np.float32]]:
+        if self.output_norm is not None:
+            yield self.output_norm
+        if self.gate is not None:
+            yield self.gate.token_norm
         for layer in self.layers:
-            yield from (norm.nbytes for norm in layer.norms.values())
+            yield from layer.norms.values()
 
     def _linears(self) -> Iterator[LinearParts]:
         yield self.token_embd
         if self.output is not None:
             yield self.output
+        if self.gate is not None:
+            yield from (self.gate.feature, self.gate.token, self.gate.mix)
         for layer in self.layers:
             yield from (layer.qkv, layer.attn_output, layer.gate_up, layer.down)
 
@@ -114,14 +155,15 @@ def _linear(model: ModelFile, refs: Sequence[TensorRef], biases: Sequence[Tensor
 
 
 def kv_bytes(spec: ModelSpec, n_ctx: int) -> int:
-    """Bytes of the keys, and as many again of the values."""
-    return 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
+    """Bytes of the keys, and as many again of the values; a buffer has at least 4."""
+    return max(4, 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim)
 
 
 def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int]:
     """Bytes of each buffer that a pass of n_batch tokens works in, by name."""
     n_q = spec.n_heads * spec.head_dim
-    widest = max(spec.n_embd, n_q, spec.n_ff)
+    gated = {} if spec.gate is None else {"features": n_batch * spec.n_embd, "pairs": 2 * n_batch * spec.n_embd}
+    widest = max(spec.n_embd if spec.gate is None else 2 * spec.n_embd, n_q, spec.n_ff)
     sizes = {
         "x": n_batch * spec.n_embd,
         "normed": max(n_batch, HEAD_ROWS) * spec.n_embd,
@@ -132,16 +174,16 @@ def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int
         "gated": n_batch * spec.n_ff,
         "scales": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
         "sums": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
-        "logits": HEAD_ROWS * spec.n_vocab,
+        "logits": HEAD_ROWS * spec.n_logits,
         "ids": n_batch,
         "rows": max(n_batch, HEAD_ROWS, MAX_NODES),
         "positions": max(n_batch, MAX_NODES),
         "query_scales": n_batch,
-        "candidates": TOP * TOP,
-        "chances": TOP * TOP,
+        "candidates": MAX_NODES * TOP,
+        "chances": MAX_NODES * TOP,
         **{name: MAX_NODES for name in ("node_ids", "parents", "node_chances", "reach")},
     }
-    sizes |= {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(ropes_of(spec, n_ctx)[0])}
+    sizes |= gated | {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(ropes_of(spec, n_ctx)[0])}
     whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": max(n_batch, MAX_NODES) ** 2}
     return {name: 4 * n for name, n in sizes.items()} | whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +16,7 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
 )
-from edgeinfer.backends.opencl.decoder import Batch, Decoder, Nodes
+from edgeinfer.backends.opencl.decoder import Batch, Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import MAX_NODES, TOP, ModelParts, activation_bytes, kv_bytes
@@ -29,7 +30,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 
 class OpenCLBackend:
@@ -63,18 +64,7 @@ class OpenCLBackend:
         """
         if cache_type != "f16":
             raise InvalidArgument(f"the opencl backend has a KV cache of f16 only: found {cache_type}")
-        n_batch = min(n_batch, n_ctx)
-        parts = ModelParts.read(model, spec)
-        activations = activation_bytes(spec, n_ctx, n_batch)
-        use = MemoryUse(sum(parts.buffer_bytes()), 2 * kv_bytes(spec, n_ctx), sum(activations.values()))
-        largest = max(*parts.buffer_bytes(), kv_bytes(spec, n_ctx), *activations.values())
-        if use.total > self.info.memory_bytes or largest > self.info.max_buffer_bytes:
-            raise BudgetExceeded(
-                f"{model.path} needs {use.total} bytes, {largest} of them in one buffer: {self.info.name} has "
-                f"{self.info.memory_bytes}, with at most {self.info.max_buffer_bytes} in one buffer; use a smaller "
-                f"model, or a smaller context than {n_ctx} (-c)"
-            )
-        return MemoryPlan(n_ctx, n_batch, use, cache_type)
+        return plan_parts(model, ModelParts.read(model, spec), spec, n_ctx, n_batch, self.info)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -86,14 +76,32 @@ class OpenCLBackend:
         return OpenCLSession(model, spec, plan, OpenCLDevice(self.info), progress)
 
 
-class OpenCLSession:
-    """See edgeinfer.backends.base.Session. device: not shared with another session."""
+def plan_parts(
+    model: ModelFile, parts: ModelParts, spec: ModelSpec, n_ctx: int, n_batch: int, info: DeviceInfo
+) -> MemoryPlan:
+    """Bytes of all buffers of a model or a head; see OpenCLBackend.plan. Raises BudgetExceeded."""
+    n_batch = min(n_batch, n_ctx)
+    activations = activation_bytes(spec, n_ctx, n_batch)
+    use = MemoryUse(sum(parts.buffer_bytes()), 2 * kv_bytes(spec, n_ctx), sum(activations.values()))
+    largest = max(*parts.buffer_bytes(), kv_bytes(spec, n_ctx), *activations.values())
+    if use.total > info.memory_bytes or largest > info.max_buffer_bytes:
+        raise BudgetExceeded(
+            f"{model.path} needs {use.total} bytes, {largest} of them in one buffer: {info.name} has "
+            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer; use a smaller model, or a "
+            f"smaller context than {n_ctx} (-c)"
+        )
+    return MemoryPlan(n_ctx, n_batch, use)
 
-    is_exact = False
+
+class OpenCLDecoder:
+    """A decoder on a device with its KV cache: what sessions of models and of draft heads have in common.
+
+    device: not shared with another session.
+    """
 
     def __init__(
         self,
-        model: ModelFile,
+        parts: ModelParts,
         spec: ModelSpec,
         plan: MemoryPlan,
         device: OpenCLDevice,
@@ -103,9 +111,8 @@ class OpenCLSession:
         self.n_ctx = plan.n_ctx
         self.n_batch = plan.n_batch
         self._n_past = 0
-        self._parents = np.empty(0, dtype=np.int32)  # of the last forward
+        self._parents = np.empty(0, dtype=np.int32)  # of what is pending; its row i is in slot n_past + i
         self._stopped = False
-        parts = ModelParts.read(model, spec)
         self._decoder: Decoder | None = Decoder(device, parts, spec, plan.n_ctx, plan.n_batch, self._poll, progress)
 
     @property
@@ -113,67 +120,6 @@ class OpenCLSession:
         """Number of committed tokens."""
         self._open()
         return self._n_past
-
-    def forward(
-        self,
-        tokens: ArrayLike,
-        parents: ArrayLike | None = None,
-        *,
-        logits: LogitsRows = "last",
-        hidden: bool | Sequence[int] = False,
-    ) -> Output:
-        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length.
-
-        Raises BackendLost if the device fails.
-        """
-        decoder = self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
-        links = check_parents(parents, len(ids))
-        rows = check_rows(logits, len(ids))
-        taps = check_taps(hidden, self.spec.n_layers)
-        is_chain = parents is None or np.array_equal(links, np.arange(-1, len(ids) - 1))
-        if not is_chain and len(ids) > self.n_batch:
-            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
-        self._stopped = False
-        self._parents = np.empty(0, dtype=np.int32)
-        out = np.empty((len(rows), self.spec.n_vocab), dtype=np.float32)
-        tapped = np.empty((len(taps), len(ids), self.spec.n_embd), dtype=np.float32)
-        for first in range(0, len(ids), self.n_batch):
-            last = min(first + self.n_batch, len(ids))
-            batch = self._chain(ids[first:last], first) if is_chain else self._tree(ids, links)
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            of_chunk = np.empty((len(wanted), self.spec.n_vocab), dtype=np.float32)
-            states = np.empty((len(taps), len(batch), self.spec.n_embd), dtype=np.float32)
-            decoder.forward(batch, rows[wanted] - np.int32(first), of_chunk, taps, states)
-            out[wanted] = of_chunk
-            tapped[:, first:last] = states
-        self._parents = links
-        return Output(out, tapped if taps else None)
-
-    def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
-        """A tree of what is likely behind tokens, `width` nodes in each level, chosen on the device.
-
-        Of the successors of a level's nodes those that are reached most often make the next one (EAGLE-2, Li et al.,
-        arXiv:2406.16858); p is the model's own, at temperature 1. Only the tree is read back, once for all levels.
-        It is a forward pass of tokens and then of all nodes but those of the last level, which `commit` can keep.
-        n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: tokens of nodes are
-        below it, as if there were no others; None for all. Raises InvalidArgument, and what `forward` raises.
-        """
-        decoder = self._open()
-        n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
-        self._check_tree(len(ids), n_levels, width, n_vocab)
-        self._stopped = False
-        self._parents = np.empty(0, dtype=np.int32)
-        n_before = (len(ids) - 1) // self.n_batch * self.n_batch
-        for first in range(0, n_before, self.n_batch):
-            nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
-            batch = self._chain(ids[first : first + self.n_batch], first)
-            decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
-        nodes = decoder.draft(self._chain(ids[n_before:], n_before), n_levels, width, n_vocab)
-        passed = nodes.parents[: (n_levels - 1) * width] + np.int32(len(ids))
-        self._parents = np.concatenate([check_parents(None, len(ids)), passed])
-        return nodes
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
@@ -191,11 +137,6 @@ class OpenCLSession:
         self._n_past = n_past
         self._parents = np.empty(0, dtype=np.int32)
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
-        self.truncate(0)
-        return 0
-
     def memory(self) -> MemoryUse:
         """Bytes of all buffers on the device."""
         decoder = self._open()
@@ -209,18 +150,41 @@ class OpenCLSession:
         """Give the memory back. Further calls raise."""
         self._decoder = None
 
-    def _check_tree(self, n_tokens: int, n_levels: int, width: int, n_vocab: int) -> None:
-        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted."""
-        widest = min(TOP, self.n_batch)
-        if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
-            raise InvalidArgument(
-                f"a drafted tree has levels of 1..{widest} nodes, {MAX_NODES} in all: found {n_levels} of {width}"
-            )
-        if not TOP <= n_vocab <= self.spec.n_vocab:
-            raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
-        n_past = self._n_past + n_tokens + (n_levels - 1) * width
-        if n_past > self.n_ctx:
-            raise ContextOverflow(n_past, self.n_ctx)
+    def _forward(
+        self,
+        ids: TokenIds,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: Sequence[int],
+        features: Features | None = None,
+    ) -> Output:
+        """Run tokens behind the first n_pending of those that are; see HeadSession.forward."""
+        decoder = self._open()
+        n = len(ids)
+        rows = check_rows(logits, n)
+        links = np.concatenate([self._parents[:n_pending], check_parents(parents, n, n_pending)])
+        is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
+        if not is_chain and len(links) > self.n_batch:
+            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(links)}")
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
+        tapped = np.empty((len(taps), n, self.spec.n_embd), dtype=np.float32)
+        for first in range(0, n, self.n_batch):
+            self._poll()
+            last = min(first + self.n_batch, n)
+            batch = self._chain(ids[first:last], n_pending + first) if is_chain else self._tree(ids, links)
+            if features is not None:
+                batch = replace(batch, features=features[first:last])
+            wanted = np.flatnonzero((rows >= first) & (rows < last))
+            of_chunk = np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
+            states = np.empty((len(taps), len(batch), self.spec.n_embd), dtype=np.float32)
+            decoder.forward(batch, rows[wanted] - np.int32(first), of_chunk, taps, states)
+            out[wanted] = of_chunk
+            tapped[:, first:last] = states
+        self._parents = links
+        return Output(out, tapped if taps else None)
 
     def _open(self) -> Decoder:
         if self._decoder is None:
@@ -237,9 +201,83 @@ class OpenCLSession:
         return Batch(ids, np.arange(n_past, n_past + len(ids), dtype=np.int32), None, n_past)
 
     def _tree(self, ids: NDArray[np.int32], links: NDArray[np.int32]) -> Batch:
-        sees = np.eye(len(ids), dtype=np.uint8)
+        """The last nodes of a tree, all of whose parents are known."""
+        n_nodes = len(links)
+        sees = np.eye(n_nodes, dtype=np.uint8)
         for row, parent in enumerate(links.tolist()):
             if parent >= 0:
                 sees[row] |= sees[parent]
         depths = sees.sum(axis=1, dtype=np.int32) - 1
-        return Batch(ids, self._n_past + depths, sees, self._n_past, len(ids))
+        return Batch(ids, self._n_past + depths, sees, self._n_past, n_nodes, n_nodes - len(ids))
+
+
+class OpenCLSession(OpenCLDecoder):
+    """See edgeinfer.backends.base.Session."""
+
+    is_exact = False
+
+    def __init__(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        device: OpenCLDevice,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(ModelParts.read(model, spec), spec, plan, device, progress)
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length.
+
+        Raises BackendLost if the device fails.
+        """
+        self._open()
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
+
+    def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
+        """See DraftingSession.draft. Only the tree is read back, once for all levels.
+
+        n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: at least TOP, the
+        number of candidates. Raises BackendLost if the device fails.
+        """
+        decoder = self._open()
+        n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        self._check_tree(len(ids), n_levels, width, n_vocab)
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        n_before = (len(ids) - 1) // self.n_batch * self.n_batch
+        for first in range(0, n_before, self.n_batch):
+            nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
+            batch = self._chain(ids[first : first + self.n_batch], first)
+            decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
+        nodes = decoder.draft(self._chain(ids[n_before:], n_before), n_levels, width, n_vocab)
+        passed = nodes.parents[: (n_levels - 1) * width] + np.int32(len(ids))
+        self._parents = np.concatenate([check_parents(None, len(ids)), passed])
+        return nodes
+
+    def recall(self, tokens: ArrayLike) -> int:
+        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
+        self.truncate(0)
+        return 0
+
+    def _check_tree(self, n_tokens: int, n_levels: int, width: int, n_vocab: int) -> None:
+        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted."""
+        widest = min(TOP, self.n_batch)
+        if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
+            raise InvalidArgument(
+                f"a drafted tree has levels of 1..{widest} nodes, {MAX_NODES} in all: found {n_levels} of {width}"
+            )
+        if not TOP <= n_vocab <= self.spec.n_vocab:
+            raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
+        n_past = self._n_past + n_tokens + (n_levels - 1) * width
+        if n_past > self.n_ctx:
+            raise ContextOverflow(n_past, self.n_ctx)

@@ -63,7 +63,7 @@ _MODEL_OPTIONS = (
         "--draft-device",
         default="auto",
         show_default=True,
-        help="Where a draft model runs: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
+        help="Where a draft model or head runs: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
     ),
     variable_option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
     variable_option(

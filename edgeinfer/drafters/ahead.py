@@ -10,12 +10,13 @@ both would wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Protocol
 
-from edgeinfer.drafters.base import Context, CostlyDrafter, FeatureDrafter, Outlook
+from edgeinfer.drafters.base import Context, CostlyDrafter, DraftsInCalls, FeatureDrafter, Outlook
 from edgeinfer.drafters.translated import TranslatedDrafter
 from edgeinfer.drafters.worker import Clock, Worker
 from edgeinfer.errors import Interrupted
@@ -25,6 +26,7 @@ from edgeinfer.types import Features, Logits
 
 _MARGIN = 0.8  # of the patience: what should come later may come too late
 _LEVEL = 4  # nodes of a level of a chain: the one that is gone on from, and others
+_CALL = 5.0  # of the patience, that a call may take which makes several levels: none of them is there before
 
 
 class _Step:
@@ -75,8 +77,11 @@ class _Draft(Protocol):
         """Whether all tokens that the drafter reads for it now are of that text."""
         ...
 
-    def step(self) -> tuple[Context, int] | None:
-        """What the drafter is to be asked next, and for how many nodes. None: nothing, and it runs no more."""
+    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+        """What the drafter is to be asked next, and for how many nodes in how many levels at most.
+
+        n_at_once: see DraftsInCalls. None: nothing, and it runs no more.
+        """
         ...
 
     def take(self, tree: DraftTree) -> None:
@@ -128,23 +133,22 @@ class _Chain:
             own = [*self._text, *self._first(len(self._levels))]
         return own == list(text[: len(own)])
 
-    def step(self) -> tuple[Context, int] | None:
-        """See _Draft. One level."""
+    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+        """See _Draft. One level, or as many as are best made in one call."""
         with self._lock:
             if self.is_stopped or not self._is_wanted():
                 self.is_running = False
                 return None
             tokens = [*self._text, *self._first(len(self._levels))]
-            context = Context(
-                tokens, self._context.draw, self._context.is_greedy, n_assumed=len(tokens) - self._n_known
-            )
-        context.outlook = _Step(self._outlook, n_levels=1)
-        return context, _LEVEL
+            context = replace(self._context, tokens=tokens, n_assumed=len(tokens) - self._n_known)
+        n_levels = n_at_once(context, _CALL * self._outlook.patience)
+        context.outlook = _Step(self._outlook, n_levels)
+        return context, n_levels * _LEVEL, n_levels
 
     def take(self, tree: DraftTree) -> None:
         """See _Draft. Nothing is said at the end of the drafter's context."""
         with self._lock:
-            self._levels += [tree] if len(tree) else []
+            self._levels += _levels_of(tree)
             self._is_at_end = not len(tree)
 
     def _advance(self, text: Sequence[int]) -> bool:
@@ -178,7 +182,7 @@ class _Tree:
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
         self.is_running, self._limit = True, limit
         self._outlook = _Step(context.outlook)
-        self._context = Context([*context.tokens, *path], context.draw, context.is_greedy, n_assumed=len(path))
+        self._context = replace(context, tokens=[*context.tokens, *path], n_assumed=len(path))
         self._context.outlook = self._outlook
         self._result: DraftTree | None = None
 
@@ -210,12 +214,12 @@ class _Tree:
         own = self._context.tokens
         return own == list(text[: len(own)])
 
-    def step(self) -> tuple[Context, int] | None:
+    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """See _Draft. All of it at once."""
         if self.is_stopped or self._result is not None:
             self.is_running = False
             return None
-        return self._context, self._limit
+        return self._context, self._limit, self._limit
 
     def take(self, tree: DraftTree) -> None:
         """See _Draft."""
@@ -311,20 +315,25 @@ class AheadDrafter:
     def _grow(self, draft: _Draft) -> None:
         """Ask the drafter for step after step of a draft."""
         try:
-            while (step := draft.step()) is not None:
+            while (step := draft.step(self._n_at_once)) is not None:
                 self._make(draft, *step)
                 self._clock.notify()
         finally:
             if draft.is_running:  # it failed
                 draft.is_stopped, draft.is_running = True, False
 
-    def _make(self, draft: _Draft, context: Context, limit: int) -> None:
+    def _n_at_once(self, context: Context, milliseconds: float) -> int:
+        """See DraftsInCalls."""
+        drafter = self._drafter
+        return drafter.n_at_once(context, milliseconds) if isinstance(drafter, DraftsInCalls) else 1
+
+    def _make(self, draft: _Draft, context: Context, limit: int, n_levels: int) -> None:
         """Make a step of a draft."""
         each, before = self._drafter.cost(context)
-        n_levels = 1 if isinstance(draft, _Chain) else limit
         self._worker.expect(before + n_levels * each)
         started = self._clock.now()
-        self._milliseconds, self._due = each, started + 1e-3 * (before + each)
+        of_call = each * n_levels if isinstance(draft, _Chain) else each
+        self._milliseconds, self._due = each, started + 1e-3 * (before + of_call)
         try:
             tree = self._drafter.propose(context, limit)
         except Interrupted:  # it may have been meant for the draft before
@@ -336,7 +345,7 @@ class AheadDrafter:
                 self.timeline.add("draft", started, self._clock.now(), 1)
         if tree is not None:
             draft.take(tree)
-        self._due = self._clock.now() + 1e-3 * each
+        self._due = self._clock.now() + 1e-3 * of_call
 
     # ---- Out of it ---------------------------------------------------------------------------------------------------
 
@@ -412,6 +421,17 @@ def _joined(tree: DraftTree, level: DraftTree, above: int) -> DraftTree:
     """A tree with a level more, whose nodes all follow that one."""
     parents = [*tree.parents, *[above] * len(level)]
     return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.kinds, *level.kinds])
+
+
+def _levels_of(tree: DraftTree) -> list[DraftTree]:
+    """Levels that each follow the first node of the one before."""
+    levels: list[DraftTree] = []
+    above = -1
+    while nodes := [node for node, parent in enumerate(tree.parents) if parent == above]:
+        tokens, kinds = ([each[node] for node in nodes] for each in (tree.tokens, tree.kinds))
+        levels.append(DraftTree(tokens, [-1] * len(nodes), [tree.p[node] for node in nodes], kinds))
+        above = nodes[0]
+    return levels
 
 
 def _has_more(draft: _Draft, context: Context, n_nodes: int) -> bool:

@@ -34,7 +34,7 @@ class Context:
     tokens: prompt and output so far; a list of the drafters' own.  draw: the target's own way to draw, for drafters
     with logits: with the same noise both draw the same token more often.  is_greedy: it takes the likeliest token.
     outlook: of the drafter that is asked.  n_assumed: tokens at the end that are a guess, for a drafter that goes on
-    ahead of the text.
+    ahead of the text.  is_plain: that is the likeliest by the logits alone, without penalties.
     """
 
     tokens: list[int]
@@ -42,6 +42,7 @@ class Context:
     is_greedy: bool
     outlook: Outlook = field(init=False)
     n_assumed: int = 0
+    is_plain: bool = False
 
 
 class Drafter(Protocol):
@@ -80,6 +81,15 @@ class CostlyDrafter(Drafter, Protocol):
 
     def interrupt(self) -> None:
         """Stop what runs, with Interrupted; callable from any thread."""
+        ...
+
+
+@runtime_checkable
+class DraftsInCalls(CostlyDrafter, Protocol):
+    """A drafter of chains whose device may make several levels in one call."""
+
+    def n_at_once(self, context: Context, milliseconds: float) -> int:
+        """Levels that are best made together, by what they cost and how often they are right, in that time at most."""
         ...
 
 

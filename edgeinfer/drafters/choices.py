@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from edgeinfer.drafters.recycling import likeliest
 from edgeinfer.types import Logits
@@ -25,9 +26,20 @@ def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[
     p = next((of_id for id, of_id in found if id == drawn), None)
     if p is None:
         p = p_best * math.exp(min(0.0, float(logits[drawn] - logits[best])))
-    kind = 0 if is_greedy else _DRAWN
-    others = [(id, of_id, _SECOND + kind + class_of(of_id)) for id, of_id in found if id != drawn]
-    return [(drawn, p, kind + class_of(p)), *(others[: n - 1] if p < _UNSURE else ())]
+    others = [(id, of_id) for id, of_id in found if id != drawn]
+    return _of_kinds([(drawn, p), *others[: n - 1]], 0 if is_greedy else _DRAWN)
+
+
+def likeliest_choices(found: Sequence[tuple[int, float]]) -> list[tuple[int, float, int]]:
+    """The same for greedy texts, of the likeliest tokens and their probabilities, likeliest first."""
+    return _of_kinds(found, 0)
+
+
+def _of_kinds(found: Sequence[tuple[int, float]], kind: int) -> list[tuple[int, float, int]]:
+    """With their kinds: the first and, where that was no clear case, the others."""
+    (first, p), *others = found
+    rest = [(id, of_id, _SECOND + kind + class_of(of_id)) for id, of_id in others] if p < _UNSURE else []
+    return [(first, p, kind + class_of(p)), *rest]
 
 
 def class_of(p: float) -> int:

@@ -2,30 +2,79 @@
 
 It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
 twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
+A device that makes chains by itself is asked for several tokens at once where that is the cheaper way to tokens that
+will be right.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TypeAlias
 
-from edgeinfer.backends.base import Session
-from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.choices import choices
-from edgeinfer.speculation.cost import CostModel
+from edgeinfer.backends.base import DraftingSession, Session
+from edgeinfer.drafters.base import Context, Outlook
+from edgeinfer.drafters.choices import choices, likeliest_choices
+from edgeinfer.errors import NumericalError
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
 
+_CHOICES = 2  # of a level
+_CALL = 100.0  # milliseconds that a call for several levels may take, as nothing may stop it
+_DECAY = 0.98  # of the chances of levels, with each new one
+_USUAL = (3.4, 4.0)  # sum of the chances of levels, and their number, before any is known
+_Level: TypeAlias = list[tuple[int, float, int]]  # token, probability and kind of its nodes
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A chain with second choices while it grows. text: the context's, and the chain.  reach: of its nodes."""
+
+    text: list[int]
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    p: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    reach: list[float] = field(default_factory=list)
+    above: int = -1
+
+    def add(self, level: _Level, outlook: Outlook) -> float:
+        """Add nodes, the first of which is gone on from; gives its chance."""
+        for id, of_id, kind in level:
+            self.tokens.append(id)
+            self.parents.append(self.above)
+            self.p.append(of_id)
+            self.kinds.append(kind)
+        self.above = len(self.tokens) - len(level)
+        (token, p, kind), *_ = level
+        chance = outlook.chance(kind, len(self.reach), p)
+        self.reach.append((self.reach[-1] if self.reach else 1.0) * chance)
+        self.text.append(token)
+        return chance
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Chains that a session's device makes by itself, and what they cost by number of levels."""
+
+    session: DraftingSession
+    costs: CostModel
+
 
 class ModelDrafter:
-    """A draft model and its KV cache. n_vocab: tokens that the target has."""
+    """A draft model and its KV cache. n_vocab: tokens that the target has.  chains: of that session, if it has any."""
 
     name = "model"
 
-    def __init__(self, session: Session, n_vocab: int, costs: CostModel) -> None:
+    def __init__(self, session: Session, n_vocab: int, costs: CostModel, chains: Chains | None = None) -> None:
         self.session = session
         self._n_vocab = n_vocab
         self._costs = costs
+        self._chains = chains
+        self._usual = _USUAL
         self._tokens: list[int] = []  # those behind session.n_past are not committed
         self._n_agreed = 0  # how many of them are known to be the text's
 
@@ -35,7 +84,9 @@ class ModelDrafter:
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
-        return self._cost_of(context.tokens, context.n_assumed)
+        each, before = self._cost_of(context.tokens, context.n_assumed)
+        n = self._n_at_once(context, MAX_TOKENS)
+        return each if n == 1 else self._of_chains()[n] / n, before
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
@@ -47,28 +98,18 @@ class ModelDrafter:
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays, with a second choice where it is unsure."""
         n_past = self._align(context.tokens, context.n_assumed)
-        unread, text = context.tokens[n_past:], list(context.tokens)
-        tokens: list[int] = []
-        parents: list[int] = []
-        p: list[float] = []
-        kinds: list[int] = []
-        reach: list[float] = []
-        above = -1
-        while len(tokens) < limit and len(text) < self.session.n_ctx and context.outlook.goes_on(reach):
-            logits = self._forward(unread)
-            token = context.draw(logits, text)
-            chosen = choices(logits, token, context.is_greedy, 2)[: limit - len(tokens)]
-            for id, of_id, kind in chosen:
-                tokens.append(id)
-                parents.append(above)
-                p.append(of_id)
-                kinds.append(kind)
-            above = len(tokens) - len(chosen)
-            depth = len(reach)
-            reach.append((reach[-1] if reach else 1.0) * context.outlook.chance(kinds[above], depth, p[above]))
-            text.append(token)
-            unread = [token]
-        return DraftTree(tokens, parents, p, kinds)
+        unread, chain, outlook = context.tokens[n_past:], _Chain(list(context.tokens)), context.outlook
+        while self._room(chain, limit) and outlook.goes_on(chain.reach):
+            for level in self._levels(context, chain, unread, limit):
+                if len(chain.tokens) < limit:
+                    chance = chain.add(level[: limit - len(chain.tokens)], outlook)
+                    self._usual = _DECAY * self._usual[0] + chance, _DECAY * self._usual[1] + 1.0
+            unread = chain.text[-1:]
+        return DraftTree(chain.tokens, chain.parents, chain.p, chain.kinds)
+
+    def n_at_once(self, context: Context, milliseconds: float) -> int:
+        """See DraftsInCalls."""
+        return self._n_at_once(context, MAX_TOKENS, min(milliseconds, _CALL))
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """Nothing to do: the cache is aligned when it is needed."""
@@ -80,7 +121,45 @@ class ModelDrafter:
     def close(self) -> None:
         """Give the model's memory back, and keep what was learnt of its costs."""
         self._costs.close()
+        if self._chains is not None:
+            self._chains.costs.close()
         self.session.close()
+
+    def _room(self, chain: _Chain, limit: int) -> int:
+        """Levels that the limit and the context leave room for."""
+        return max(0, min(limit - len(chain.tokens), self.session.n_ctx - len(chain.text)))
+
+    def _levels(self, context: Context, chain: _Chain, unread: list[int], limit: int) -> list[_Level]:
+        """The next levels of a chain: one, or as many as are best made at once, but no more than will be wanted."""
+        n = self._n_at_once(context, self._room(chain, limit))
+        if n > 1:
+            reach, (right, all_) = list(chain.reach), self._usual
+            while len(reach) < len(chain.reach) + n and context.outlook.goes_on(reach):
+                reach.append((reach[-1] if reach else 1.0) * right / all_)
+            n = len(reach) - len(chain.reach)
+        if n > 1 and self._chains is not None:
+            return self._at_once(self._chains, unread, n)
+        logits = self._forward(unread)
+        return [choices(logits, context.draw(logits, chain.text), context.is_greedy, _CHOICES)]
+
+    def _n_at_once(self, context: Context, most: int, milliseconds: float = _CALL) -> int:
+        """Levels of which one that will be right costs least, 1 for a pass whose logits come here.
+
+        most: levels.  milliseconds: that they may take.
+        """
+        if self._chains is None or not context.is_plain:
+            return 1
+        chains, (right, all_) = self._of_chains(), self._usual
+        n_best, best, expected = 1, self._costs.milliseconds(self.session.n_past)[1], 1.0
+        for n in range(2, min(most, MAX_TOKENS) + 1):
+            expected += (right / all_) ** (n - 1)
+            if chains[n] < best * expected and chains[n] <= milliseconds:
+                n_best, best = n, chains[n] / expected
+        return n_best
+
+    def _of_chains(self) -> list[float]:
+        """Milliseconds of chains by number of levels."""
+        return [] if self._chains is None else self._chains.costs.milliseconds(self.session.n_past)
 
     def _text(self, context: Context) -> tuple[list[int], int]:
         """The text in the draft model's tokens, and how many at its end may come otherwise."""
@@ -115,7 +194,23 @@ class ModelDrafter:
         n_past, started = self.session.n_past, perf_counter()
         rows = self.session.forward(tokens).logits
         self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
+        self._keep(tokens)
+        return rows[0, : self._n_vocab]
+
+    def _at_once(self, chains: Chains, tokens: Sequence[int], n_levels: int) -> list[_Level]:
+        """Read tokens, and make levels behind them on the device; keeps what was passed."""
+        n_past, started = self.session.n_past, perf_counter()
+        nodes = chains.session.draft(tokens, n_levels, n_vocab=min(self._n_vocab, self.session.spec.n_vocab))
+        if len(tokens) == 1:
+            chains.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
+        if not all(map(math.isfinite, nodes.p.tolist())):
+            raise NumericalError("the draft model's logits are no numbers")
+        self._keep([*tokens, *nodes.tokens[:-1].tolist()])
+        rows = zip(nodes.candidates[:, :_CHOICES].tolist(), nodes.chances[:, :_CHOICES].tolist(), strict=True)
+        return [likeliest_choices(list(zip(ids, chances, strict=True))) for ids, chances in rows]
+
+    def _keep(self, tokens: Sequence[int]) -> None:
+        """Keep the rows of the last pass, a chain of these tokens."""
         del self._tokens[self.session.n_past :]
         self._tokens.extend(tokens)  # the list first: it is cut to n_past when it is read
         self.session.commit(range(len(tokens)))
-        return rows[0, : self._n_vocab]

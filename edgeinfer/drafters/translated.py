@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from edgeinfer.backends.base import Session, common_length
 from edgeinfer.drafters.base import Context
 from edgeinfer.drafters.choices import class_of
-from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.model import Chains, ModelDrafter
 from edgeinfer.drafters.recycling import likeliest
 from edgeinfer.errors import NumericalError
 from edgeinfer.gguf import ModelFile
@@ -193,11 +193,19 @@ class TranslatedDrafter(ModelDrafter):
 
 
 def model_drafter(
-    session: Session, draft: ModelFile, target: ModelFile, n_vocab: int, costs: CostModel
+    session: Session,
+    draft: ModelFile,
+    target: ModelFile,
+    n_vocab: int,
+    costs: CostModel,
+    chains: Chains | None = None,
 ) -> ModelDrafter:
-    """The drafter of a draft model that is open, by its vocabulary. n_vocab: tokens that the target has."""
+    """The drafter of a draft model that is open, by its vocabulary. n_vocab: tokens that the target has.
+
+    chains: see ModelDrafter.
+    """
     if has_vocabulary_of(draft, target, n_vocab):
-        return ModelDrafter(session, n_vocab, costs)
+        return ModelDrafter(session, n_vocab, costs, chains)
     return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(draft), costs)
 
 

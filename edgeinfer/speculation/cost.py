@@ -274,13 +274,16 @@ def load_curve(key: str, folder: Path) -> CostCurve | None:
     return CostCurve(n_near, near, n_far, far)
 
 
-def kept_costs(key: str, measure: Callable[[], CostCurve]) -> CostModel:
-    """The costs of that name: as they were kept, or measured now and kept."""
+def kept_costs(key: str, measure: Callable[[], CostCurve], of_two: float = DOUBTFUL) -> CostModel:
+    """The costs of that name: as they were kept, or measured now and kept.
+
+    of_two: what two may cost at most, in passes of one; what was measured is else not kept.
+    """
     folder = default_folder()
     curve = load_curve(key, folder)
     if curve is None:
         curve = measure()
-        if curve.near.get(2, 0.0) <= DOUBTFUL * curve.near[1]:  # else the next load measures again
+        if curve.near.get(2, 0.0) <= of_two * curve.near[1]:  # else the next load measures again
             save_curve(key, curve, folder)
     return CostModel(curve, lambda followed: save_curve(key, followed, folder))
 

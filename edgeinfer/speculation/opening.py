@@ -15,7 +15,7 @@ from edgeinfer.backends.base import HeadSession, Session
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.drafters.head import HeadDrafter
-from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.model import Chains, ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.drafters.translated import check_vocabulary, model_drafter
@@ -83,8 +83,8 @@ class DraftPlan:
     ) -> tuple[Drafter, Placed]:
         if isinstance(self.spec, ModelSpec):
 
-            def of_model(own: Session, costs: CostModel) -> CostlyDrafter:
-                return model_drafter(own, file, target, self.n_vocab, costs)
+            def of_model(own: Session, costs: CostModel, chains: Chains | None) -> CostlyDrafter:
+                return model_drafter(own, file, target, self.n_vocab, costs, chains)
 
             draft = Draft(file, self.spec, of_model, lambda own: own)
             on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, device)
@@ -93,7 +93,7 @@ class DraftPlan:
             raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
         head = self.spec
 
-        def of_head(own: HeadSession, costs: CostModel) -> CostlyDrafter:
+        def of_head(own: HeadSession, costs: CostModel, chains: Chains | None) -> CostlyDrafter:
             return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps)
 
         draft = Draft(file, head.decoder, of_head, _WithoutFeatures)
@@ -296,7 +296,7 @@ def _made(
     """The drafter of a session, which is closed if that fails."""
     try:
         costs = _costs(draft.file, draft.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
-        return draft.make(session, costs)
+        return draft.make(session, costs, None)
     except BaseException:
         session.close()
         raise

@@ -42,7 +42,8 @@ class Job:
     """What the engine wants decoded.
 
     text: the tokens so far, the last of which is not committed; extended by what is drawn.  limit: most to draw.
-    draw: the target's way to draw.  is_greedy: it takes the likeliest.  stop_ids: tokens that end the text.
+    draw: the target's way to draw.  is_greedy: it takes the likeliest.  stop_ids: tokens that end the text.  is_plain:
+    see Context.
     """
 
     text: list[int]
@@ -50,6 +51,7 @@ class Job:
     draw: Draw
     is_greedy: bool
     stop_ids: Container[int]
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ class Speculator:
     def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
         self._replace_lost(tally)
-        context = Context(job.text[:-1], job.draw, job.is_greedy)
+        context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain)
         milliseconds = self.costs.milliseconds(self._session.n_past)
         for seat in self._seats:
             seat.is_dropped = seat.drafter.name in tally.dropped

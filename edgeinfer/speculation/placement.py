@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
 from edgeinfer import devices
+from edgeinfer.backends.base import DraftingSession
 from edgeinfer.drafters.ahead import drafting_ahead
 from edgeinfer.drafters.base import CostlyDrafter
+from edgeinfer.drafters.model import Chains
 from edgeinfer.drafters.worker import Worker, watched
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
-from edgeinfer.types import Device, MemoryPlan
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 if TYPE_CHECKING:
     from edgeinfer.backends.onnx import ProviderInfo
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 _OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it counts as hanging
 _CALIBRATION_SECONDS = 0.6
+_LEVELS_OF_TWO = 3.0  # chains of one level that one of two may cost; more was measured on a busy machine
 
 
 class Sessions(Protocol):
@@ -70,13 +75,13 @@ class DraftDevice:
 class Draft:
     """A draft model or a head that is to be opened somewhere.
 
-    spec: of the model, or of the head's decoder.  make: its drafter, from its session.  timed: its session as
-    measure_costs knows sessions.
+    spec: of the model, or of the head's decoder.  make: its drafter, from its session, the costs of its passes, and the
+    chains that it makes by itself.  timed: its session as measure_costs knows sessions.
     """
 
     file: ModelFile
     spec: ModelSpec
-    make: Callable[[Any, CostModel], CostlyDrafter]
+    make: Callable[[Any, CostModel, Chains | None], CostlyDrafter]
     timed: Callable[[Any], Timed]
 
 
@@ -124,30 +129,59 @@ def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) 
     BackendLost and what the backend raises.
     """
 
-    def open_session() -> tuple[Any, CostModel]:
+    def open_session() -> tuple[Any, CostModel, Chains | None]:
         session = place.backend.load(draft.file, draft.spec, plan, Device(n_threads))
         timed = draft.timed(session)
-        key = cost_key(draft.file, *place.facts, plan.n_ctx < MAX_TOKENS)
+        facts = *place.facts, plan.n_ctx < MAX_TOKENS
         try:
             timed.forward([0])  # it works, and what takes time once has taken it
             timed.commit(())
-            return session, kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS))
+            costs = kept_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
+            return session, costs, _chains_of(session, cost_key(draft.file, *facts, "chains"))
         except BaseException:
             session.close()
             raise
 
     opener = Worker("opening", place.title, least_seconds=_OPENING_SECONDS)
     try:
-        session, costs = opener.run(open_session)
+        session, costs, chains = opener.run(open_session)
     finally:
         opener.close()
     try:
-        drafter = draft.make(session, costs)
+        drafter = draft.make(session, costs, chains)
     except BaseException:
         session.close()
         raise
     is_apart = place.is_apart(n_threads)
     return drafting_ahead(drafter, place.title) if is_apart else watched(drafter, place.title), costs
+
+
+class _ByLevels:
+    """A session as measure_costs knows it, whose passes of n tokens are chains of n levels that its device makes."""
+
+    def __init__(self, session: DraftingSession) -> None:
+        self._session = session
+        self.spec = session.spec
+        self.n_ctx = session.n_ctx
+        self.commit = session.commit
+        self.truncate = session.truncate
+
+    @property
+    def n_past(self) -> int:
+        return self._session.n_past
+
+    def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
+        self._session.draft(tokens[:1], len(tokens))
+        return Output(np.empty((0, self.spec.n_vocab), dtype=np.float32))
+
+
+def _chains_of(session: object, key: str) -> Chains | None:
+    """The chains that a session makes by itself, their costs from disk or measured now; None where it makes none."""
+    if not isinstance(session, DraftingSession):
+        return None
+    timed = _ByLevels(session)
+    costs = kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), of_two=_LEVELS_OF_TWO)
+    return Chains(session, costs)
 
 
 def names_of(infos: Sequence[DeviceInfo]) -> list[str]:
@@ -164,7 +198,7 @@ def names_of_providers(infos: Sequence[ProviderInfo]) -> list[str]:
 def _opencl() -> Listing:
     if importlib.util.find_spec("pyopencl") is None:
         return [], "OpenCL needs pyopencl: pip install 'edgeinfer[opencl]'"
-    from edgeinfer.backends.opencl import OpenCLBackend
+    from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend
     from edgeinfer.backends.opencl.probe import probe_devices
 
     def device(info: DeviceInfo) -> DraftDevice:
@@ -176,6 +210,7 @@ def _opencl() -> Listing:
             facts=("opencl", info.name, info.platform, info.driver_version, info.compute_units),
             n_cores=info.compute_units if info.kind == "cpu" else 0,
             shares_memory=info.shares_host_memory,
+            of_heads=partial(OpenCLHeadBackend, info),
         )
 
     found, why_none = probe_devices()

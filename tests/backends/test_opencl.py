@@ -157,6 +157,12 @@ def test_a_tree_is_what_the_host_would_choose(
     # The host adds logarithms: where two nodes are reached as often to seven digits, they may change places.
     assert nodes.tokens.tolist() == tokens and nodes.parents.tolist() == parents
     np.testing.assert_allclose(nodes.p, p, rtol=2e-3)
+    for row in range(len(nodes.candidates)):  # behind the prompt, and behind each node that was passed
+        text = [*prompt, *(tokens[node] for node in (branch_to(row - 1, parents) if row else []))]
+        chances = np.exp(log_softmax(alone.forward(text).logits[0][:200]))
+        assert nodes.candidates[row, 0] == chances.argmax() and (np.diff(nodes.chances[row]) <= 0).all()
+        np.testing.assert_allclose(nodes.chances[row], chances[nodes.candidates[row]], rtol=2e-3)
+    assert len(nodes.candidates) == (n_levels - 1) * width + 1
 
     leaf = (n_levels - 1) * width - 1  # the last node that was passed on
     path = branch_to(leaf, parents)
@@ -184,7 +190,7 @@ def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
         device, buffers = decoder.device, decoder._buffers
         device.write(buffers["logits"], logits.astype(np.float32))
         group = [decoder._group, 1]
-        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "candidates", "chances")), 200, n)
+        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "candidates", "chances")), 200, n, 0)
         assert device.read(buffers["candidates"], np.empty(8, dtype=np.int32)).tolist() == expected, what
 
 

@@ -1,4 +1,4 @@
-"""Draft models on an OpenCL device, as `load` puts them there: the same text, whatever the device does."""
+"""Draft models and draft heads on an OpenCL device, as `load` puts them there: the same text, whatever it does."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafting import FixedCosts
+from drafting import FixedCosts, cost_model
+from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -14,11 +15,12 @@ from edgeinfer import devices
 from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.opencl import device as device_module
 from edgeinfer.drafters.ahead import AheadDrafter
-from edgeinfer.drafters.model import ModelDrafter
+from edgeinfer.drafters.head import HeadDrafter
+from edgeinfer.drafters.model import Chains, ModelDrafter
 from edgeinfer.drafters.worker import WatchedDrafter
 
 PROMPT = "hello world, there is the one, there is the one and hello"
-Open = Callable[[], tuple[edgeinfer.Engine, list[str]]]
+Open = Callable[..., tuple[edgeinfer.Engine, list[str]]]
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +35,24 @@ def plain(model: Path) -> Iterator[edgeinfer.Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def files(model: Path, plain: edgeinfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model itself, and a head that is mostly right on what it writes."""
+    text = [*plain.tokenize(PROMPT), *plain.generate(PROMPT, max_tokens=60, temperature=0.0).tokens]
+    head = write_tiny_head(tmp_path_factory.mktemp("head") / "head.gguf", model, [text])
+    return {"model": model, "head": head}
+
+
 @pytest.fixture
-def open_engine(model: Path, opencl_device: OpenCLDevice) -> Iterator[Open]:
-    """An engine that drafts with the model itself on that device, and the warnings."""
+def open_engine(model: Path, files: dict[str, Path], opencl_device: OpenCLDevice) -> Iterator[Open]:
+    """An engine that drafts with the model itself, or with a head, on that device, and the warnings."""
     opened = []
 
-    def open_on() -> tuple[edgeinfer.Engine, list[str]]:
+    def open_on(kind: str = "model") -> tuple[edgeinfer.Engine, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             name = f"opencl:{opencl_device.info.index}"
-            engine = edgeinfer.load(model, n_threads=1, draft=[str(model)], draft_device=name)
+            engine = edgeinfer.load(model, n_threads=1, draft=[str(files[kind])], draft_device=name)
         opened.append(engine)
         engine.tokenizer.stop_ids = frozenset()
         assert engine.speculator is not None
@@ -61,15 +71,21 @@ def drafter_of(engine: edgeinfer.Engine) -> Any:
 
 @pytest.mark.parametrize("n_cores", [1, 64])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["model", "head"])
 def test_what_is_drafted_there_changes_no_text(
-    n_cores: int, temperature: float, open_engine: Open, plain: edgeinfer.Engine, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    n_cores: int,
+    temperature: float,
+    open_engine: Open,
+    plain: edgeinfer.Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With cores enough for both it drafts ahead."""
     monkeypatch.setattr(devices, "physical_cores", lambda root=None: n_cores)
-    engine, notes = open_engine()
+    engine, notes = open_engine(kind)
     drafter = drafter_of(engine)
     if drafter._drafter.session._open().device.is_cpu:
-        assert type(drafter) is (AheadDrafter if n_cores == 64 else WatchedDrafter)
+        assert isinstance(drafter, AheadDrafter if n_cores == 64 else WatchedDrafter)
     options: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 4}
     for prompt in (PROMPT, PROMPT + " again"):
         completion = engine.generate(prompt, **options)
@@ -78,16 +94,49 @@ def test_what_is_drafted_there_changes_no_text(
     assert notes == []
 
 
-def test_a_device_that_is_lost_in_an_answer_leaves_the_cpu(open_engine: Open, plain: edgeinfer.Engine) -> None:
+@pytest.mark.parametrize("n_cores", [1, 64])
+def test_chains_that_the_device_makes_by_itself_change_no_text(
+    n_cores: int, open_engine: Open, plain: edgeinfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "physical_cores", lambda root=None: n_cores)
+    monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
     engine, _ = open_engine()
+    drafter, asked = drafter_of(engine)._drafter, []
+    let_chains_pay(drafter, asked)
+    for prompt in (PROMPT, PROMPT + " again"):
+        completion = engine.generate(prompt, max_tokens=60, temperature=0.0)
+        assert completion.tokens == plain.generate(prompt, max_tokens=60, temperature=0.0).tokens
+        assert completion.timings.speculation is not None
+        assert completion.timings.speculation.by_drafter["model"].accepted > 10
+    assert max(asked) > 1
+
+
+def let_chains_pay(drafter: Any, asked: list[int]) -> None:
+    """Have chains made on the device, by what they seem to cost; asked: how many levels."""
+    draft, drafter._chains = drafter.session.draft, Chains(drafter.session, cost_model(lambda n: 0.5 + 0.1 * n))
+    drafter._costs = cost_model()
+    for costs in (drafter._costs, drafter._chains.costs):
+        costs.observe = lambda n, n_past, milliseconds: None
+    drafter.session.draft = lambda tokens, n_levels, **options: (
+        asked.append(n_levels) or draft(tokens, n_levels, **options)
+    )
+
+
+@pytest.mark.parametrize("kind", ["model", "chains", "head"])
+def test_a_device_that_is_lost_in_an_answer_leaves_the_cpu(
+    kind: str, open_engine: Open, plain: edgeinfer.Engine
+) -> None:
+    engine, _ = open_engine("model" if kind == "chains" else kind)
     expected = plain.generate(PROMPT, max_tokens=40, temperature=0.0).tokens
+    if kind == "chains":
+        let_chains_pay(drafter_of(engine)._drafter, [])
     drafter_of(engine)._drafter.session._open()._group = 1 << 20  # no device has such groups
     reasons: list[str] = []
     for _ in range(100):
         completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
         assert completion.tokens == expected and completion.timings.speculation is not None
         reasons += completion.timings.speculation.dropped.values()
-        if type(drafter_of(engine)) is ModelDrafter:
+        if type(drafter_of(engine)) in (ModelDrafter, HeadDrafter):
             break
     assert len(reasons) == 1 and "running kernel" in reasons[0]
 

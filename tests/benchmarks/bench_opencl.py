@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--device N] [--rounds 7]
 
 Milliseconds, medians: of passes of some tokens behind 128 others with the logits of the last read back; of a level of
-a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a copy of 4 bytes there and back;
-and of ternary products with two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included.
-Through PoCL these are figures of the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
+a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a token of a chain of 8, made one
+by one as logits come back and all at once, in turns; of a copy of 4 bytes there and back; and of ternary products with
+two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included. Through PoCL these are figures of
+the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLSession, choose_device, measure_ways
 from edgeinfer.devices import default_n_threads
+from edgeinfer.drafters.choices import choices
 from edgeinfer.engine import default_model
 from edgeinfer.gguf import ModelFile
 from edgeinfer.types import Device
@@ -61,6 +63,27 @@ def levels(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> dict[int,
     }
 
 
+def drafted_tokens(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> dict[str, float]:
+    """Of a token of a chain, by the way in which it is made."""
+
+    def one_by_one() -> None:
+        chain = tokens[-1:].tolist()
+        for _ in range(N_LEVELS):
+            (row,) = session.forward(chain[-1:]).logits
+            session.commit([0])
+            chain.append(choices(row, int(row.argmax()), is_greedy=True, n=2)[0][0])
+        session.truncate(N_PAST)
+
+    ways = {"one_by_one": one_by_one, "at_once": lambda: session.draft(tokens[-1:], N_LEVELS)}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            times[name].append(1e3 * (time.perf_counter() - started) / N_LEVELS)
+    return {name: round(statistics.median(each[1:]), 3) for name, each in times.items()}
+
+
 def round_trip(device: OpenCLDevice, rounds: int) -> float:
     four = np.zeros(1, dtype=np.int32)
     buffer = device.buffer(4)
@@ -85,6 +108,7 @@ def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]
             result[f"{name}_passes"] = passes(session, tokens, rounds)
             if isinstance(session, OpenCLSession):
                 result["opencl_levels"] = levels(session, tokens[:1], rounds)
+                result["opencl_drafted"] = drafted_tokens(session, tokens, rounds)
             session.close()
     for shape in TERNARY_SHAPES:
         for n in TERNARY_SIZES:

@@ -1,6 +1,6 @@
-"""ONNX Runtime against the native engine on the same draft model, and on the same draft head: who chooses what.
+"""ONNX Runtime or OpenCL against the native engine on the same draft model and the same draft heads: who chooses what.
 
-    python tests/benchmarks/compare_drafts.py MODEL.gguf [--head HEAD.gguf] [--provider CPU] [--tokens 2000]
+    python tests/benchmarks/compare_drafts.py MODEL.gguf [--head HEAD.gguf ...] [--backend onnx] [--tokens 2000]
 
 Both go through the same text, ten tokens in a pass. For each 1,000 tokens: how often the likeliest one differs, and how
 often the likeliest three are others; how far the native engine's first two are apart where it differs, against their
@@ -19,10 +19,12 @@ from machine import machine
 from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
-from edgeinfer.backends.native import NativeBackend, NativeHead, plan_head
-from edgeinfer.backends.onnx import OnnxBackend, OnnxHead, choose_provider, plan_onnx_head
+from edgeinfer.backends.base import Backend
+from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, plan_head
+from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
+from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
 from edgeinfer.gguf import ModelFile
-from edgeinfer.models import read_spec
+from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device
@@ -42,11 +44,11 @@ def in_steps(session: Any, *rows: NDArray[Any]) -> Logits:
     return np.concatenate(found)
 
 
-def compared(native: Logits, onnx: Logits) -> dict[str, float]:
+def compared(native: Logits, other: Logits) -> dict[str, float]:
     best = np.sort(native, axis=1)
     gaps = best[:, -1] - best[:, -2]
-    differs = native.argmax(axis=1) != onnx.argmax(axis=1)
-    threes = [np.sort(np.argpartition(each, -3, axis=1)[:, -3:], axis=1) for each in (native, onnx)]
+    differs = native.argmax(axis=1) != other.argmax(axis=1)
+    threes = [np.sort(np.argpartition(each, -3, axis=1)[:, -3:], axis=1) for each in (native, other)]
     return {
         "tokens": len(native),
         "first_differs_per_1000": round(1000 * float(differs.mean()), 2),
@@ -57,41 +59,56 @@ def compared(native: Logits, onnx: Logits) -> dict[str, float]:
     }
 
 
+def compared_heads(
+    path: Path, others: Any, file: ModelFile, target: NativeSession, texts: list[NDArray[np.int32]]
+) -> dict[str, float]:
+    """A head on the native engine and by the backend `others`, on the features that the target gives for the texts."""
+    with ModelFile.open(path) as head:
+        spec = read_head(head).decoder
+        native = NativeHead(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE)
+        other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE)
+    rows: list[list[Logits]] = [[], []]
+    for text in texts:
+        target.truncate(0)
+        hidden = target.forward(text, hidden=True).hidden
+        assert hidden is not None
+        for found, session in zip(rows, (native, other), strict=True):
+            found.append(in_steps(session, text[1:], hidden[0, :-1]))
+    return compared(*map(np.concatenate, rows))
+
+
+def backends(name: str, device: str | None, file: ModelFile, spec: ModelSpec) -> tuple[Backend, Any, str]:
+    """The backend of models and that of heads on a device, and what it is called."""
+    if name == "opencl":
+        info = choose_device(None if device is None else int(device))
+        return OpenCLBackend(info), OpenCLHeadBackend(info, file, spec), info.name
+    provider = choose_provider(device)
+    return OnnxBackend(provider), OnnxHeadBackend(provider, file, spec), provider.name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--head", type=Path)
-    parser.add_argument("--provider")
+    parser.add_argument("--head", type=Path, action="append", default=[])
+    parser.add_argument("--backend", choices=("onnx", "opencl"), default="onnx")
+    parser.add_argument("--device", help="a provider of ONNX Runtime, or the number of an OpenCL device")
     parser.add_argument("--tokens", type=int, default=2000)
     arguments = parser.parse_args()
-    info = choose_provider(arguments.provider)
     with ModelFile.open(arguments.model) as file:
-        spec, native, onnx = read_spec(file), NativeBackend(), OnnxBackend(info)
+        spec, native = read_spec(file), NativeBackend()
+        others, of_heads, device = backends(arguments.backend, arguments.device, file, spec)
         ids = np.array(Tokenizer.from_file(file).encode(SAMPLE_TEXT)[: arguments.tokens], dtype=np.int32)
         texts = [ids[first : first + N_CTX] for first in range(0, len(ids), N_CTX)]
-        target, other = (
-            backend.load(file, spec, backend.plan(file, spec, N_CTX), DEVICE) for backend in (native, onnx)
-        )
+        target = native.load(file, spec, native.plan(file, spec, N_CTX), DEVICE)
+        other = others.load(file, spec, others.plan(file, spec, N_CTX), DEVICE)
         rows = [[in_steps(session, text) for text in texts] for session in (target, other)]
+        other.close()
         report: dict[str, Any] = {"model": compared(*map(np.concatenate, rows))}
-        if arguments.head is not None:
-            with ModelFile.open(arguments.head) as head:
-                decoder = read_head(head).decoder
-                plan = plan_head(head, decoder, N_CTX, 128, DEVICE.n_threads)
-                on_native = NativeHead(head, decoder, target, plan, DEVICE)
-                plan = plan_onnx_head(head, decoder, file, spec, N_CTX, 128, info)
-                on_onnx = OnnxHead(head, decoder, file, spec, plan, DEVICE, info)
-                rows = [[], []]
-                for text in texts:
-                    target.truncate(0)
-                    hidden = target.forward(text, hidden=True).hidden
-                    assert hidden is not None
-                    for found, session in zip(rows, (on_native, on_onnx), strict=True):
-                        found.append(in_steps(session, text[1:], hidden[0, :-1]))
-                report["head"] = compared(*map(np.concatenate, rows))
+        for path in arguments.head:
+            report[path.name] = compared_heads(path, of_heads, file, target, texts)
     for name, figures in report.items():
         print(name, figures)
-    print(json.dumps({**report, "provider": info.name, "machine": machine()}))
+    print(json.dumps({**report, "backend": arguments.backend, "device": device, "machine": machine()}))
 
 
 if __name__ == "__main__":

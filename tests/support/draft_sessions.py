@@ -10,10 +10,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Backend, Session
+from edgeinfer.backends.base import Backend, HeadSession, Session
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
@@ -27,10 +28,35 @@ def backend_of(kind: Kind) -> Backend:
         from edgeinfer.backends.opencl import OpenCLBackend
 
         return OpenCLBackend()
-    from edgeinfer.backends.onnx import OnnxBackend, choose_provider
+    from edgeinfer.backends.onnx import OnnxBackend
+
+    return OnnxBackend(_provider_of(kind))
+
+
+def _provider_of(kind: Kind) -> Any:
+    from edgeinfer.backends.onnx import choose_provider
 
     style: Literal["contrib", "plain"] = "contrib" if kind == "onnx contrib" else "plain"
-    return OnnxBackend(replace(choose_provider("CPU"), style=style))
+    return replace(choose_provider("CPU"), style=style)
+
+
+def head_backend_of(kind: Kind, target: ModelFile) -> Any:
+    """The same of heads beside a target."""
+    if kind == "opencl":
+        from edgeinfer.backends.opencl import OpenCLHeadBackend
+
+        return OpenCLHeadBackend(None, target, read_spec(target))
+    from edgeinfer.backends.onnx import OnnxHeadBackend
+
+    return OnnxHeadBackend(_provider_of(kind), target, read_spec(target))
+
+
+def open_head(head: Path, target: Path, kind: Kind, n_batch: int = 64) -> HeadSession:
+    """A session of a head, both of whose files are closed."""
+    with ModelFile.open(head) as file, ModelFile.open(target) as model:
+        backend, spec = head_backend_of(kind, model), read_head(file).decoder
+        session: HeadSession = backend.load(file, spec, backend.plan(file, spec, 256, n_batch), Device(1))
+        return session
 
 
 def opener(path: Path, kind: Kind, n_ctx: int = 256) -> Open:

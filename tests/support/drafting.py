@@ -13,7 +13,7 @@ from edgeinfer.backends.base import Session
 from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.cost import CostCurve, CostModel
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Logits, Output
+from edgeinfer.types import Logits, Nodes, Output
 
 
 def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
@@ -29,6 +29,34 @@ class FixedCosts(CostModel):
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """Nothing is learnt."""
+
+
+def let_draft(session: Session) -> list[int]:
+    """Give a session a `draft` of chains, as DraftingSession has it; gives the numbers of levels asked for."""
+    asked: list[int] = []
+
+    def draft(tokens: Sequence[int], n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
+        asked.append(n_levels)
+        chain: list[int] = []
+        rows = []
+        for _ in range(n_levels):
+            logits = session.forward([*tokens, *chain]).logits[0, :n_vocab].astype(np.float64)
+            chances = np.exp(logits - logits.max())
+            best = np.argsort(-chances, kind="stable")[:8]
+            rows.append((best, chances[best] / chances.sum()))
+            chain.append(int(best[0]))
+        candidates, of_candidates = (np.stack(each) for each in zip(*rows, strict=True))
+        of_candidates = of_candidates.astype(np.float32)
+        return Nodes(
+            candidates[:, 0].astype(np.int32),
+            np.arange(-1, n_levels - 1, dtype=np.int32),
+            of_candidates[:, 0],
+            candidates.astype(np.int32),
+            of_candidates,
+        )
+
+    session.draft = draft  # type: ignore[attr-defined]
+    return asked
 
 
 FAILURES = ("raises", "NaN", "closed", "cut file")

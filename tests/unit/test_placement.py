@@ -91,7 +91,7 @@ def listed(monkeypatch):
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
     """Devices are not measured, so that each call of a session is one for a draft, but the first."""
-    monkeypatch.setattr(placement, "kept_costs", lambda key, measure: cost_model())
+    monkeypatch.setattr(placement, "kept_costs", lambda key, measure, **options: cost_model())
 
 
 @pytest.fixture(scope="module")
@@ -279,25 +279,29 @@ def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, t
     assert type(drafter_of(engine)) is HeadDrafter and notes == []
 
 
-@pytest.mark.usefixtures("onnx_provider")
 @pytest.mark.parametrize("kind", ["model", "head", "EAGLE-3 head"])
-def test_drafts_come_from_onnx_runtime_where_it_is_named(open_engine, model, expected, tmp_path, kind):
+@pytest.mark.parametrize("library, fixture", [("ONNX Runtime", "onnx_provider"), ("OpenCL", "opencl_device")])
+def test_drafts_come_from_a_library_whose_device_is_named(
+    library, fixture, open_engine, model, expected, tmp_path, kind, request
+):
+    request.getfixturevalue(fixture)
+    listed = placement._KINDS["onnx" if library == "ONNX Runtime" else "opencl"]()[0]
+    name = next(device.name for device, _ in listed if device.n_cores)
     path = {
         "model": lambda: model,
         "head": lambda: write_tiny_head(tmp_path / "head.gguf", model),
         "EAGLE-3 head": lambda: write_tiny_eagle3(tmp_path / "head.gguf", model),
     }[kind]()
-    name = next(device.name for device, _ in placement._KINDS["onnx"]()[0] if device.title.startswith("CPU"))
     engine, notes = open_engine(name, draft=path)
     drafter = drafter_of(engine)
     completion = engine.generate(PROMPT, **GREEDY)
     assert completion.tokens == expected and completion.timings.speculation.dropped == {}
     assert completion.timings.speculation.by_drafter[drafter.name].drafted > 0
     if kind == "EAGLE-3 head":
-        assert type(drafter) is HeadDrafter and "EAGLE-3 heads have no ONNX graph" in notes[0]
+        assert type(drafter) is HeadDrafter and "EAGLE-3 heads" in notes[0] and "native engine" in notes[0]
     else:
         assert isinstance(drafter, WatchedDrafter) and notes == []  # it shares the target's cores
-        assert "ONNX Runtime" in engine.speculator.placed[drafter.name].where
+        assert library in engine.speculator.placed[drafter.name].where
 
 
 def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_path):

@@ -1,0 +1,82 @@
+"""A draft head on an OpenCL device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
+from edgeinfer.backends.opencl.device import OpenCLDevice
+from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
+from edgeinfer.backends.opencl.parts import ModelParts
+from edgeinfer.backends.opencl.session import OpenCLDecoder, plan_parts
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Output
+
+
+class OpenCLHeadBackend:
+    """Makes sessions of heads beside a target, as OpenCLBackend does of models; the device is that of `info`."""
+
+    def __init__(self, info: DeviceInfo | None, target: ModelFile, target_spec: ModelSpec) -> None:
+        self.info = choose_device() if info is None else info
+        self._target = target, target_spec
+
+    def plan(self, head: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+        """Bytes of all buffers on the device, its copy of the target's embeddings among them; see OpenCLBackend.plan.
+
+        spec: DraftHeadSpec.decoder. Raises UnsupportedModel for a head of another kind than the gate's.
+        """
+        parts = ModelParts.read_head(head, spec, *self._target)
+        return plan_parts(head, parts, spec, n_ctx, n_batch, self.info)
+
+    def load(self, head: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device) -> OpenCLHead:
+        """See OpenCLBackend.load. Both files may be closed afterwards."""
+        return OpenCLHead(head, spec, *self._target, plan, OpenCLDevice(self.info))
+
+
+class OpenCLHead(OpenCLDecoder):
+    """See edgeinfer.backends.base.HeadSession. Both files may be closed afterwards.
+
+    device: not shared with another session.
+    """
+
+    def __init__(
+        self,
+        head: ModelFile,
+        spec: ModelSpec,
+        target: ModelFile,
+        target_spec: ModelSpec,
+        plan: MemoryPlan,
+        device: OpenCLDevice,
+        progress: Progress | None = None,
+    ) -> None:
+        parts = ModelParts.read_head(head, spec, target, target_spec)
+        scaled = replace(spec, embedding_scale=target_spec.embedding_scale)
+        super().__init__(parts, scaled, plan, device, progress)
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        features: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        n_pending: int = 0,
+        logits: LogitsRows = "last",
+    ) -> Output:
+        """See HeadSession.forward. All rows of a tree must fit into n_batch.
+
+        Raises BackendLost if the device fails.
+        """
+        self._open()
+        n_pending = check_pending(n_pending, len(self._parents))
+        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past + n_pending, self.n_ctx)
+        rows = check_features(features, len(ids), self.spec.n_embd)
+        return self._forward(ids, parents, n_pending, logits, (self.spec.feature_tap,), rows)
+
+    def combine(self, rows: ArrayLike) -> Features:
+        """See HeadSession.combine: the rows themselves."""
+        self._open()
+        return check_features(rows, len(np.asarray(rows)), self.spec.n_embd)

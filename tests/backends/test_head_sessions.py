@@ -1,0 +1,250 @@
+"""Draft heads on OpenCL and on ONNX Runtime: near the numpy oracle, and without consequence for the text."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from draft_sessions import KINDS, Kind, difference, head_backend_of, open_head
+from drafting import FixedCosts, cost_model
+from exactness import LEAVES, TREE, branch_to
+from tiny_heads import write_tiny_eagle3, write_tiny_head
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer.backends.base import HeadSession
+from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend
+from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
+from edgeinfer.drafters.head import HeadDrafter
+from edgeinfer.errors import BackendLost, ContextOverflow, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import read_head
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.types import Features, TokenIds
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+
+
+@dataclass
+class Heads:
+    """A head of a tiny model, opened as often as wanted; rows of it."""
+
+    head: Path
+    target: Path
+    kind: Kind
+
+    def open(self, n_batch: int = 64) -> HeadSession:
+        return open_head(self.head, self.target, self.kind, n_batch)
+
+    def reference(self, activations: Literal["float32", "int8"] = "float32") -> ReferenceHead:
+        with ModelFile.open(self.head) as file, ModelFile.open(self.target) as model:
+            return open_reference_head(file, read_head(file).decoder, model, read_spec(model), 256, activations)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    request.getfixturevalue("opencl_device" if found == "opencl" else "onnx_provider")  # skips where there is none
+    return found
+
+
+def heads_of(folder: Path, tensor_type: str, n_layers: int, kind: Kind, architecture: str = "llama") -> Heads:
+    target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=256)  # type: ignore[arg-type]
+    head = write_tiny_head(folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=256)
+    return Heads(head, target, kind)
+
+
+@pytest.fixture
+def heads(kind: Kind, tmp_path: Path) -> Heads:
+    return heads_of(tmp_path, "F16", 2, kind)
+
+
+# Of quantised heads, to the reference in floats: where activations are rounded to 8 bits, or are not.
+_LIMITS: dict[Kind, float] = {"opencl": 6e-2, "onnx contrib": 6e-2, "onnx plain": 1e-3}
+
+
+def rows(n: int) -> tuple[TokenIds, Features]:
+    rng = np.random.default_rng(5)
+    return rng.integers(0, 291, n).astype(np.int32), rng.standard_normal((n, 256), dtype=np.float32)
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 2])
+@pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
+def test_logits_and_features_are_near_the_reference(
+    tmp_path: Path, tensor_type: str, n_layers: int, kind: Kind
+) -> None:
+    heads = heads_of(tmp_path, tensor_type, n_layers, kind)
+    ours, theirs = heads.open(), heads.reference()
+    limit = _LIMITS[kind] if tensor_type.startswith("Q") else 1e-3
+    for n in (1, 3, 30):
+        tokens, features = rows(n)
+        a, b = (head.forward(tokens, features, logits="all") for head in (ours, theirs))
+        assert a.hidden is not None and b.hidden is not None
+        assert difference(a.logits, b.logits) < limit and difference(a.hidden, b.hidden) < limit
+
+
+def test_embeddings_are_scaled_as_the_target_does(tmp_path: Path, kind: Kind) -> None:
+    heads = heads_of(tmp_path, "F16", 1, kind, "granite")
+    tokens, features = rows(9)
+    ours, theirs = (head.forward(tokens, features, logits="all").logits for head in (heads.open(), heads.reference()))
+    assert difference(ours, theirs) < 1e-3
+
+
+@pytest.mark.parametrize("cuts", [[13], [1, 12], [1, 1, 3, 8]])
+def test_a_tree_grown_level_by_level_equals_its_branches_alone(heads: Heads, cuts: list[int]) -> None:
+    tokens, features = rows(20 + len(TREE))
+    head = heads.open()
+    head.forward(tokens[:20], features[:20])
+    head.commit(range(20))
+    at, logits = 0, []
+    for size in cuts:
+        part = slice(20 + at, 20 + at + size)
+        out = head.forward(tokens[part], features[part], TREE[at : at + size], n_pending=at, logits="all")
+        logits.append(out.logits)
+        at += size
+    of_tree = np.concatenate(logits)
+    for leaf in LEAVES:
+        branch = np.array(branch_to(leaf, TREE))
+        alone = head.forward(tokens[20 + branch], features[20 + branch], logits="all").logits
+        assert difference(of_tree[branch], alone) < 1e-4, leaf
+    branch = np.array(branch_to(7, TREE))
+    head.forward(tokens[20:], features[20:], TREE)
+    head.commit(branch)
+    behind = head.forward(tokens[:3], features[:3], logits="all").logits
+    head.truncate(20)
+    head.forward(tokens[20 + branch], features[20 + branch])
+    head.commit(range(len(branch)))
+    assert difference(behind, head.forward(tokens[:3], features[:3], logits="all").logits) < 1e-4
+
+
+def test_logits_come_for_the_rows_asked_for_however_a_chain_is_cut(heads: Heads) -> None:
+    tokens, features = rows(40)
+    whole = heads.open().forward(tokens, features, logits="all")
+    head = heads.open(n_batch=16)
+    head.forward(tokens[:9], features[:9])
+    some = head.forward(tokens[9:], features[9:], n_pending=9, logits=[30, 0, 20])
+    assert whole.hidden is not None and some.hidden is not None
+    assert difference(some.logits, whole.logits[[39, 9, 29]]) < 1e-4
+    assert difference(some.hidden, whole.hidden[:, 9:]) < 1e-4
+    head.commit(range(40))
+    assert head.n_past == 40 and not head.forward(tokens[:2], features[:2], logits=()).logits.size
+
+
+def test_misuse_is_refused_and_leaves_the_head_as_it_was(heads: Heads) -> None:
+    tokens, features = rows(12)
+    head = heads.open(n_batch=8)
+    expected = head.forward(tokens[:4], features[:4]).logits
+    with pytest.raises(ShapeError):
+        head.forward(tokens[:4], features[:3])
+    with pytest.raises(ShapeError):
+        head.forward(tokens[:4], features[:4], n_pending=5)
+    with pytest.raises(ContextOverflow):
+        head.forward(np.zeros(257, dtype=np.int32), np.zeros((257, 256), dtype=np.float32))
+    assert difference(head.forward(tokens[:4], features[:4]).logits, expected) < 1e-6
+    head.forward(tokens[:6], features[:6], [-1, 0, 0, 1, 1, 2])
+    with pytest.raises(ShapeError, match="a tree must fit"):
+        head.forward(tokens[6:], features[6:], [2, 3, 4, 5, 6, 7], n_pending=6)
+    head.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        head.forward(tokens, features)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 1}], ids=str)
+@pytest.mark.parametrize("n_layers", [0, 1])
+def test_its_drafts_are_taken_and_the_text_is_that_of_plain_decoding(
+    n_layers: int, options: dict[str, float], kind: Kind, tmp_path: Path
+) -> None:
+    target = write_tiny_model(tmp_path / "tiny.gguf", n_ctx_train=256)
+    with edgeinfer.load(target, draft="none") as engine:
+        engine.tokenizer.stop_ids = frozenset()
+        plain = engine.generate(PROMPT, max_tokens=60, **options)
+        text = [*engine.tokenize(PROMPT), *plain.tokens]
+        heads = Heads(write_tiny_head(tmp_path / "h.gguf", target, [text], n_layers=n_layers), target, kind)
+        with ModelFile.open(heads.head) as file:
+            vocabulary = read_head(file).draft_vocab
+        n_vocab = engine.tokenizer.n_vocab
+        drafter = HeadDrafter(heads.open(), vocabulary, n_vocab, cost_model())
+        engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), n_vocab, 8)
+        drafted = engine.generate(PROMPT, max_tokens=60, **options)
+        engine.speculator.close()
+    assert drafted.tokens == plain.tokens
+    speculation = drafted.timings.speculation
+    assert speculation is not None and speculation.dropped == {}
+    assert speculation.by_drafter["head"].accepted > 20
+
+
+def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "tiny.gguf")
+    with (
+        ModelFile.open(target) as model,
+        ModelFile.open(write_tiny_eagle3(tmp_path / "h.gguf", target)) as file,
+        pytest.raises(UnsupportedModel, match="EAGLE-3 heads .*: run them on the native engine"),
+    ):
+        head_backend_of(kind, model).plan(file, read_head(file).decoder, 256)
+
+
+def test_another_thread_can_stop_a_pass(heads: Heads) -> None:
+    head, (tokens, features) = heads.open(n_batch=4), rows(200)
+    stopped = threading.Event()
+
+    def keep_stopping() -> None:
+        while not stopped.wait(0.0005):
+            head.interrupt()
+
+    thread = threading.Thread(target=keep_stopping)
+    thread.start()
+    try:
+        with pytest.raises(Interrupted):
+            for _ in range(50):
+                head.forward(tokens, features)
+    finally:
+        stopped.set()
+        thread.join()
+    assert head.n_past == 0 and np.isfinite(head.forward(tokens[:5], features[:5]).logits).all()
+
+
+# ---- on OpenCL alone ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers", [0, 2])
+@pytest.mark.parametrize("tensor_type", ["F16", "Q8_0", "Q4_0"])
+def test_groups_as_on_a_gpu_and_the_same_rounding_are_near_the_reference(
+    tensor_type: str, n_layers: int, tmp_path: Path, opencl_device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rounding tips over, what follows moves by a step of it."""
+    monkeypatch.setattr(OpenCLDevice, "is_cpu", False)
+    heads = heads_of(tmp_path, tensor_type, n_layers, "opencl")
+    ours, theirs, errors = heads.open(), heads.reference("int8"), list[float]()
+    for n in (1, 3, 4, 30):
+        tokens, features = rows(n)
+        a, b = (head.forward(tokens, features, logits="all") for head in (ours, theirs))
+        errors.extend(np.abs(a.logits - b.logits).max(axis=1) / np.abs(b.logits).max())
+    assert max(errors) < (3e-4 if tensor_type == "F16" else 3e-2) and np.median(errors) < 1e-4
+
+
+@pytest.mark.parametrize("n_layers", [0, 1])
+@pytest.mark.parametrize("tensor_type", ["F16", "Q4_K"])
+def test_the_plan_is_what_a_head_on_opencl_takes(
+    tensor_type: str, n_layers: int, tmp_path: Path, opencl_device: OpenCLDevice
+) -> None:
+    heads = heads_of(tmp_path, tensor_type, n_layers, "opencl")
+    with ModelFile.open(heads.head) as file, ModelFile.open(heads.target) as model:
+        spec, of_target = read_head(file).decoder, read_spec(model)
+        plan = OpenCLHeadBackend(opencl_device.info, model, of_target).plan(file, spec, 100, 32)
+        device = OpenCLDevice(opencl_device.info)
+        n_before = device.n_allocated
+        head = OpenCLHead(file, spec, model, of_target, plan, device)
+    assert head.memory() == plan.use and device.n_allocated - n_before == plan.use.total
+    head.forward(*rows(60))
+    assert device.n_allocated - n_before == plan.use.total
+
+
+def test_a_device_that_fails_is_a_lost_backend(tmp_path: Path, opencl_device: OpenCLDevice) -> None:
+    head = heads_of(tmp_path, "F16", 1, "opencl").open()
+    assert isinstance(head, OpenCLHead)
+    head._open()._group = 1 << 20  # no device has such groups
+    with pytest.raises(BackendLost, match="running kernel rms_norm failed"):
+        head.forward(*rows(3))
