@@ -169,19 +169,15 @@ def plan_model(
 
     def on(backend: Backend) -> Loadable:
         spec = backend.read_spec(file)
-        positions = min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx
-        plan = plan_within(
-            backend,
-            file,
-            spec,
-            n_ctx=check_integer("n_ctx", positions, 1, MAX_INT32),
-            n_batch=check_integer("n_batch", n_batch, 1, MAX_INT32),
-            n_threads=n_threads,
-            budget_bytes=devices.available_memory(),
-            cache_type=cache_type,
-        )
-        return Loadable(file, backend, spec, plan)
+        wanted = min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx
 
+        def plan_of(n_ctx: int) -> MemoryPlan:
+            return backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
+
+        wanted = check_integer("n_ctx", wanted, 1, MAX_INT32)
+        return Loadable(file, backend, spec, plan_within(file.path, plan_of, wanted, devices.available_memory()))
+
+    n_batch = check_integer("n_batch", n_batch, 1, MAX_INT32)
     if check_text("cache_type", cache_type) not in get_args(CacheType):
         raise InvalidArgument(f"cache_type must be {' or '.join(get_args(CacheType))}: found {cache_type!r:.80}")
     try:

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-from edgeinfer.backends.base import Backend
+from collections.abc import Callable
+from pathlib import Path
+
 from edgeinfer.errors import BudgetExceeded
-from edgeinfer.gguf import ModelFile
-from edgeinfer.models import ModelSizes
-from edgeinfer.types import CacheType, MemoryPlan
+from edgeinfer.types import MemoryPlan
 
 
-def plan_within(
-    backend: Backend,
-    file: ModelFile,
-    spec: ModelSizes,
-    *,
-    n_ctx: int,
-    n_batch: int,
-    n_threads: int,
-    budget_bytes: int,
-    cache_type: CacheType = "f16",
-) -> MemoryPlan:
-    """The backend's plan for these sizes.
+def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -> MemoryPlan:
+    """The plan for a context of n_ctx.
 
+    path: of the model, for the message.  plan_of: a backend's plan for the model, by n_ctx.
     Raises BudgetExceeded if it is above the budget, with the shortfall and the largest n_ctx that fits.
     """
-    plan = backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
+    plan = plan_of(n_ctx)
     if plan.use.total <= budget_bytes:
         return plan
-    fitting = largest_n_ctx(
-        backend,
-        file,
-        spec,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_threads=n_threads,
-        budget_bytes=budget_bytes,
-        cache_type=cache_type,
-    )
+    fitting = largest_n_ctx(plan_of, n_ctx, budget_bytes)
     use = plan.use
     raise BudgetExceeded(
-        f"{file.path} needs {human_bytes(use.total)} (weights {human_bytes(use.weights)}, KV cache "
+        f"{path} needs {human_bytes(use.total)} (weights {human_bytes(use.weights)}, KV cache "
         f"{human_bytes(use.kv_cache)} at n_ctx {n_ctx}, activations {human_bytes(use.activations)}), available are "
         f"{human_bytes(budget_bytes)}, {human_bytes(use.total - budget_bytes)} too few: "
         + (f"n_ctx {fitting} fits (-c {fitting})" if fitting else "no n_ctx fits; use a smaller model or free memory")
     )
 
 
-def largest_n_ctx(
-    backend: Backend,
-    file: ModelFile,
-    spec: ModelSizes,
-    *,
-    n_ctx: int,
-    n_batch: int,
-    n_threads: int,
-    budget_bytes: int,
-    cache_type: CacheType = "f16",
-) -> int:
+def largest_n_ctx(plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -> int:
     """Largest number of positions up to n_ctx whose plan keeps to the budget, 0 if there is none.
 
     Rounded down to a multiple of 64 where that leaves any.
@@ -64,7 +36,7 @@ def largest_n_ctx(
     fits, too_many = 0, n_ctx + 1
     while too_many - fits > 1:  # more positions never take fewer bytes
         middle = (fits + too_many) // 2
-        if backend.plan(file, spec, middle, n_batch, n_threads, cache_type).use.total <= budget_bytes:
+        if plan_of(middle).use.total <= budget_bytes:
             fits = middle
         else:
             too_many = middle

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill, same_bits
+from interrupts import interrupted_every
 from numpy.typing import ArrayLike, NDArray
 from other_models import write_gpt2, write_lfm2, write_mamba
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
@@ -548,21 +548,9 @@ def test_an_interrupted_pass_stops_there_and_leaves_the_session_as_it_was(
 def test_another_thread_can_stop_a_pass(slow: Open, rng: np.random.Generator) -> None:
     session, prompt = slow(), some_tokens(10, rng)
     prefill(session, prompt, 10)
-    stopped = threading.Event()
-
-    def keep_stopping() -> None:
-        while not stopped.wait(0.01):
-            session.interrupt()
-
-    thread = threading.Thread(target=keep_stopping)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            for _ in range(100):
-                session.forward(some_tokens(4000, rng), logits=())
-    finally:
-        stopped.set()
-        thread.join()
+    with interrupted_every(0.01, session), pytest.raises(Interrupted):
+        for _ in range(100):
+            session.forward(some_tokens(4000, rng), logits=())
     assert_reads_on(session, prompt)
 
 

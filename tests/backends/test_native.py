@@ -1,8 +1,6 @@
 """The C++ engine: exact by construction, equal to the reference within rounding, and hard to misuse."""
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, comparisons, decode_one_by_one, prefill, same_bits
+from interrupts import interrupted_every
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import (
     ARCHITECTURES,
@@ -255,21 +254,8 @@ def test_another_thread_can_stop_a_pass(tmp_path: Path, rng: np.random.Generator
     session = open_session(n_threads=1, isa="scalar")
     tokens = rng.integers(0, session.spec.n_vocab, 4000).astype(np.int32)
     prefill(session, tokens[:10], 10)
-    stopped = threading.Event()
-
-    def keep_stopping() -> None:
-        while not stopped.is_set():
-            session.interrupt()
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=keep_stopping)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            session.forward(tokens)
-    finally:
-        stopped.set()
-        thread.join()
+    with interrupted_every(0.001, session), pytest.raises(Interrupted):
+        session.forward(tokens)
     assert session.n_past == 10
     fresh = open_session(n_threads=1)
     prefill(fresh, tokens[:10], 10)

@@ -1,7 +1,6 @@
 """The oracle against hand-checked numbers, against itself, and against llama.cpp."""
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from interrupts import interrupted_every
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
@@ -547,20 +547,8 @@ def test_an_interrupted_pass_raises_and_leaves_the_session_as_it_was(tiny_llama:
     session.forward(TEXT)
     session.commit(range(11))
     expected = logits_of(session, [7])
-    ended = threading.Event()
-
-    def interrupt_until_the_end() -> None:
-        while not ended.wait(0.001):
-            session.interrupt()
-
-    interrupter = threading.Thread(target=interrupt_until_the_end)
-    interrupter.start()
-    try:
-        with pytest.raises(Interrupted):
-            session.forward(np.zeros(500, dtype=np.int32))
-    finally:
-        ended.set()
-        interrupter.join()
+    with interrupted_every(0.001, session), pytest.raises(Interrupted):
+        session.forward(np.zeros(500, dtype=np.int32))
     assert session.n_past == 11
     assert_array_equal(logits_of(session, [7]), expected)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from asked import read_prompts
 from machine import machine
 from numpy.typing import NDArray
 
@@ -62,7 +63,7 @@ class Texts:
 
 def answers(arguments: argparse.Namespace) -> Texts:
     """What the whole model writes greedily."""
-    asked = [json.loads(line) for line in arguments.prompts.read_text().splitlines() if line.strip()]
+    asked = read_prompts(arguments.prompts)
     texts, n_most = Texts([], []), arguments.prompt_tokens
     with edgeinfer.load(arguments.model, n_ctx=N_CTX, n_threads=arguments.threads, draft="suffix") as engine:
         messages = ([{"role": "user", "content": prompt["turns"][0]}] for prompt in asked)

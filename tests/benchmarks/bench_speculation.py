@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asked import add_flags, asked_prompts
 from machine import machine
 from records import Records
 
@@ -214,21 +215,15 @@ def show(figures: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, help="a draft model, or a head")
+    add_flags(parser)
     parser.add_argument("--peer-dir", type=Path, help="folder with llama-speculative-simple")
-    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
-    parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: arguments.threads]))
-    asked = [json.loads(line) for line in arguments.prompts.read_text().splitlines() if line.strip()]
-    asked = asked[arguments.skip :: arguments.every]
+    asked = asked_prompts(arguments)
     draft = "auto" if arguments.draft is None else str(arguments.draft)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}

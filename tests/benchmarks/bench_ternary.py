@@ -1,12 +1,16 @@
 """Ternary products against ggml's, through libggml of llama-cpp-python, in one process, round by round.
 
-    python tests/benchmarks/bench_ternary.py [--threads 1,2] [--rounds 5] [--layers 10] [--model FOLDER [--sizes 1,512]]
+    python tests/benchmarks/bench_ternary.py [--threads 1,2] [--rounds 5] [--layers 10] [--peer-dir FOLDER]
+        [--model FOLDER [--sizes 1,512]]
 
 The matrices are the linears of BitNet b1.58 2B4T (30 layers: 2560x2560 twice, 640x2560 twice, 6912x2560 twice,
 2560x6912) with random trits; some of the layers, more than any cache holds, stand for all. For each number of threads
 and columns: milliseconds for the 30 layers, of ours in I2_S and of ggml in TQ2_0 and TQ1_0, the order swapped each
 round, medians. ggml rounds the activations within that time, ours are rounded before: some microseconds a matrix. The
 process is pinned to as many cores as there are threads. One JSON line on stdout at the end.
+
+--peer-dir adds those whose libggml.so, built as a shared library, lies there in the folder bitnet.cpp (I2_S) or
+ik_llama.cpp (IQ2_BN, IQ2_BN_R4).
 
 --model times whole passes instead. A model of that shape, with random trits and an output matrix of 128256 tokens in
 Q6_K, is written to a folder (0.8 GB for each format; what is there is taken again) and run by both, ours in I2_S and
@@ -24,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +54,22 @@ PIECE_BLOCKS = 1 << 16  # of random weights are made at once
 
 def random_bytes(kind: GGMLType, n_elements: int, rng: np.random.Generator) -> np.ndarray:
     """Blocks of random trits, or of other codes, with small scales."""
-    data = rng.integers(0, 256, n_elements // kind.block_elements * kind.block_bytes, dtype=np.uint8)
-    if kind in (GGMLType.I2_S, GGMLType.TQ2_0):
-        data &= ~((data & 0x55) << 1)  # no code is 3
+    n_bytes = n_elements // kind.block_elements * kind.block_bytes
+    data = random_trits(n_bytes, rng) if kind in (GGMLType.I2_S, GGMLType.TQ2_0) else _any_bytes(n_bytes, rng)
     if kind != GGMLType.I2_S:
         data.reshape(-1, kind.block_bytes)[:, -2:] = np.array([0.01], dtype="<f2").view(np.uint8)
     return data
+
+
+def random_trits(n_bytes: int, rng: np.random.Generator) -> np.ndarray:
+    """Codes of two bits, none of which is 3."""
+    data = _any_bytes(n_bytes, rng)
+    data &= ~((data & 0x55) << 1)
+    return data
+
+
+def _any_bytes(n_bytes: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, n_bytes, dtype=np.uint8)
 
 
 class Ours:
@@ -79,15 +94,74 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
-class Ggml:
-    """The same products as a graph of ggml's, in one of its types."""
+@dataclass(frozen=True)
+class Library:
+    """A ggml. base, cpu: its libraries, which may be one."""
 
-    def __init__(self, kind: GGMLType, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
+    base: ctypes.CDLL
+    cpu: ctypes.CDLL
+
+    @classmethod
+    def of_llama_cpp(cls) -> Library:
+        """The one of llama-cpp-python."""
         import llama_cpp
 
         folder = Path(llama_cpp.__file__).parent / "lib"
-        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
-        self.cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
+        return cls(ctypes.CDLL(str(folder / "libggml-base.so")), ctypes.CDLL(str(folder / "libggml-cpu.so")))
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Library:
+        """That of a peer, whose functions have the same names as those of the others."""
+        one = ctypes.CDLL(str(folder / "libggml.so"), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+        return cls(one, one)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A ternary type of a ggml. random: makes the bytes of an (n_out, n_in) matrix."""
+
+    name: str
+    number: int
+    random: Callable[[int, int, np.random.Generator], np.ndarray]
+
+    @classmethod
+    def of(cls, kind: GGMLType) -> Kind:
+        """One of ggml's own."""
+        return cls(f"ggml {kind.name}", int(kind), lambda n_out, n_in, rng: random_bytes(kind, n_out * n_in, rng))
+
+
+def i2_s(n_out: int, n_in: int, rng: np.random.Generator) -> np.ndarray:
+    """As bitnet.cpp has it: all codes, then one scale in 32 bytes."""
+    scale = np.zeros(I2_S_TAIL_BYTES, dtype=np.uint8)
+    scale[:4] = np.array([0.01], dtype="<f4").view(np.uint8)
+    return np.concatenate([random_trits(n_out * n_in // 4, rng), scale])
+
+
+def iq2_bn(rows_at_once: int) -> Callable[[int, int, np.random.Generator], np.ndarray]:
+    """As ik_llama.cpp has it: before the codes of so many rows their scales."""
+
+    def random(n_out: int, n_in: int, rng: np.random.Generator) -> np.ndarray:
+        data = random_trits(n_out * (4 + n_in // 4), rng).reshape(n_out // rows_at_once, -1)
+        data[:, : 4 * rows_at_once] = np.full(rows_at_once, 0.01, dtype="<f4").view(np.uint8)
+        return data.ravel()
+
+    return random
+
+
+PEERS = {
+    "bitnet.cpp": [Kind("bitnet.cpp I2_S", 36, i2_s)],
+    "ik_llama.cpp": [
+        Kind("ik_llama.cpp IQ2_BN", 135, iq2_bn(1)),
+        Kind("ik_llama.cpp IQ2_BN_R4", 335, iq2_bn(4)),
+    ],
+}
+
+
+class Ggml:
+    """The same products as a graph of a ggml's, in one of its types."""
+
+    def __init__(self, library: Library, kind: Kind, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
+        self.base, self.cpu = library.base, library.cpu
         for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_mul_mat", "ggml_new_graph_custom", "ggml_get_data"):
             getattr(self.base, name).restype = ctypes.c_void_p
         self.base.ggml_init.argtypes = [_InitParams]
@@ -96,6 +170,8 @@ class Ggml:
         self.base.ggml_new_graph_custom.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool]
         self.base.ggml_build_forward_expand.argtypes = [ctypes.c_void_p] * 2
         self.base.ggml_get_data.argtypes = [ctypes.c_void_p]
+        self.base.ggml_nbytes.argtypes = [ctypes.c_void_p]
+        self.base.ggml_nbytes.restype = ctypes.c_size_t
         self.base.ggml_free.argtypes = [ctypes.c_void_p]
         self.cpu.ggml_backend_cpu_init.restype = ctypes.c_void_p
         self.cpu.ggml_backend_cpu_set_n_threads.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -103,17 +179,21 @@ class Ggml:
         self.backend = self.cpu.ggml_backend_cpu_init()
         self.cpu.ggml_backend_cpu_set_n_threads(self.backend, n_threads)
         n_elements = sum(n_out * n_in for n_out, n_in in SHAPES)
-        weights = self._context(n_layers * (n_elements // kind.block_elements * kind.block_bytes + (1 << 14)))
+        weights = self._context(
+            n_layers * (n_elements + (1 << 17))
+        )  # bitnet.cpp wants that much, and leaves most of it
         self.layers = [[self._matrix(weights, kind, *shape, rng) for shape in SHAPES] for _ in range(n_layers)]
 
     def _context(self, n_bytes: int) -> int:
         context: int = self.base.ggml_init(_InitParams(n_bytes + (1 << 20), None, False))
         return context
 
-    def _matrix(self, context: int, kind: GGMLType, n_out: int, n_in: int, rng: np.random.Generator) -> tuple[int, int]:
+    def _matrix(self, context: int, kind: Kind, n_out: int, n_in: int, rng: np.random.Generator) -> tuple[int, int]:
         """(tensor, inputs)."""
-        tensor: int = self.base.ggml_new_tensor_2d(context, int(kind), n_in, n_out)
-        data = random_bytes(kind, n_out * n_in, rng)
+        tensor: int = self.base.ggml_new_tensor_2d(context, kind.number, n_in, n_out)
+        data = kind.random(n_out, n_in, rng)
+        if data.nbytes != self.base.ggml_nbytes(tensor):
+            raise RuntimeError(f"{kind.name} has {self.base.ggml_nbytes(tensor)} bytes, not {data.nbytes}")
         ctypes.memmove(self.base.ggml_get_data(tensor), data.ctypes.data, data.nbytes)
         return tensor, n_in
 
@@ -156,16 +236,18 @@ def measure(contenders: dict[str, Any], n: int, n_layers: int, rounds: int) -> d
     return {name: 1e3 * statistics.median(of) * N_LAYERS / n_layers for name, of in times.items()}
 
 
-def bench(n_threads: int, rounds: int, n_layers: int) -> dict[str, Any]:
+def bench(n_threads: int, rounds: int, n_layers: int, peer_dir: Path | None) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     rng = np.random.default_rng(1)
     ours = Ours(n_layers, n_threads, rng)
-    makers: dict[str, Callable[[], Any]] = {
-        "edgeinfer I2_S": lambda: ours,
-        "ggml TQ2_0": lambda: Ggml(GGMLType.TQ2_0, n_layers, n_threads, rng),
-        "ggml TQ1_0": lambda: Ggml(GGMLType.TQ1_0, n_layers, n_threads, rng),
-    }
-    contenders = {name: make() for name, make in makers.items()}
+    contenders: dict[str, Any] = {"edgeinfer I2_S": ours}
+    libraries = [(Library.of_llama_cpp(), [Kind.of(GGMLType.TQ2_0), Kind.of(GGMLType.TQ1_0)])]
+    for name, kinds in PEERS.items():
+        if peer_dir is not None and (peer_dir / name / "libggml.so").exists():
+            libraries.append((Library.in_folder(peer_dir / name), kinds))
+    for library, kinds in libraries:
+        for kind in kinds:
+            contenders[kind.name] = Ggml(library, kind, n_layers, n_threads, rng)
     limits = MachineLimits.measure(best_isa(), n_threads)
     rows = []
     for n in SIZES:
@@ -256,6 +338,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=10, help="layers that are made, at most 30")
+    parser.add_argument("--peer-dir", type=Path, metavar="FOLDER", help="with bitnet.cpp and ik_llama.cpp in it")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="whole passes of a model written there")
     parser.add_argument(
         "--sizes", type=numbers, default=[1, 512], help="tokens of a pass with --model, comma-separated"
@@ -265,7 +348,7 @@ def main() -> None:
     if arguments.model is not None:
         results = [bench_model(arguments.model, n, arguments.sizes, arguments.rounds) for n in threads]
     else:
-        results = [bench(n, arguments.rounds, arguments.layers) for n in threads]
+        results = [bench(n, arguments.rounds, arguments.layers, arguments.peer_dir) for n in threads]
     print(json.dumps({"benchmark": "ternary", "machine": machine(), "results": results}))
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from asked import add_flags, asked_prompts
 from bench_speculation import SYSTEM
 from machine import machine
 
@@ -166,17 +167,11 @@ def needed(milliseconds: Sequence[float]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, help="a draft model")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
-    parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
+    add_flags(parser)
     parser.add_argument("--costs", type=Path, help="a record of bench_speculation.py, whose costs are taken")
     parser.add_argument("--draft-cost", type=float, help="of a drafted token, in passes of one token")
     arguments = parser.parse_args()
-    asked = [json.loads(line) for line in arguments.prompts.read_text().splitlines() if line.strip()]
-    asked = asked[arguments.skip :: arguments.every]
+    asked = asked_prompts(arguments)
     draft = "auto" if arguments.draft is None else str(arguments.draft)
     with edgeinfer.load(arguments.model, n_ctx=4096, draft=draft) as engine:
         speculator = engine.speculator

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asked import add_flags, asked_prompts
 from machine import machine
 from records import Records
 
@@ -34,11 +35,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
 ]
-
-
-def prompts(path: Path, skip: int, every: int) -> list[dict[str, Any]]:
-    """The prompts to ask."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()][skip::every]
 
 
 def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> Iterator[tuple[str, list[Drafter]]]:
@@ -88,19 +84,14 @@ def differences(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, help="a draft model")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--every", type=int, default=1, help="only every n-th prompt")
-    parser.add_argument("--skip", type=int, default=0, help="without the first n prompts")
+    add_flags(parser)
     parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
     names = arguments.drafters.split(",")
     if arguments.draft is None:
         names = [name for name in names if name not in ("model", "head")]
-    asked = prompts(arguments.prompts, arguments.skip, arguments.every)
+    asked = asked_prompts(arguments)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     records = Records(arguments.record, settings | {"tokens": arguments.tokens, "drafters": names})
     with edgeinfer.load(arguments.model, draft=str(arguments.draft) if arguments.draft else "auto") as engine:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from interrupts import raise_from
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -222,21 +223,7 @@ def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypat
     """Prompt in several batches, so that the calls are some of its chunks and a token; drafts would make them few."""
     engine = fresh(n_batch=8, draft="none")
     engine.generate("hello", max_tokens=3, **GREEDY)
-    session, n_calls = engine.session, 0
-    name = "forward" if where == "forward" else "commit"
-    original = getattr(session, name)
-
-    def failing(*args, **options):
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == call and where != "after commit":
-            raise kind
-        result = original(*args, **options)
-        if n_calls == call:
-            raise kind
-        return result
-
-    monkeypatch.setattr(session, name, failing)
+    raise_from(engine.session, where, call, kind, monkeypatch)
     stream = engine.stream(PROMPT, max_tokens=20, seed=2)
     if kind is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):

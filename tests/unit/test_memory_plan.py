@@ -1,6 +1,6 @@
-"""The refusal before loading, on a backend that only plans."""
+"""The refusal before loading, by a plan without a model."""
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -8,18 +8,14 @@ from edgeinfer.errors import BudgetExceeded
 from edgeinfer.memory.plan import human_bytes, largest_n_ctx, plan_within
 from edgeinfer.types import MemoryPlan, MemoryUse
 
-FILE = SimpleNamespace(path="some.gguf")
+
+def plan_of(n_ctx):
+    """1000 bytes of weights, 10 a position, 5 for each of the 20 tokens of a batch."""
+    return MemoryPlan(n_ctx, 20, MemoryUse(weights=1000, kv_cache=10 * n_ctx, activations=5 * 20))
 
 
-class Planner:
-    """1000 bytes of weights, 10 a position, 5 a token of a batch."""
-
-    def plan(self, model, spec, n_ctx, n_batch, n_threads, cache_type):
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(weights=1000, kv_cache=10 * n_ctx, activations=5 * n_batch))
-
-
-def planned(budget_bytes, n_ctx=100, n_batch=20):
-    return plan_within(Planner(), FILE, None, n_ctx=n_ctx, n_batch=n_batch, n_threads=1, budget_bytes=budget_bytes)
+def planned(budget_bytes):
+    return plan_within(Path("some.gguf"), plan_of, 100, budget_bytes)
 
 
 def test_a_plan_of_exactly_the_budget_fits():
@@ -42,8 +38,7 @@ def test_weights_above_the_budget_leave_no_n_ctx():
 
 @pytest.mark.parametrize("budget, n_ctx", [(1109, 0), (1110, 1), (1730, 63), (1740, 64), (1750, 64), (10**9, 1000)])
 def test_the_largest_n_ctx_keeps_to_the_budget(budget, n_ctx):
-    found = largest_n_ctx(Planner(), FILE, None, n_ctx=1000, n_batch=20, n_threads=1, budget_bytes=budget)
-    assert found == (n_ctx if n_ctx < 1000 else 960)
+    assert largest_n_ctx(plan_of, 1000, budget) == (n_ctx if n_ctx < 1000 else 960)
 
 
 @pytest.mark.parametrize(

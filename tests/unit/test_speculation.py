@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from drafting import FAILURES, MALICIOUS, FixedCosts, FunctionDrafter, cost_model, knowing, let_fail, random_tree
+from interrupts import raise_from
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -251,22 +252,9 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_as_new(opened, plain,
     request = {"temperature": 0.8, "seed": 2}
     expected = tokens_of(plain, request)
     text = plain.tokenize(PROMPT) + list(expected)
-    engine, chance, n_calls = opened(model), random.Random(1), 0
+    engine, chance = opened(model), random.Random(1)
     with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
-    name = "forward" if where == "forward" else "commit"
-    original = getattr(engine.session, name)
-
-    def failing(*args, **options):
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == call and where != "after commit":
-            raise kind
-        result = original(*args, **options)
-        if n_calls == call:
-            raise kind
-        return result
-
-    monkeypatch.setattr(engine.session, name, failing)
+    raise_from(engine.session, where, call, kind, monkeypatch)
     stream = engine.stream(PROMPT, max_tokens=48, **request)
     if kind is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
