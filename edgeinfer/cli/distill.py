@@ -47,6 +47,12 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")
 @click.option("--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens it can draft.")
 @click.option("--blocks", type=click.IntRange(0), default=1, show_default=True, help="Decoder blocks behind the gate.")
+@click.option(
+    "--taps",
+    default="auto",
+    show_default=True,
+    help="Layers whose rows feed it, as 2,15,29 up to the last; auto: early, middle, last; none: the final row alone.",
+)
 @click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Times each text is trained on.")
 @click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Of its own drafts, each time.")
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")

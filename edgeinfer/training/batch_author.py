@@ -12,7 +12,7 @@ from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import MIN_ANSWER, encode
 from edgeinfer.training.corpus import Request, Text
-from edgeinfer.training.features import Halves, checked_halves
+from edgeinfer.training.features import Halves, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
@@ -134,12 +134,13 @@ class BatchAuthor:
 
 
 class TorchRecorder:
-    """Features as the target in torch computes them: see Recorder."""
+    """Rows as the target in torch computes them: see Recorder."""
 
-    def __init__(self, target: TorchTarget, n_texts: int) -> None:
+    def __init__(self, target: TorchTarget, n_texts: int, taps: Taps = True) -> None:
         self.n_texts = n_texts
         self._target = target
+        self._taps = taps
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
-        return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts)]
+        return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts, self._taps)]

@@ -20,7 +20,7 @@ class Batch:
     """Rows of texts; of a text with tokens t and features f, position i has t[i + 1] and f[i] and predicts t[i + 2].
 
     tokens, positions, documents: (n, m) int64; documents tells the texts of a row apart, 0 is padding.
-    features: (n, m, n_embd), whose next row in a text is the feature to predict.
+    features: (n, m, n_rows), see Features, whose next row in a text has the feature to predict.
     places: (k,) int64, positions that are judged, as indices into n * m.  labels: (k,) int64, the token to predict as
     an index into the draft vocabulary, -1 for one that is not in it.
     """
@@ -113,7 +113,7 @@ class Batches:
         """A batch in the computer's memory."""
         n, m = len(plan), self._row_length
         tokens, positions, documents = (np.zeros((n, m), dtype=np.int64) for _ in range(3))
-        features = torch.zeros((n, m, self._features.n_embd), dtype=torch.float16)
+        features = torch.zeros((n, m, self._features.n_rows), dtype=torch.float16)
         places: list[NDArray[np.int64]] = []
         labels: list[NDArray[np.int64]] = []
         known = iter(self._features.of([self._samples[index] for indices in plan for index in indices]))

@@ -48,13 +48,13 @@ class Replay:
 
     @torch.no_grad()
     def accepted(
-        self, tokens: TokenIds, features: torch.Tensor, n_prompt: int, sizes: Sequence[int]
+        self, tokens: TokenIds, rows: torch.Tensor, n_prompt: int, sizes: Sequence[int]
     ) -> dict[int, list[int]]:
         """For trees of each size, how many drafted tokens are right at each position of the answer but its last two.
 
-        tokens: (n,).  features: (n, n_embd).
+        tokens: (n,).  rows: (n, n_rows), the target's.
         """
-        device = features.device
+        device, features = rows.device, self.head.combined(rows)
         ids = torch.from_numpy(tokens.astype("int64")).to(device)
         starts = torch.arange(n_prompt - 1, len(ids) - 2, device=device)  # ids[start + 1] is known, what follows not
         found: dict[int, list[int]] = {size: [] for size in sizes}

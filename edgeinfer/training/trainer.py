@@ -152,7 +152,8 @@ class Trainer:
         generator = torch.Generator(device).manual_seed(
             (schedule.seed << 32) + self.progress.step * self._workers.n + self._workers.rank
         )
-        noise = torch.rand(batch.features.shape, generator=generator, device=device)
+        shape = (*batch.tokens.shape, self._objective.head.sizes.n_embd)
+        noise = torch.rand(shape, generator=generator, device=device)
         for group in self._optimizer.param_groups:
             group["lr"] = schedule.rate(done)
         self._optimizer.zero_grad(set_to_none=True)

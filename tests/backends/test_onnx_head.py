@@ -82,6 +82,23 @@ def test_logits_and_features_are_near_the_reference(
         assert difference(a.logits, b.logits) < limit and difference(a.hidden, b.hidden) < limit
 
 
+@pytest.mark.parametrize("style", ["contrib", "plain"])
+@pytest.mark.parametrize("tensor_type", ["F16", "Q8_0", "Q4_K"])
+def test_rows_of_several_layers_are_combined_near_the_reference(tmp_path: Path, tensor_type: str, style: str) -> None:
+    target = write_tiny_model(tmp_path / "tiny.gguf", "llama", tensor_type, n_embd=256)
+    head = write_tiny_head(tmp_path / "head.gguf", target, tensor_type=tensor_type, n_ff=256, taps=(0, 1))
+    heads, of_target = Heads(head, target, style), np.random.default_rng(5).standard_normal((40, 512), dtype=np.float32)
+    of_target[:, :256] *= 30.0
+    ours, theirs = heads.onnx(n_batch=16), heads.reference()
+    limit = 6e-2 if style == "contrib" and tensor_type.startswith("Q") else 1e-3
+    assert difference(ours.combine(of_target), theirs.combine(of_target)) < limit
+    with pytest.raises(ShapeError):
+        ours.combine(of_target[:, :256])
+    ours.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        ours.combine(of_target)
+
+
 def test_embeddings_are_scaled_as_the_target_does(tmp_path: Path) -> None:
     heads = heads_of(tmp_path, "F16", 1, "contrib", "granite")
     tokens, features = rows(9)

@@ -23,9 +23,9 @@ N_VOCAB, N_EMBD = 40, 32
 VOCABULARY = np.array([0, 2, 3, 5, 8, 9, 13, 21, 30, 34, 35, 36, 37, 38, 39])
 
 
-def a_head(n_layers: int, seed: int = 0) -> DraftHead:
+def a_head(n_layers: int, seed: int = 0, n_taps: int = 0) -> DraftHead:
     torch.manual_seed(seed)
-    head = DraftHead(HeadSizes(N_EMBD, n_layers, 48, 4, 2, 1e-5, 500.0, 64))
+    head = DraftHead(HeadSizes(N_EMBD, n_layers, 48, 4, 2, 1e-5, 500.0, 64, n_taps))
     for name, values in head.named_parameters():
         if name.endswith("norm.weight"):
             values.data += 0.2 * torch.randn_like(values)
@@ -80,6 +80,30 @@ def test_the_head_computes_its_equations(n_layers: int, rng: np.random.Generator
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
 
 
+def test_rows_of_several_layers_are_combined_as_documented(rng: np.random.Generator) -> None:
+    head = a_head(1, n_taps=3)
+    rows = 5.0 * rng.standard_normal((7, 3 * N_EMBD), dtype=np.float32)
+    tensors = head.tensors()
+    gains = tensors["combine_norm.weight"].reshape(3, N_EMBD)
+    normed = [rms_norm(part, gain, 1e-5) for part, gain in zip(np.split(rows, 3, axis=1), gains, strict=True)]
+    wanted = np.concatenate(normed, axis=1) @ tensors["combine.weight"].T
+    with torch.no_grad():
+        assert_allclose(head.combined(torch.from_numpy(rows)).numpy(), wanted, atol=1e-5)
+    other = a_head(1, seed=5, n_taps=3)
+    other.load_tensors(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
+
+
+def test_a_head_with_taps_begins_with_what_the_last_norm_gives(rng: np.random.Generator) -> None:
+    head, rows = a_head(1, n_taps=2), rng.standard_normal((7, 2 * N_EMBD), dtype=np.float32)
+    last_norm = 3.0 + rng.standard_normal(N_EMBD, dtype=np.float32)
+    head.begin_with(torch.eye(N_EMBD), torch.from_numpy(last_norm))
+    with torch.no_grad():
+        found = head.combined(torch.from_numpy(rows)).numpy()
+    assert_allclose(found, rms_norm(rows[:, N_EMBD:], last_norm, 1e-5), atol=1e-5)
+    assert_allclose(head.combine_norm.weight[:N_EMBD].detach().numpy(), np.sqrt(np.mean(last_norm**2)), rtol=1e-5)
+
+
 def drafted(
     weights: dict[str, np.ndarray], n_layers: int, features: np.ndarray, embeddings: np.ndarray, n_known: int
 ) -> np.ndarray:
@@ -92,7 +116,7 @@ def drafted(
         features = np.concatenate([features, rows[-1:]])
 
 
-def a_batch(rng: np.random.Generator, lengths: list[list[int]], m: int) -> Batch:
+def a_batch(rng: np.random.Generator, lengths: list[list[int]], m: int, n_rows: int = N_EMBD) -> Batch:
     """Rows of random texts of these lengths, all but the last position of each judged."""
     n = len(lengths)
     tokens = rng.integers(0, N_VOCAB, (n, m))
@@ -108,7 +132,7 @@ def a_batch(rng: np.random.Generator, lengths: list[list[int]], m: int) -> Batch
     draft_ids = np.full(N_VOCAB, -1)
     draft_ids[VOCABULARY] = np.arange(len(VOCABULARY))
     labels = draft_ids[tokens.reshape(-1)[np.array(places) + 1]]
-    features = torch.from_numpy(rng.standard_normal((n, m, N_EMBD), dtype=np.float32))
+    features = torch.from_numpy(rng.standard_normal((n, m, n_rows), dtype=np.float32))
     arrays = (torch.from_numpy(each) for each in (tokens, positions, documents))
     return Batch(*arrays, features, torch.tensor(places), torch.from_numpy(labels))
 
@@ -180,17 +204,24 @@ def test_matches_count_chains_that_are_right_up_to_each_depth(
     assert wanted[1, 1] > 0
 
 
+def last_part(rows: torch.Tensor) -> torch.Tensor:
+    """Features of rows of layers, as if there were no last norm."""
+    return rows[..., -N_EMBD:]
+
+
+@pytest.mark.parametrize("n_taps", [0, 2])
 def test_losses_are_what_they_are_defined_as_and_fall_with_the_gradient(
-    rng: np.random.Generator, embedding: torch.Tensor, output: torch.Tensor
+    n_taps: int, rng: np.random.Generator, embedding: torch.Tensor, output: torch.Tensor
 ) -> None:
-    head = a_head(1)
-    batch = a_batch(rng, [[7, 4], [10]], 12)
-    objective = Objective(head, embedding, output, 2.0, Weights(0.7, 0.3, 0.5, 0.0))
-    noise = torch.rand(batch.features.shape)
+    head = a_head(1, n_taps=n_taps)
+    batch = a_batch(rng, [[7, 4], [10]], 12, N_EMBD * max(1, n_taps))
+    objective = Objective(head, embedding, output, 2.0, Weights(0.7, 0.3, 0.5, 0.0), last_part)
+    noise = torch.rand((*batch.tokens.shape, N_EMBD))
     with torch.no_grad():
-        steps = [rows.flatten(0, 1)[batch.places].numpy() for rows in objective._steps(batch, batch.features, 2)]
+        combined = head.combined(batch.features)
+        steps = [rows.flatten(0, 1)[batch.places].numpy() for rows in objective._steps(batch, combined, 2)]
         loss, parts = objective(batch, 2, noise)
-    wanted = batch.features.flatten(0, 1)[batch.places + 1].numpy()
+    wanted = batch.features.flatten(0, 1)[batch.places + 1, -N_EMBD:].numpy()
     known = batch.labels.numpy() >= 0
     losses = []
     for rows in steps:
@@ -274,18 +305,19 @@ def accepted_one_by_one(
     return {size: max(right[:size]) for size in (2, 8, 20)}
 
 
-@pytest.mark.parametrize("n_layers", [0, 1, 2])
+@pytest.mark.parametrize("n_layers, n_taps", [(0, 0), (1, 0), (2, 0), (1, 2)])
 def test_a_replay_equals_drafting_node_by_node(
-    n_layers: int, rng: np.random.Generator, embedding: torch.Tensor, output: torch.Tensor
+    n_layers: int, n_taps: int, rng: np.random.Generator, embedding: torch.Tensor, output: torch.Tensor
 ) -> None:
-    head = a_head(n_layers)
+    head = a_head(n_layers, n_taps=n_taps)
     replay = Replay(head, embedding, output, torch.from_numpy(VOCABULARY))
     tokens = rng.choice(VOCABULARY, 14).astype(np.int32)
-    features = rng.standard_normal((14, N_EMBD), dtype=np.float32)
+    target_rows = torch.from_numpy(rng.standard_normal((14, N_EMBD * max(1, n_taps)), dtype=np.float32))
+    features = head.combined(target_rows).detach().numpy()
     for position in (8, 9, 10, 12):  # what the head drafts, so that something is right
         row = drafted(head.tensors(), n_layers, features, embedding.numpy()[tokens[1:position]], position - 1)
         tokens[position] = VOCABULARY[(output.numpy() @ row).argmax()]
-    found = replay.accepted(tokens, torch.from_numpy(features), 4, (2, 8, 20))
+    found = replay.accepted(tokens, target_rows, 4, (2, 8, 20))
     for place, start in enumerate(range(3, 12, 2)):
         wanted = accepted_one_by_one(head, embedding.numpy(), output.numpy(), tokens, features, start)
         assert {size: lengths[2 * place] for size, lengths in found.items()} == wanted

@@ -280,11 +280,12 @@ def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, t
 
 
 @pytest.mark.usefixtures("onnx_provider")
-@pytest.mark.parametrize("kind", ["model", "head", "EAGLE-3 head"])
+@pytest.mark.parametrize("kind", ["model", "head", "head with taps", "EAGLE-3 head"])
 def test_drafts_come_from_onnx_runtime_where_it_is_named(open_engine, model, expected, tmp_path, kind):
     path = {
         "model": lambda: model,
         "head": lambda: write_tiny_head(tmp_path / "head.gguf", model),
+        "head with taps": lambda: write_tiny_head(tmp_path / "head.gguf", model, taps=(0, 1)),
         "EAGLE-3 head": lambda: write_tiny_eagle3(tmp_path / "head.gguf", model),
     }[kind]()
     name = next(device.name for device, _ in placement._KINDS["onnx"]()[0] if device.title.startswith("CPU"))
