@@ -36,8 +36,10 @@ from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_setting
 from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
+from edgeinfer.training.optimizer import OptimizerName
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.replay import Replay, tokens_per_step
+from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
@@ -76,7 +78,9 @@ class Settings:
     evaluate_every: int
     seed: int
     type: str
-    taps: str = "auto"
+    taps: str = "none"
+    optimizer: OptimizerName = "muon"
+    rounds: int = 0
     author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
@@ -260,9 +264,12 @@ class _Distillation:
             settings.warm_up,
             settings.seed,
             settings.evaluate_every,
+            settings.optimizer,
+            settings.rounds,
         )
-        names = "draft_vocab blocks epochs steps batch_tokens learning_rate warm_up feature_weight token_weight decay"
-        wanted = {name: getattr(settings, name) for name in (*names.split(), "noise", "evaluate_every", "seed")}
+        names = "draft_vocab blocks epochs rounds steps batch_tokens optimizer learning_rate warm_up feature_weight"
+        names += " token_weight decay noise evaluate_every seed"
+        wanted = {name: getattr(settings, name) for name in names.split()}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
         wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
         batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
@@ -271,6 +278,7 @@ class _Distillation:
             fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
             guess = linear_guess(fitted, self._spec.n_embd, self._workers.device, features_of)
             head.begin_with(guess, self._target.last_norm)
+        replay = Replay(head, self._target.embedding, self._target.output[ids], ids)
         trainer = Trainer(
             objective,
             batches,
@@ -279,6 +287,7 @@ class _Distillation:
             wanted,
             checkpoint,
             self._workers,
+            Rounds(batches, replay, self._recorder, settings.steps, settings.seed),
         )
         return trainer, head
 

@@ -32,6 +32,13 @@ class Recorder(Protocol):
         """The rows of whole texts. Raises NumericalError if they are too large for half floats."""
         ...
 
+    def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
+        """Rows (n, k, n_rows) of branches (n, k), each of which stands in a text in place of tokens[first:].
+
+        firsts: (n,), ascending, from 1 on.
+        """
+        ...
+
 
 class NativeRecorder:
     """Rows as the native engine computes them: what the head will see."""
@@ -51,6 +58,18 @@ class NativeRecorder:
         rows = self._session.forward(tokens, logits=(), hidden=self._taps).features
         assert rows is not None
         return as_halves(rows)
+
+    def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
+        """See Recorder.record_branches."""
+        self._session.truncate(0)
+        found = []
+        for first, branch in zip(firsts.tolist(), branches, strict=True):
+            n_past = self._session.n_past
+            if n_past < first:
+                self._session.forward(tokens[n_past:first], logits=())
+                self._session.commit(range(first - n_past))
+            found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
+        return as_halves(np.stack([rows for rows in found if rows is not None]))
 
 
 def as_halves(rows: NDArray[np.float32]) -> Halves:

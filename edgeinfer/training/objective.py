@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.training.batches import Batch
+from edgeinfer.training.batches import Batch, Branches
 from edgeinfer.training.head import DraftHead, KeysValues
 
 
@@ -109,6 +109,8 @@ class Objective(nn.Module):
         outputs = []
         for step in range(n_steps):
             mask = chain_mask(batch.documents, step)
+            if batch.branches is not None:
+                mask[..., : batch.tokens.shape[1]] |= trunk_mask(batch, batch.branches)
             predicted, own = self.head(features, embeddings, batch.positions, mask, past)
             outputs.append(predicted)
             past.append(own)
@@ -146,6 +148,12 @@ def chain_mask(documents: torch.Tensor, step: int) -> torch.Tensor:
     first = same & (distance >= step)
     others = [(distance == step - earlier).expand(n, -1, -1) for earlier in range(1, step + 1)]
     return torch.cat([first, *others], dim=-1)[:, None]
+
+
+def trunk_mask(batch: Batch, branches: Branches) -> torch.Tensor:
+    """(n, 1, m, m), True for what rows of branches see of the first step's rows of the texts that they leave."""
+    left = branches.left[:, :, None] == batch.documents[:, None]
+    return (left & (batch.positions[:, None] < branches.begins[:, :, None]))[:, None]
 
 
 def _ahead(values: torch.Tensor, step: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from edgeinfer.training import trainer as trainer_module
 from edgeinfer.training.trainer import Schedule
 
 FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
-FAST += "--steps 2 --epochs 3 --evaluate-every 4 --threads 1".split()
+FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1".split()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,8 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
     given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fresh(work, tmp_path / "again")
-    n_left = [3, 2, 5]
+    n_steps = torch.load(work / "checkpoint.pt")["progress"]["step"]
+    n_left = [3, 2, 5, n_steps - 12]  # the last one in the round
 
     def interrupting(self: Any, batch: Any, done: float) -> None:
         step(self, batch, done)
@@ -145,10 +146,12 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
 
     step = trainer_module.Trainer._step
     monkeypatch.setattr(trainer_module.Trainer, "_step", interrupting)
-    for _ in range(3):
+    for _ in range(4):
         result = run(given, tmp_path / "again.gguf", "--work", folder)
         assert result.exit_code == 130 and "the same command goes on from" in result.stderr
         assert not (tmp_path / "again.gguf").exists()
+    progress = torch.load(folder / "checkpoint.pt")["progress"]
+    assert (progress["epoch"], progress["step"]) == (3, n_steps - 2) and progress["batch"] > 0
     result = run(given, tmp_path / "again.gguf", "--work", folder)
     assert result.exit_code == 0, result.output
     assert weights(tmp_path / "again.gguf") == weights(given / "first.gguf")
@@ -157,7 +160,8 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
 
 
 def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path) -> None:
-    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0", "--taps", "none"]
+    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0"]
+    options += ["--taps", "none", "--optimizer", "adamw"]
     result = run(given, tmp_path / "h.gguf", *options, "--author", "torch", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -198,6 +202,8 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
         (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --context 96"),
         (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
         (["--seed", "2"], 2, "was made with"),
+        (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', wanted is 'adamw'"),
+        (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, wanted is 0"),
         (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, wanted is 5"),
         (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], wanted is [1]"),
         (["--taps", "0"], 2, "--taps must be at most 16 layers in ascending order up to the last one, 1"),

@@ -14,10 +14,14 @@ import torch
 from edgeinfer.backends.reference import attend, rms_norm, rotate, silu
 from edgeinfer.models import RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
-from edgeinfer.training.batches import Batch, pack
+from edgeinfer.training import rounds
+from edgeinfer.training.batches import Batch, Batches, pack
+from edgeinfer.training.corpus import Text
+from edgeinfer.training.features import Sample
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, chain_mask, linear_guess
 from edgeinfer.training.replay import BEAM, DEPTH, Replay, tokens_per_step
+from edgeinfer.training.rounds import Rounds
 
 N_VOCAB, N_EMBD = 40, 32
 VOCABULARY = np.array([0, 2, 3, 5, 8, 9, 13, 21, 30, 34, 35, 36, 37, 38, 39])
@@ -328,3 +332,110 @@ def test_steps_follow_from_what_is_right_at_each_position() -> None:
     assert tokens_per_step([2, 0, 5, 1, 0, 0]) == (6, 3)  # 3 tokens, 2 tokens, the last one
     assert tokens_per_step([0, 0, 0]) == (3, 3)
     assert tokens_per_step([9]) == (1, 1)
+
+
+# ---- rounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers, n_taps", [(0, 0), (2, 0), (1, 2)])
+def test_a_chain_is_what_the_head_drafts_from_its_own_tokens(
+    n_layers: int, n_taps: int, rng: np.random.Generator, embedding: torch.Tensor, output: torch.Tensor
+) -> None:
+    head = a_head(n_layers, n_taps=n_taps)
+    replay = Replay(head, embedding, output, torch.from_numpy(VOCABULARY))
+    tokens = rng.integers(0, N_VOCAB, 12).astype(np.int32)
+    rows = torch.from_numpy(rng.standard_normal((12, N_EMBD * max(1, n_taps)), dtype=np.float32))
+    features, starts = head.combined(rows).detach().numpy(), [2, 5, 9, 10]
+    found = replay.chains(tokens, rows, torch.tensor(starts), 4, None)
+    for start, chain in zip(starts, found.tolist(), strict=True):
+        path: list[int] = []
+        for _ in range(4):
+            ids = [*tokens[1 : start + 2], *path]
+            row = drafted(head.tensors(), n_layers, features, embedding.numpy()[ids], start + 1)
+            path.append(int(VOCABULARY[(output.numpy() @ row).argmax()]))
+        assert chain == path
+    many = torch.full((4000,), 5)
+    drawn = replay.chains(tokens, rows, many, 1, torch.Generator().manual_seed(3))
+    again = replay.chains(tokens, rows, many, 1, torch.Generator().manual_seed(3))
+    row = drafted(head.tensors(), n_layers, features, embedding.numpy()[tokens[1:7]], 6)
+    shares = np.bincount(drawn[:, 0].numpy(), minlength=N_VOCAB)[VOCABULARY] / 4000
+    assert torch.equal(drawn, again) and np.abs(shares - softmax(row[None] @ output.numpy().T)[0]).max() < 0.04
+
+
+class OfPrefixes:
+    """Features that are kept, and a recorder of them: each row follows from the tokens up to it."""
+
+    n_texts = 1
+
+    def __init__(self, samples: list[Sample], n_rows: int) -> None:
+        self.samples = samples
+        self.n_rows = n_rows
+
+    def of(self, samples: list[Sample]) -> list[np.ndarray]:
+        return [self.rows(sample.text.tokens) for sample in samples]
+
+    def rows(self, tokens: np.ndarray) -> np.ndarray:
+        prefixes = (tokens[: n + 1].tolist() for n in range(len(tokens)))
+        return np.stack([np.random.default_rng(each).standard_normal(self.n_rows) for each in prefixes]).astype("f2")
+
+    def record_branches(self, tokens: np.ndarray, firsts: np.ndarray, branches: np.ndarray) -> np.ndarray:
+        texts = [np.concatenate([tokens[:first], each]) for first, each in zip(firsts, branches, strict=True)]
+        assert all(firsts[1:] > firsts[:-1])
+        return np.stack([self.rows(text)[first:] for text, first in zip(texts, firsts, strict=True)])
+
+
+@pytest.mark.parametrize("n_layers, n_taps, n_steps", [(2, 0, 3), (1, 2, 1)])
+def test_chains_in_a_batch_are_texts_of_their_own_that_share_their_beginnings(
+    n_layers: int,
+    n_taps: int,
+    n_steps: int,
+    rng: np.random.Generator,
+    embedding: torch.Tensor,
+    output: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds, "STRIDE", 7)
+    head, n_rows = a_head(n_layers, n_taps=n_taps), N_EMBD * max(1, n_taps)
+    texts = [Text(rng.integers(0, N_VOCAB, n).astype(np.int32), 6, True) for n in (18, 30, 13, 60, 64)]
+    recorder = OfPrefixes([Sample(text, 0, first) for first, text in enumerate(texts)], n_rows)
+    draft_ids = np.full(N_VOCAB, -1)
+    draft_ids[VOCABULARY] = np.arange(len(VOCABULARY))
+    batches = Batches(recorder, draft_ids, 4, 64, n_steps - 1)  # type: ignore[arg-type]
+    replay = Replay(head, embedding, output, torch.from_numpy(VOCABULARY))
+    own = Rounds(batches, replay, recorder, n_steps, seed=1)  # type: ignore[arg-type]
+    (batch,) = own.stream(own.plans(3), 3, torch.device("cpu"))
+    (again,) = own.stream(own.plans(3), 3, torch.device("cpu"))
+    (other,) = own.stream(own.plans(4), 4, torch.device("cpu"))
+    assert torch.equal(batch.tokens, again.tokens) and not torch.equal(batch.tokens, other.tokens)
+    objective = Objective(head, embedding, output, 1.0, Weights(1.0, 1.0, 0.8, 0.0))
+    with torch.no_grad():
+        steps = objective._steps(batch, head.combined(batch.features.float()), n_steps)
+    labels = dict(zip(batch.places.tolist(), batch.labels.tolist(), strict=True))
+    n_judged, branches = 0, batch.branches
+    assert branches is not None
+    for row, documents in enumerate(batch.documents.tolist()):
+        for document in sorted({*documents} - {0}):
+            places = [place for place, each in enumerate(documents) if each == document]
+            left, first = int(branches.left[row, places[0]]), int(batch.positions[row, places[0]])
+            if left < 0:
+                continue
+            trunk = batch.tokens[row, torch.tensor(documents) == left].tolist()
+            (text,) = [each.tokens for each in texts if each.tokens[1:].tolist() == trunk]
+            tokens = np.concatenate([text[: first + 1], batch.tokens[row, places].numpy()])
+            n_shared = len(tokens) - rounds.DEPTH
+            assert tokens[:n_shared].tolist() == text[:n_shared].tolist() and n_shared > 6
+            rows = recorder.rows(tokens)
+            assert_array_equal(batch.features[row, places].numpy(), rows[first:-1])
+            features = head.combined(torch.from_numpy(rows.astype(np.float32))).detach().numpy()
+            for place in [place for place in places if row * 64 + place in labels]:
+                n_judged, i = n_judged + 1, int(batch.positions[row, place])
+                assert i + 1 >= n_shared and labels[row * 64 + place] == draft_ids[tokens[i + 2]] >= 0
+                for step in range(n_steps):
+                    wanted = drafted(
+                        head.tensors(), n_layers, features, embedding.numpy()[tokens[1 : i + 2]], i + 1 - step
+                    )
+                    assert_allclose(steps[step][row, place].numpy(), wanted, atol=1e-4)
+    assert n_judged >= 5 * (rounds.DEPTH - 1)
+    assert {len(text.tokens) - 1 for text in texts} == {63, 59, 29, 17, 12}
+    in_texts = sum(len(text.tokens) - 2 - max(4, n_steps - 1) for text in texts)
+    assert len(labels) == n_judged + in_texts  # those of the texts are as in an epoch
