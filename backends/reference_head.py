@@ -6,7 +6,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import check_features, check_parents, check_pending, check_rows, check_tokens
-from edgeinfer.backends.reference import Activations, Floats, ReferenceBackend, ReferenceDecoder, Weights, scale, silu
+from edgeinfer.backends.reference import (
+    Activations,
+    Floats,
+    ReferenceBackend,
+    ReferenceDecoder,
+    Weights,
+    rms_norm,
+    scale,
+    silu,
+)
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
 from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output
@@ -43,8 +52,14 @@ class ReferenceHead(ReferenceDecoder):
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""
         self._check_open()
-        h, pair = np.asarray(rows, dtype=np.float32), self.spec.pair
-        return h if pair is None else self._linear(pair.combine, None, self._norm(pair.combine_norm, h))
+        h, combine = np.asarray(rows, dtype=np.float32), self.spec.combine
+        if combine is None:
+            return h
+        if combine.norm is not None:
+            parts = h.reshape(len(h), -1, combine.n_normed)
+            weights = self._part(combine.norm).values.reshape(-1, combine.n_normed)
+            h = rms_norm(parts, weights, self.spec.norm_epsilon).reshape(h.shape)
+        return self._linear(combine.matrix, None, h)
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.models.draft_head import TARGET_LAYERS, fingerprint
 
 Floats = NDArray[np.float32]
 
@@ -25,14 +25,15 @@ def write_draft_head(
     weights: Mapping[str, Floats],
     draft_vocab: NDArray[np.int32],
     type: GGMLType,
+    taps: bool | tuple[int, ...] = True,
 ) -> None:
     """Write a head of kind "dgf" for this target; its matrices get the type, its norms are F32.
 
     sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name.
-    draft_vocab: (n_draft,) ascending ids of the target.
+    draft_vocab: (n_draft,) ascending ids of the target.  taps: see DraftHeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
     """
-    keys: dict[str, str | int | float] = {
+    keys: dict[str, str | int | float | list[int]] = {
         "general.architecture": "draft-head",
         "general.type": "adapter",
         "draft-head.kind": "dgf",
@@ -42,6 +43,8 @@ def write_draft_head(
         "draft-head.target.fingerprint": fingerprint(target),
         **{f"draft-head.{key}": value for key, value in sizes.items()},
     }
+    if not isinstance(taps, bool):
+        keys[f"draft-head.{TARGET_LAYERS}"] = list(taps)
     ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, lambda: [draft_vocab.astype("<i4").view(np.uint8)])
     write_gguf(path, keys, [*(_tensor(name, values, type) for name, values in weights.items()), ids])
 

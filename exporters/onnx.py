@@ -13,7 +13,7 @@ from typing import TypeAlias
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import check_target, is_draft_head, read_head
@@ -76,6 +76,10 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
             )
         head, of_target = read_head(source), read_spec(target)
         check_target(head, source.path, target, of_target)
+        if head.decoder.gate is not None and head.decoder.combine is not None:
+            raise UnsupportedModel(
+                f"{source.path}: a head with taps is fed by rows that an ONNX file here does not give"
+            )
         graph = build_head(source, head.decoder, target, of_target, n_ctx, style)
         kept = {"draft_vocab": head.draft_vocab.tolist(), "target.fingerprint": head.target.fingerprint}
     graph.metadata |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}

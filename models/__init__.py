@@ -12,6 +12,7 @@ from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
     Activation,
     AttentionSpec,
+    CombineTensors,
     GateTensors,
     LayerTensors,
     LongRope,
@@ -28,6 +29,7 @@ __all__ = [
     "Activation",
     "Architecture",
     "AttentionSpec",
+    "CombineTensors",
     "GateTensors",
     "LayerTensors",
     "LongRope",

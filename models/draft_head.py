@@ -3,10 +3,10 @@
 A feature is the target's hidden row behind its final norm, what its output matrix reads. At position i a head takes the
 feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with the
 output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings are
-the target's; the output matrix has rows for a part of the tokens only.
+the target's; the output matrix has rows for a part of the tokens only. The features that come from the target may be
+made of its rows behind several layers instead (arXiv:2503.01840).
 
-EAGLE-3 heads, in the form that llama.cpp gives them, depart from that: the feature is made of the target's rows behind
-three of its layers (arXiv:2503.01840), and embeddings may be their own.
+EAGLE-3 heads, in the form that llama.cpp gives them, always do that, and embeddings may be their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
-from edgeinfer.models.spec import GateTensors, ModelSizes, ModelSpec, PairTensors
+from edgeinfer.models.spec import CombineTensors, GateTensors, ModelSizes, ModelSpec, PairTensors
 
 ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
 KINDS = ("dgf",)  # dynamic gating fusion
 DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
+TARGET_LAYERS = "target_layers"
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
+MOST_TAPS = 16
+_LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 _GATE = GateTensors("gate.feature.weight", "gate.token_norm.weight", "gate.token.weight", "gate.mix.weight")
 
 
@@ -120,10 +123,28 @@ class _HeadReader(Reader):
         self._check_keys()
         common = self._common_spec()
         draft_vocab = self._draft_vocab(DRAFT_VOCAB, "I32", common.n_vocab)
+        taps = self._taps()
         decoder = replace(common, output_norm=None, gate=_GATE, own_embeddings=False, n_draft=len(draft_vocab))
+        if not isinstance(taps, bool):
+            n_embd = common.n_embd
+            if n_embd % _LANES:
+                self.refuse("embedding_length", f"must be a multiple of {_LANES} with {TARGET_LAYERS}: found {n_embd}")
+            combine = CombineTensors("combine.weight", "combine_norm.weight", len(taps) * n_embd, n_normed=n_embd)
+            decoder = replace(decoder, combine=combine)
         self._check_tensors(decoder, {DRAFT_VOCAB})
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
-        return DraftHeadSpec(Target(architecture, name, common.n_vocab, common.n_embd, found), decoder, draft_vocab)
+        target = Target(architecture, name, common.n_vocab, common.n_embd, found)
+        return DraftHeadSpec(target, decoder, draft_vocab, taps)
+
+    def _taps(self) -> bool | tuple[int, ...]:
+        found = self.file.metadata.get(self._key(TARGET_LAYERS))
+        if found is None:
+            return True
+        layers = found if isinstance(found, list) else []
+        taps = tuple(layer for layer in layers if isinstance(layer, int) and 0 <= layer < 4096)
+        if not 1 <= len(layers) == len(taps) <= MOST_TAPS:
+            self.refuse(TARGET_LAYERS, f"must be 1 to {MOST_TAPS} layers from 0 on: found {found!r:.80}")
+        return taps
 
     def _n_layers(self) -> int:
         return self.integer("block_count", 0, 4096)
@@ -172,22 +193,26 @@ class _Eagle3Reader(_HeadReader):
         if not (own_embeddings and own_output) and n_rows != common.n_embd:
             lacking = "embedding matrix" if own_output else "output matrix"
             self.refuse("target_hidden_size", f"must be {common.n_embd}, as there is no {lacking}: found {n_rows}")
-        normed = self.flag("norm_before_fc", False)
         pair = PairTensors(
             token_norm="blk.0.attn_norm.weight",
             feature_norm="blk.0.attn_norm_2.weight",
-            combine="fc.weight",
-            combine_norm="enc.output_norm.weight" if normed else None,
-            n_rows=_EAGLE3_LAYERS * n_rows,
             normed_residual=self.flag("norm_before_residual", False),
         )
+        n_combined = _EAGLE3_LAYERS * n_rows
+        norm = "enc.output_norm.weight" if self.flag("norm_before_fc", False) else None
+        combine = CombineTensors("fc.weight", norm, n_combined, n_normed=n_combined)
         draft_vocab = np.arange(common.n_vocab, dtype=np.int32)
         if EAGLE3_VOCAB in self.file.tensors:
             draft_vocab = self._draft_vocab(EAGLE3_VOCAB, "I64", common.n_vocab)
         if not own_output and len(draft_vocab) < common.n_vocab:
             raise UnsupportedModel(f"{self.file.path}: tensor output.weight is missing, and {EAGLE3_VOCAB} has no use")
         decoder = replace(
-            common, pair=pair, own_embeddings=own_embeddings, own_output=own_output, n_draft=len(draft_vocab)
+            common,
+            pair=pair,
+            combine=combine,
+            own_embeddings=own_embeddings,
+            own_output=own_output,
+            n_draft=len(draft_vocab),
         )
         self._check_tensors(decoder, {EAGLE3_VOCAB})
         name = f"the target of {self.file.metadata.get('general.name')}"
@@ -206,9 +231,9 @@ class _Eagle3Reader(_HeadReader):
 
     def _taps(self) -> tuple[int, ...]:
         """llama.cpp counts what goes into a layer, Session.forward what comes out of one."""
-        found = self.file.metadata.get(self._key("target_layers"))
+        found = self.file.metadata.get(self._key(TARGET_LAYERS))
         layers = found if isinstance(found, list) else []
         taps = tuple(layer - 1 for layer in layers if isinstance(layer, int) and 1 <= layer <= 4096)
         if not len(layers) == len(taps) == _EAGLE3_LAYERS:
-            self.refuse("target_layers", f"must be {_EAGLE3_LAYERS} layers from 1 on: found {found!r:.80}")
+            self.refuse(TARGET_LAYERS, f"must be {_EAGLE3_LAYERS} layers from 1 on: found {found!r:.80}")
         return taps

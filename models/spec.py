@@ -128,16 +128,26 @@ class PairTensors:
 
     With the embedding e of a token and the feature f that comes with it, queries, keys and values are products with
     [norm(e, token_norm); norm(f, feature_norm)], and what the layer adds to is x = f, or norm(f, feature_norm) where
-    normed_residual is set. The target's features are made once of its hidden rows h, n_rows numbers of several layers
-    side by side: f = combine norm(h, combine_norm). combine is (n_embd, n_rows).
+    normed_residual is set.
     """
 
     token_norm: str
     feature_norm: str
-    combine: str
-    combine_norm: str | None
-    n_rows: int
     normed_residual: bool = False
+
+
+@dataclass(frozen=True)
+class CombineTensors:
+    """What makes a head's features of the target's hidden rows h, n_rows numbers of several layers side by side.
+
+    f = matrix norm(h), once for each row of the target. The norm is over each n_normed numbers of h, its weights are
+    (n_rows,); matrix is (n_embd, n_rows).
+    """
+
+    matrix: str
+    norm: str | None
+    n_rows: int
+    n_normed: int
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ class ModelSpec(ModelSizes):
 
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon. A draft head has a
     gate or a pair behind the first line, mostly embeddings in the file of its target, and rows of output for a part of
-    the tokens only.
+    the tokens only; with combine its features are made of several rows of the target.
     """
 
     n_ff: int
@@ -194,6 +204,7 @@ class ModelSpec(ModelSizes):
     query_temperature: QueryTemperature | None = None
     gate: GateTensors | None = None
     pair: PairTensors | None = None
+    combine: CombineTensors | None = None
     own_embeddings: bool = True  # False: a head reads those of the target
     own_output: bool = True  # False: a head's logits are made with the target's output matrix
     n_draft: int | None = None  # rows of output that drafts are made with: all of a head's, the first of a model's
@@ -231,9 +242,10 @@ class ModelSpec(ModelSizes):
             shapes[self.gate.mix] = (self.n_embd, 2 * self.n_embd)
         if self.pair is not None:
             shapes |= {self.pair.token_norm: (self.n_embd,), self.pair.feature_norm: (self.n_embd,)}
-            shapes[self.pair.combine] = (self.n_embd, self.pair.n_rows)
-            if self.pair.combine_norm is not None:
-                shapes[self.pair.combine_norm] = (self.pair.n_rows,)
+        if self.combine is not None:
+            shapes[self.combine.matrix] = (self.n_embd, self.combine.n_rows)
+            if self.combine.norm is not None:
+                shapes[self.combine.norm] = (self.combine.n_rows,)
         if self.output_norm is not None:
             shapes[self.output_norm] = (self.n_embd,)
         n_rows: dict[str, int] = {}

@@ -174,7 +174,7 @@ Matrix& Decoder::matrix(Role role, int layer) {
         case Role::GateFeature: return gate_.feature;
         case Role::GateToken: return gate_.token;
         case Role::GateMix: return gate_.mix;
-        case Role::PairCombine: return pair_.combine;
+        case Role::Combine: return combine_.matrix;
         default: return output_;
     }
 }
@@ -223,7 +223,7 @@ void Decoder::set_vector(Role role, int layer, const float* source, int n) {
         case Role::GateTokenNorm: gate_.token_norm = data; break;
         case Role::PairTokenNorm: pair_.token_norm = data; break;
         case Role::PairFeatureNorm: pair_.feature_norm = data; break;
-        case Role::PairCombineNorm: pair_.combine_norm = data; break;
+        case Role::CombineNorm: combine_.norm = data; break;
         default: output_norm_ = data; break;
     }
 }
@@ -277,7 +277,7 @@ void Decoder::run(const Pass& pass, int thread) {
     };
     embed(pass, thread);
     if (config_.gated) fuse(pass, thread);
-    if (config_.paired()) pair(pass, thread);
+    if (config_.paired) pair(pass, thread);
     for (int i = 0; i < config_.n_layers; i++) {
         layer(pass, thread, layers_[static_cast<size_t>(i)], i);
         tap_behind(i, nullptr);
@@ -301,9 +301,8 @@ void Decoder::tap(const Pass& pass, int thread, const float* norm, float* out) {
 
 void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int index) {
     const Buffers& b = *buffers_;
-    const Inputs attn = config_.paired()
-                            ? plain_inputs(pass, thread, b.joined, b.ld_joined, {&w.q, &w.k, &w.v})
-                            : normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
+    const Inputs attn = config_.paired ? plain_inputs(pass, thread, b.joined, b.ld_joined, {&w.q, &w.k, &w.v})
+                                       : normed_inputs(pass, thread, w.attn_norm, nullptr, pass.n, {&w.q, &w.k, &w.v});
     project_qkv(pass, thread, w, attn);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread, w);
     rotate_and_store(pass, thread, w, index);
@@ -479,13 +478,13 @@ void Decoder::combine(const float* rows, int n, float* features) {
         pool_.for_tasks(thread, n, [&](int c) {
             float* row = b.combined + static_cast<size_t>(c) * b.ld_combined;
             std::memcpy(row, rows + static_cast<size_t>(c) * n_in, sizeof(float) * n_in);
-            if (pair_.combine_norm)
-                kernels_.rms_norm(row, pair_.combine_norm, config_.n_combined, config_.norm_epsilon, row);
-            prepare(inputs, c, {&pair_.combine});
+            for (int k = 0; combine_.norm && k < config_.n_combined; k += config_.n_normed)
+                kernels_.rms_norm(row + k, combine_.norm + k, config_.n_normed, config_.norm_epsilon, row + k);
+            prepare(inputs, c, {&combine_.matrix});
         });
-        const Tasks tasks(pair_.combine, n, pool_.size());
+        const Tasks tasks(combine_.matrix, n, pool_.size());
         pool_.for_tasks(thread, tasks.count(), [&](int task) {
-            kernels_.matmul(pair_.combine, inputs, n, tasks.first(task), tasks.last(task), features, n_embd);
+            kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task), features, n_embd);
         });
     });
 }

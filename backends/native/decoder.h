@@ -43,11 +43,12 @@ struct DecoderConfig {
     KvType kv_type = KvType::F16;
     int n_logits = n_vocab;  // rows of the output matrix, of the first tokens where there are more
     bool gated = false;      // tokens come with features, see Gate
-    int n_combined = 0;      // numbers of a row that Decoder::combine takes; tokens come with features, see Pair
+    bool paired = false;     // too, see Pair
     bool normed_residual = false;
+    int n_combined = 0;  // numbers of a row that Decoder::combine takes, see Combine
+    int n_normed = 0;    // of these, that are normed together
 
-    bool paired() const { return n_combined > 0; }
-    bool has_features() const { return gated || paired(); }
+    bool has_features() const { return gated || paired; }
     KvSizes kv_sizes() const { return {kv_type, n_layers, n_kv_heads, head_dim, n_ctx}; }
 };
 
@@ -69,10 +70,16 @@ struct Gate {
 };
 
 // What the one layer of another kind of draft head attends from: [norm(e); norm(f)], and x is f, or norm(f) with
-// normed_residual. combine makes f of the target's rows, once (EAGLE-3, Li et al., arXiv:2503.01840).
+// normed_residual (EAGLE-3, Li et al., arXiv:2503.01840).
 struct Pair {
-    Matrix combine;
-    const float *combine_norm = nullptr, *token_norm = nullptr, *feature_norm = nullptr;
+    const float *token_norm = nullptr, *feature_norm = nullptr;
+};
+
+// What makes f of the target's rows of several layers side by side, once: matrix norm(row), each n_normed numbers of the
+// row having a norm of their own. n_normed is all of it, or a multiple of 16.
+struct Combine {
+    Matrix matrix;
+    const float* norm = nullptr;
 };
 
 // The rows of the embedding matrix stay where they are, as GGUF stores them.
@@ -111,8 +118,8 @@ enum class Role : int {
     GateMix,
     PairTokenNorm,
     PairFeatureNorm,
-    PairCombine,
-    PairCombineNorm
+    Combine,
+    CombineNorm
 };
 
 class Decoder {
@@ -146,7 +153,7 @@ public:
                  const int32_t* rows, int n_rows, float* logits, const int32_t* layers, int n_taps, float* taps,
                  size_t tap_stride, const std::function<bool()>& poll);
 
-    // Features (n, n_embd) of rows (n, n_combined) of the target, n <= n_batch, see Pair.
+    // Features (n, n_embd) of rows (n, n_combined) of the target, n <= n_batch, see Combine.
     void combine(const float* rows, int n, float* features);
 
     // The committed text. commit moves these rows of the last forward, a path, to where sequential decoding would have
@@ -212,6 +219,7 @@ private:
     Matrix output_;
     Gate gate_;
     Pair pair_;
+    Combine combine_;
     Embedding embedding_;
     std::unique_ptr<Buffers> buffers_;
     std::atomic<bool> stop_{false};

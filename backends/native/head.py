@@ -58,10 +58,10 @@ class NativeHead(NativeDecoder):
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""
-        decoder, pair = self._open(), self.spec.pair
+        decoder, combine = self._open(), self.spec.combine
         n = len(np.asarray(rows))
-        of_target = check_features(rows, n, self.spec.n_embd if pair is None else pair.n_rows)
-        if pair is None:
+        of_target = check_features(rows, n, self.spec.n_embd if combine is None else combine.n_rows)
+        if combine is None:
             return of_target
         combined = np.empty((n, self.spec.n_embd), dtype=np.float32)
         for first in range(0, n, self.n_batch):

@@ -185,7 +185,7 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
 void combine(Decoder& decoder, Features rows, Rows features) {
     const DecoderConfig& config = decoder.config();
     const size_t n = rows.shape(0);
-    if (!config.paired() || n < 1 || n > static_cast<size_t>(config.n_batch) ||
+    if (!config.n_combined || n < 1 || n > static_cast<size_t>(config.n_batch) ||
         rows.shape(1) != static_cast<size_t>(config.n_combined) || features.shape(0) != n ||
         features.shape(1) != static_cast<size_t>(config.n_embd)) {
         throw nb::value_error("combine: arguments do not fit together");
@@ -358,8 +358,8 @@ NB_MODULE(_core, m) {
         .value("gate_mix", Role::GateMix)
         .value("pair_token_norm", Role::PairTokenNorm)
         .value("pair_feature_norm", Role::PairFeatureNorm)
-        .value("pair_combine", Role::PairCombine)
-        .value("pair_combine_norm", Role::PairCombineNorm);
+        .value("combine", Role::Combine)
+        .value("combine_norm", Role::CombineNorm);
 
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
@@ -413,7 +413,9 @@ NB_MODULE(_core, m) {
         .def_rw("kv_type", &DecoderConfig::kv_type)
         .def_rw("n_logits", &DecoderConfig::n_logits)
         .def_rw("gated", &DecoderConfig::gated)
+        .def_rw("paired", &DecoderConfig::paired)
         .def_rw("n_combined", &DecoderConfig::n_combined)
+        .def_rw("n_normed", &DecoderConfig::n_normed)
         .def_rw("normed_residual", &DecoderConfig::normed_residual)
         .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
         .def(

@@ -461,9 +461,12 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
     for role, name in vars(spec.gate).items() if spec.gate is not None else ():
         yield f"gate_{role}", 0, name
     if spec.pair is not None:
-        for role in ("token_norm", "feature_norm", "combine", "combine_norm"):
-            if (name := getattr(spec.pair, role)) is not None:
-                yield f"pair_{role}", 0, name
+        yield "pair_token_norm", 0, spec.pair.token_norm
+        yield "pair_feature_norm", 0, spec.pair.feature_norm
+    if spec.combine is not None:
+        yield "combine", 0, spec.combine.matrix
+        if spec.combine.norm is not None:
+            yield "combine_norm", 0, spec.combine.norm
     if spec.output_norm is not None:
         yield "output_norm", 0, spec.output_norm
     # The file of a head has as many rows as it gives logits, that of a model may have more.
@@ -515,8 +518,11 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheT
     config.n_logits = spec.n_logits
     config.gated = spec.gate is not None
     if spec.pair is not None:
-        config.n_combined = spec.pair.n_rows
+        config.paired = True
         config.normed_residual = spec.pair.normed_residual
+    if spec.combine is not None:
+        config.n_combined = spec.combine.n_rows
+        config.n_normed = spec.combine.n_normed
     config.embedding_scale = spec.embedding_scale
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale

@@ -66,6 +66,11 @@ def build_model(model: ModelFile, spec: ModelSpec, n_ctx: int, style: Style, tap
     return build_decoder(model, spec, Embedding.of(model, spec), n_ctx, style, taps)
 
 
+def build_combine(head: ModelFile, spec: ModelSpec, style: Style) -> Graph:
+    """The graph of CombineTensors: rows (1, n, n_rows) in, features (1, n, n_embd) out. Raises UnsupportedModel."""
+    return _Builder(head, spec, None, 0, style).build_combine()
+
+
 def bias_name(window: int | None) -> str:
     """Name of the input with the mask of layers with such a window."""
     return "attention_bias" if window is None else f"attention_bias.{window}"
@@ -77,7 +82,9 @@ def windows_of(spec: ModelSpec) -> list[int | None]:
 
 
 class _Builder:
-    def __init__(self, model: ModelFile, spec: ModelSpec, embedding: Embedding, n_ctx: int, style: Style) -> None:
+    def __init__(
+        self, model: ModelFile, spec: ModelSpec, embedding: Embedding | None, n_ctx: int, style: Style
+    ) -> None:
         self._model, self._spec, self._embedding, self._n_ctx, self._style = model, spec, embedding, n_ctx, style
         self._graph = Graph(spec.architecture)
         self._ropes: list[RopeSpec] = []
@@ -101,6 +108,17 @@ class _Builder:
         graph.output("hidden_states", x, 1, "n", spec.n_embd)
         graph.output("logits", self._logits(x), "m", spec.n_logits)
         graph.metadata |= self._metadata()
+        return graph
+
+    def build_combine(self) -> Graph:
+        graph, combine = self._graph, self._spec.combine
+        assert combine is not None
+        x = graph.input("rows", np.float32, 1, "n", combine.n_rows)
+        if combine.norm is not None:
+            parts = graph.add("Reshape", x, graph.ints(0, 0, -1, combine.n_normed))
+            x = graph.add("Reshape", self._divided_by_root(parts), graph.ints(0, 0, -1))
+            x = graph.add("Mul", x, self._vector(combine.norm))
+        graph.output("features", self._linear(combine.matrix, None, x), 1, "n", self._spec.n_embd)
         return graph
 
     # ---- what comes in and goes out ----------------------------------------------------------------------------------
@@ -133,6 +151,7 @@ class _Builder:
     def _embedded(self) -> str:
         """Rows of the tokens, (1, n, n_embd)."""
         graph, embedding = self._graph, self._embedding
+        assert embedding is not None
         weights = weights_of(part_of(embedding.model, embedding.name))
         name = embedding.name
         if isinstance(weights, Floats):
@@ -319,12 +338,14 @@ class _Builder:
 
     def _norm(self, weight: TensorRef | None, x: str) -> str:
         """RMS norm over the last axis, x where the model has none here. ONNX Runtime makes one operator of it."""
-        if weight is None:
-            return x
+        return x if weight is None else self._graph.add("Mul", self._divided_by_root(x), self._vector(weight))
+
+    def _divided_by_root(self, x: str) -> str:
+        """x over the root of the mean of its squares, along the last axis."""
         graph = self._graph
         mean = graph.add("ReduceMean", graph.add("Pow", x, graph.number(2.0)), graph.ints(-1), keepdims=1)
         root = graph.add("Sqrt", graph.add("Add", mean, graph.number(self._spec.norm_epsilon)))
-        return graph.add("Mul", graph.add("Div", x, root), self._vector(weight))
+        return graph.add("Div", x, root)
 
     def _activated(self, x: str) -> str:
         graph = self._graph

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
-from edgeinfer.backends.onnx.decoder import Embedding, build_decoder
+from edgeinfer.backends.onnx.decoder import Embedding, build_combine, build_decoder
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, Style, choose_provider
+from edgeinfer.backends.onnx.runtime import Program
 from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graph
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
@@ -39,7 +40,8 @@ def plan_onnx_head(
 ) -> MemoryPlan:
     """Bytes that a head takes, its target's embeddings among them; see OnnxBackend.plan. Raises UnsupportedModel."""
     style = (info or choose_provider()).style
-    return plan_graph(build_head(head, spec, target, target_spec, n_ctx, style), spec, n_ctx, n_batch)
+    others = [] if spec.combine is None else [build_combine(head, spec, style)]
+    return plan_graph(build_head(head, spec, target, target_spec, n_ctx, style), spec, n_ctx, n_batch, others)
 
 
 class OnnxHeadBackend:
@@ -75,6 +77,9 @@ class OnnxHead(OnnxDecoder):
         provider = info or choose_provider()
         graph = build_head(head, spec, target, target_spec, plan.n_ctx, provider.style)
         super().__init__(graph, spec, plan, device, provider, progress)
+        self._combine: Program | None = None
+        if spec.combine is not None:
+            self._combine = Program(build_combine(head, spec, provider.style), provider, device.n_threads)
 
     def forward(
         self,
@@ -96,6 +101,23 @@ class OnnxHead(OnnxDecoder):
         return self._forward(ids, parents, n_pending, logits, (self.spec.n_layers,), rows)
 
     def combine(self, rows: ArrayLike) -> Features:
-        """See HeadSession.combine: the rows themselves."""
+        """See HeadSession.combine. Raises BackendLost if the provider fails."""
         self._open()
-        return check_features(rows, len(np.asarray(rows)), self.spec.n_embd)
+        combine, n = self.spec.combine, len(np.asarray(rows))
+        of_target = check_features(rows, n, self.spec.n_embd if combine is None else combine.n_rows)
+        if self._combine is None:
+            return of_target
+        features = np.empty((n, self.spec.n_embd), dtype=np.float32)
+        self._combine.start()
+        for first in range(0, n, self.n_batch):
+            part = slice(first, first + self.n_batch)
+            binding = self._combine.binding({})
+            binding.give({"rows": of_target[None, part]})
+            binding.take({"features": features[None, part]})
+            self._combine.run(binding)
+        return features
+
+    def close(self) -> None:
+        """See HeadSession.close."""
+        self._combine = None
+        super().close()

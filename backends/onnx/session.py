@@ -70,13 +70,14 @@ class OnnxBackend:
         return OnnxSession(model, spec, plan, device, self.info, progress)
 
 
-def plan_graph(graph: Graph, spec: ModelSpec, n_ctx: int, n_batch: int) -> MemoryPlan:
-    """Bytes of a decoder's graph and of the one that moves rows of its cache; see OnnxBackend.plan."""
+def plan_graph(graph: Graph, spec: ModelSpec, n_ctx: int, n_batch: int, others: Sequence[Graph] = ()) -> MemoryPlan:
+    """Bytes of a decoder's graph, of the one that moves rows of its cache, and of others; see OnnxBackend.plan."""
     n_batch = min(n_batch, n_ctx, _MAX_BATCH)
     widths = 12 * spec.n_embd + 4 * (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim + 4 * spec.n_ff
+    widths += 0 if spec.combine is None else 2 * spec.combine.n_rows
     n_activations = n_batch * (widths + 2 * spec.n_heads * n_ctx + 2 * spec.n_logits)
     n_cache = 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
-    use = MemoryUse(constant_bytes([graph, build_move(spec)]), 4 * n_cache, 4 * n_activations)
+    use = MemoryUse(constant_bytes([graph, build_move(spec), *others]), 4 * n_cache, 4 * n_activations)
     return MemoryPlan(n_ctx, n_batch, use)
 
 

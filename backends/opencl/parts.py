@@ -83,10 +83,9 @@ class ModelParts:
     def read_head(cls, head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec) -> ModelParts:
         """The same of a head, with its target's embeddings. spec: DraftHeadSpec.decoder. Raises UnsupportedModel."""
         names = spec.gate
-        if names is None:
-            raise UnsupportedModel(
-                f"{head.path}: EAGLE-3 heads do not run on OpenCL: run them on the native engine (-md)"
-            )
+        if names is None or spec.combine is not None:
+            kind = "EAGLE-3 heads" if names is None else "draft heads that are fed by several layers"
+            raise UnsupportedModel(f"{head.path}: {kind} do not run on OpenCL: run them on the native engine (-md)")
         return cls(
             token_embd=_linear(target, [target_spec.token_embd]),
             output=_linear(head, [spec.output]),

@@ -46,9 +46,25 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")
 @click.option("--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens it can draft.")
 @click.option("--blocks", type=click.IntRange(0), default=1, show_default=True, help="Decoder blocks behind the gate.")
+@click.option(
+    "--taps",
+    default="none",
+    show_default=True,
+    help="Layers whose rows feed it, as 2,15,29 up to the last; auto: early, middle, last; none: the final row alone.",
+)
 @click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Times each text is trained on.")
+@click.option(
+    "--rounds", type=click.IntRange(0), default=0, show_default=True, help="More epochs, behind its own drafts too."
+)
 @click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Of its own drafts, each time.")
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["muon", "adamw"]),
+    default="muon",
+    show_default=True,
+    help="Of the matrices; norms have AdamW.",
+)
 @click.option("--lr", "learning_rate", type=_POSITIVE, default=1e-3, show_default=True, help="Largest learning rate.")
 @click.option("--warm-up", type=_SHARE, default=0.05, show_default=True, help="Share of the training it rises in.")
 @click.option("--feature-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Of the feature loss.")

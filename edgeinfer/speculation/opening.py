@@ -222,7 +222,7 @@ def _plan_file(
         spec = read_head(file)
         check_target(spec, file.path, target, read_spec(target))
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
-        n_rows = 0 if spec.decoder.pair is None else spec.decoder.pair.n_rows
+        n_rows = 0 if spec.decoder.combine is None else spec.decoder.combine.n_rows
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
         if draft_device != "auto":  # so little work is done on the CPU before another device is reached
             _plan_places(planned, file, spec.decoder, plan, left - kept, draft_device, beside=target)

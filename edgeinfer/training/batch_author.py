@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import MIN_ANSWER, encode
 from edgeinfer.training.corpus import Request, Text
-from edgeinfer.training.features import Halves, checked_halves
+from edgeinfer.training.features import Halves, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
@@ -134,12 +135,28 @@ class BatchAuthor:
 
 
 class TorchRecorder:
-    """Features as the target in torch computes them: see Recorder."""
+    """Rows as the target in torch computes them: see Recorder."""
 
-    def __init__(self, target: TorchTarget, n_texts: int) -> None:
+    def __init__(self, target: TorchTarget, n_texts: int, taps: Taps = True) -> None:
         self.n_texts = n_texts
         self._target = target
+        self._taps = taps
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
-        return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts)]
+        return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts, self._taps)]
+
+    def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
+        """See Recorder.record_branches: in one pass, in which a branch sees what it stands behind, and itself."""
+        device, (n, k), n_text = self._target.device, branches.shape, int(firsts[-1])
+        ids = torch.from_numpy(np.concatenate([tokens[:n_text], branches.reshape(-1)]).astype(np.int64)).to(device)
+        begins = torch.from_numpy(firsts.repeat(k)).to(device)
+        place = torch.arange(n_text, device=device)
+        own = torch.arange(n * k, device=device)
+        positions = torch.cat([place, begins + own % k])
+        mask = torch.zeros((len(ids), len(ids)), dtype=torch.bool, device=device)
+        mask[:n_text, :n_text] = place[:, None] >= place
+        mask[n_text:, :n_text] = place < begins[:, None]
+        mask[n_text:, n_text:] = (own[:, None] // k == own // k) & (own[:, None] >= own)
+        rows = self._target.features(ids[None], positions[None], mask[None, None], taps=self._taps)[0, n_text:]
+        return checked_halves(rows.half().cpu().numpy().reshape(n, k, -1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,9 +10,42 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.training.features import Features, Sample
+from edgeinfer.training.features import Features, Halves, Sample
 
 Plan = list[list[int]]  # for each row of a batch, the texts that stand in it
+_TENSORS = ("tokens", "positions", "documents", "features", "places", "labels")  # of a batch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What stands in a row of a batch: a text, or a branch that leaves one.
+
+    tokens: (l,), the one behind each position.  first: position of the first.  features: (l, n_rows) half floats.
+    judged: (k,), of the l; never the last.  labels: (k,), see Batch.  leaves: place in the row's list of the text that
+    a branch leaves; what stands before the branch's first position is seen.
+    """
+
+    tokens: NDArray[np.int32]
+    first: int
+    features: NDArray[np.float16]
+    judged: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    leaves: int | None = None
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Of each position of a batch that is in a branch, (n, m) int64 each.
+
+    left: which of the row's documents the branch leaves, -1 for a position in none.  begins: its first position.
+    """
+
+    left: torch.Tensor
+    begins: torch.Tensor
+
+    def to(self, device: torch.device) -> Branches:
+        """The same on a device."""
+        return Branches(self.left.to(device), self.begins.to(device))
 
 
 @dataclass(frozen=True)
@@ -20,9 +53,9 @@ class Batch:
     """Rows of texts; of a text with tokens t and features f, position i has t[i + 1] and f[i] and predicts t[i + 2].
 
     tokens, positions, documents: (n, m) int64; documents tells the texts of a row apart, 0 is padding.
-    features: (n, m, n_embd), whose next row in a text is the feature to predict.
+    features: (n, m, n_rows), see Features, whose next row in a text has the feature to predict.
     places: (k,) int64, positions that are judged, as indices into n * m.  labels: (k,) int64, the token to predict as
-    an index into the draft vocabulary, -1 for one that is not in it.
+    an index into the draft vocabulary, -1 for one that is not in it.  branches: None where there are none.
     """
 
     tokens: torch.Tensor
@@ -31,14 +64,17 @@ class Batch:
     features: torch.Tensor
     places: torch.Tensor
     labels: torch.Tensor
+    branches: Branches | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+        branches = None if self.branches is None else self.branches.to(device)
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return Batch(**moved, branches=branches)
 
     def pinned(self) -> Batch:
-        """The same in memory that a GPU reads while others work."""
-        return Batch(*(getattr(self, name).pin_memory() for name in self.__dataclass_fields__))
+        """The same in memory that a GPU reads while others work, without branches."""
+        return Batch(**{name: getattr(self, name).pin_memory() for name in _TENSORS})
 
     @property
     def n_tokens(self) -> int:
@@ -78,21 +114,21 @@ class Batches:
     def __init__(
         self, features: Features, draft_ids: NDArray[np.int64], n_rows: int, row_length: int, n_before: int
     ) -> None:
-        self._features = features
-        self._draft_ids = draft_ids
+        self.features = features
+        self.draft_ids = draft_ids
         self._n_rows = n_rows
-        self._row_length = row_length
+        self.row_length = row_length
         self._n_before = n_before
         self._samples = [sample for sample in features.samples if self._n_judged(sample) > 0]
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def plans(self, seed: int, epoch: int) -> list[Plan]:
-        """The batches of an epoch, which follow from its number and the seed."""
+    def plans(self, seed: int, epoch: int, length: Callable[[Sample], int] | None = None) -> list[Plan]:
+        """The batches of an epoch, which follow from its number and the seed. length: what a text takes in a row."""
         order = np.random.default_rng((seed, epoch)).permutation(len(self._samples)).tolist()
-        lengths = [len(sample.text.tokens) - 1 for sample in self._samples]
-        return pack(lengths, self._n_rows, self._row_length, order)
+        lengths = [len(sample.text.tokens) - 1 if length is None else length(sample) for sample in self._samples]
+        return pack(lengths, self._n_rows, self.row_length, order)
 
     def stream(self, plans: Sequence[Plan], device: torch.device) -> Iterator[Batch]:
         """The batches on a device, each made while the one before is worked on."""
@@ -111,24 +147,41 @@ class Batches:
 
     def build(self, plan: Plan) -> Batch:
         """A batch in the computer's memory."""
-        n, m = len(plan), self._row_length
-        tokens, positions, documents = (np.zeros((n, m), dtype=np.int64) for _ in range(3))
-        features = torch.zeros((n, m, self._features.n_embd), dtype=torch.float16)
+        rows = self.rows(plan)
+        return self.batch([[self.piece(sample, known) for sample, known in row] for row in rows])
+
+    def rows(self, plan: Plan) -> list[list[tuple[Sample, Halves]]]:
+        """The texts of each row of a batch, and what was recorded of them."""
+        known = iter(self.features.of([self._samples[index] for indices in plan for index in indices]))
+        return [[(self._samples[index], next(known)) for index in indices] for indices in plan]
+
+    def piece(self, sample: Sample, features: Halves) -> Piece:
+        """A text as it stands in a row."""
+        text, length = sample.text.tokens, min(len(sample.text.tokens) - 1, self.row_length)
+        judged = self._judged(sample)
+        labels = self.draft_ids[text[judged + 2]]
+        return Piece(text[1 : length + 1], 0, features[:length], judged, labels)
+
+    def batch(self, rows: Sequence[Sequence[Piece]]) -> Batch:
+        """A batch of these rows, which must have room for them."""
+        n, m = len(rows), self.row_length
+        tokens, positions, documents, begins = (np.zeros((n, m), dtype=np.int64) for _ in range(4))
+        left = np.full((n, m), -1, dtype=np.int64)
+        features = torch.zeros((n, m, self.features.n_rows), dtype=torch.float16)
         places: list[NDArray[np.int64]] = []
         labels: list[NDArray[np.int64]] = []
-        known = iter(self._features.of([self._samples[index] for indices in plan for index in indices]))
-        for row, indices in enumerate(plan):
+        for row, pieces in enumerate(rows):
             start = 0
-            for number, index in enumerate(indices, start=1):
-                sample = self._samples[index]
-                text, length = sample.text.tokens, min(len(sample.text.tokens) - 1, m)
-                at = slice(start, start + length)
-                tokens[row, at], positions[row, at], documents[row, at] = text[1 : length + 1], range(length), number
-                features[row, at] = torch.from_numpy(np.array(next(known)[:length]))
-                judged = self._judged(sample)
-                places.append(row * m + start + judged)
-                labels.append(self._draft_ids[text[judged + 2]])
-                start += length
+            for number, piece in enumerate(pieces, start=1):
+                at = slice(start, start + len(piece.tokens))
+                tokens[row, at], documents[row, at] = piece.tokens, number
+                positions[row, at] = range(piece.first, piece.first + len(piece.tokens))
+                features[row, at] = torch.from_numpy(np.array(piece.features))
+                if piece.leaves is not None:
+                    left[row, at], begins[row, at] = piece.leaves + 1, piece.first
+                places.append(row * m + start + piece.judged)
+                labels.append(piece.labels)
+                start = at.stop
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
@@ -136,11 +189,12 @@ class Batches:
             features,
             torch.from_numpy(np.concatenate(places)),
             torch.from_numpy(np.concatenate(labels)),
+            Branches(torch.from_numpy(left), torch.from_numpy(begins)) if (left >= 0).any() else None,
         )
 
     def _judged(self, sample: Sample) -> NDArray[np.int64]:
         """Positions of a text that are judged; the one behind them is in the row too, as its feature is wanted."""
-        last = min(len(sample.text.tokens) - 1, self._row_length) - 1
+        last = min(len(sample.text.tokens) - 1, self.row_length) - 1
         return np.arange(max(sample.text.n_prompt - 2, self._n_before), last, dtype=np.int64)
 
     def _n_judged(self, sample: Sample) -> int:

@@ -27,17 +27,19 @@ from edgeinfer.exporters.draft_head import write_draft_head
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.models.draft_head import MOST_TAPS, fingerprint
 from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
-from edgeinfer.training.features import Features, NativeRecorder, Recorder
+from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps
 from edgeinfer.training.head import DraftHead, HeadSizes
-from edgeinfer.training.objective import Objective, Weights, linear_guess
+from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
+from edgeinfer.training.optimizer import OptimizerName
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.replay import Replay, tokens_per_step
+from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
@@ -76,6 +78,9 @@ class Settings:
     evaluate_every: int
     seed: int
     type: str
+    taps: str = "none"
+    optimizer: OptimizerName = "muon"
+    rounds: int = 0
     author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
@@ -130,14 +135,16 @@ class _Distillation:
         self._settings = settings
         self._workers = workers
         self._target = TorchTarget(file, spec, workers.device)
+        self._taps = taps_named(settings.taps, spec)
+        self._sizes = HeadSizes.of(file, spec, settings.blocks, self._taps)
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
         self._author: Author = NativeAuthor(run, settings.max_tokens)
-        self._recorder: Recorder = NativeRecorder(run.session)
+        self._recorder: Recorder = NativeRecorder(run.session, self._taps)
         if use_torch:
             self._author = BatchAuthor(self._target, run, settings.max_tokens, self._n_side_by_side())
         if on_gpu:
-            self._recorder = TorchRecorder(self._target, n_texts=32)
+            self._recorder = TorchRecorder(self._target, n_texts=32, taps=self._taps)
 
     def _n_side_by_side(self) -> int:
         """How many texts torch writes at once: a power of two whose caches take half of a GPU's free memory at most."""
@@ -229,7 +236,8 @@ class _Distillation:
         return agreement.check(self._target, self._engine.session, sample)
 
     def _features(self, corpus: Corpus, report: Report) -> Features:
-        features = Features(corpus, self._recorder, self._spec.n_embd, self._settings.disk_bytes)
+        n_rows = self._spec.n_embd * max(1, self._sizes.n_taps)
+        features = Features(corpus, self._recorder, n_rows, self._settings.disk_bytes, self._taps)
         features.prepare(report, self._workers.share)
         self._workers.wait()
         return features
@@ -238,11 +246,13 @@ class _Distillation:
         settings = self._settings
         use_deterministic_kernels()
         torch.manual_seed(settings.seed)
-        head = DraftHead(HeadSizes.of(self._file, self._spec, settings.blocks)).to(self._workers.device)
+        head = DraftHead(self._sizes).to(self._workers.device)
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
-        unit = float(np.sqrt(np.mean(np.square(train.of(train.samples[:1])[0].astype(np.float32)))))
+        features_of = self._target.behind_last_norm if self._sizes.n_taps else unchanged
+        first = torch.from_numpy(np.array(train.of(train.samples[:1])[0])).to(self._workers.device)
+        unit = float(np.sqrt(np.mean(np.square(features_of(first.float()).cpu().numpy()))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
-        objective = Objective(head, self._target.embedding, self._target.output[ids], unit, weights)
+        objective = Objective(head, self._target.embedding, self._target.output[ids], unit, weights, features_of)
         draft_ids = np.full(self._spec.n_vocab, -1, dtype=np.int64)
         draft_ids[vocabulary] = np.arange(len(vocabulary))
         length = settings.context - settings.context % 8
@@ -254,15 +264,21 @@ class _Distillation:
             settings.warm_up,
             settings.seed,
             settings.evaluate_every,
+            settings.optimizer,
+            settings.rounds,
         )
-        names = "draft_vocab blocks epochs steps batch_tokens learning_rate warm_up feature_weight token_weight decay"
-        wanted = {name: getattr(settings, name) for name in (*names.split(), "noise", "evaluate_every", "seed")}
+        names = "draft_vocab blocks epochs rounds steps batch_tokens optimizer learning_rate warm_up feature_weight"
+        names += " token_weight decay noise evaluate_every seed"
+        wanted = {name: getattr(settings, name) for name in names.split()}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
+        wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
         batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
         checkpoint = self._work / "checkpoint.pt"
         if not checkpoint.exists():
             fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
-            head.begin_with(linear_guess(fitted, self._spec.n_embd, self._workers.device))
+            guess = linear_guess(fitted, self._spec.n_embd, self._workers.device, features_of)
+            head.begin_with(guess, self._target.last_norm)
+        replay = Replay(head, self._target.embedding, self._target.output[ids], ids)
         trainer = Trainer(
             objective,
             batches,
@@ -271,6 +287,7 @@ class _Distillation:
             wanted,
             checkpoint,
             self._workers,
+            Rounds(batches, replay, self._recorder, settings.steps, settings.seed),
         )
         return trainer, head
 
@@ -311,8 +328,8 @@ class _Distillation:
         answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
         counts = {size: [0, 0] for size in TREES}
         for number, sample in enumerate(held.samples):
-            features = torch.from_numpy(np.array(held.of([sample])[0])).to(device).float()
-            accepted = replay.accepted(sample.text.tokens, features, sample.text.n_prompt, TREES)
+            rows = torch.from_numpy(np.array(held.of([sample])[0])).to(device).float()
+            accepted = replay.accepted(sample.text.tokens, rows, sample.text.n_prompt, TREES)
             for size, lengths in accepted.items():
                 counts[size] = [a + b for a, b in zip(counts[size], tokens_per_step(lengths), strict=True)]
             report("replay of trees", (number + 1) / len(held.samples))
@@ -327,12 +344,32 @@ class _Distillation:
         self, tensors: dict[str, NDArray[np.float32]], vocabulary: NDArray[np.int32], summary: dict[str, Any]
     ) -> None:
         if self._workers.rank == 0:
-            sizes = HeadSizes.of(self._file, self._spec, self._settings.blocks).keys()
             output = self._target.output[torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)]
             weights = tensors | {"output.weight": output.cpu().numpy()}
-            write_draft_head(self._out, self._file, self._spec, sizes, weights, vocabulary, self._type)
+            sizes = self._sizes.keys()
+            write_draft_head(self._out, self._file, self._spec, sizes, weights, vocabulary, self._type, self._taps)
             write_whole(report_path(self._out), (json.dumps(summary, indent=1) + "\n").encode())
         self._workers.wait()
+
+
+def taps_named(name: str, spec: ModelSpec) -> Taps:
+    """The layers that a head is fed by: "none", "auto", or their numbers, the last of which must be the model's last.
+
+    "auto" is an early one, the middle one and the last. Raises InvalidArgument.
+    """
+    n = spec.n_layers
+    if name == "none":
+        return True
+    if name == "auto":
+        return tuple(sorted({min(2, n // 4), n // 2, n - 1}))
+    parts = name.split(",")
+    taps = tuple(int(part) for part in parts if part.strip().isdecimal())
+    if len(taps) < len(parts) or [*taps] != sorted(set(taps)) or taps[-1] != n - 1 or len(taps) > MOST_TAPS:
+        raise InvalidArgument(
+            f"--taps must be at most {MOST_TAPS} layers in ascending order up to the last one, {n - 1}, or auto, or "
+            f"none: found {name!r:.80}"
+        )
+    return taps
 
 
 def report_path(head: Path) -> Path:

@@ -1,4 +1,7 @@
-"""The target's features, its rows behind the last norm: recorded once and kept, or computed again when wanted."""
+"""The target's rows that a head goes on from: recorded once and kept, or computed again when wanted.
+
+They are its features, the rows behind the last norm, or the rows behind some layers, side by side.
+"""
 
 from __future__ import annotations
 
@@ -16,54 +19,75 @@ from edgeinfer.errors import ModelFileError, NumericalError
 from edgeinfer.training.corpus import Corpus, Report, Text, write_whole
 from edgeinfer.types import TokenIds
 
-Halves = NDArray[np.float16]  # (n, n_embd)
+Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side
+Taps = bool | tuple[int, ...]  # which of the target's rows, see Session.forward(hidden=...)
 
 
 class Recorder(Protocol):
-    """What computes features with the target."""
+    """What computes rows with the target."""
 
     n_texts: int  # that it is best given at once
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
-        """The features of whole texts. Raises NumericalError if they are too large for half floats."""
+        """The rows of whole texts. Raises NumericalError if they are too large for half floats."""
+        ...
+
+    def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
+        """Rows (n, k, n_rows) of branches (n, k), each of which stands in a text in place of tokens[first:].
+
+        firsts: (n,), ascending, from 1 on.
+        """
         ...
 
 
 class NativeRecorder:
-    """Features as the native engine computes them: what the head will see."""
+    """Rows as the native engine computes them: what the head will see."""
 
     n_texts = 1
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, taps: Taps = True) -> None:
         self._session = session
+        self._taps = taps
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
-        return [self._features(tokens) for tokens in texts]
+        return [self._rows(tokens) for tokens in texts]
 
-    def _features(self, tokens: TokenIds) -> Halves:
+    def _rows(self, tokens: TokenIds) -> Halves:
         self._session.truncate(0)
-        rows = self._session.forward(tokens, logits=(), hidden=True).hidden
+        rows = self._session.forward(tokens, logits=(), hidden=self._taps).features
         assert rows is not None
-        return as_halves(rows[0])
+        return as_halves(rows)
+
+    def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
+        """See Recorder.record_branches."""
+        self._session.truncate(0)
+        found = []
+        for first, branch in zip(firsts.tolist(), branches, strict=True):
+            n_past = self._session.n_past
+            if n_past < first:
+                self._session.forward(tokens[n_past:first], logits=())
+                self._session.commit(range(first - n_past))
+            found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
+        return as_halves(np.stack([rows for rows in found if rows is not None]))
 
 
-def as_halves(features: NDArray[np.float32]) -> Halves:
-    """Features as half floats. Raises NumericalError for those that have none."""
+def as_halves(rows: NDArray[np.float32]) -> Halves:
+    """Rows as half floats. Raises NumericalError for those that have none."""
     with np.errstate(over="ignore"):
-        return checked_halves(features.astype(np.float16))
+        return checked_halves(rows.astype(np.float16))
 
 
-def checked_halves(features: Halves) -> Halves:
-    """The features. Raises NumericalError if one was too large for a half float, or is no number."""
-    if not np.isfinite(features).all():
+def checked_halves(rows: Halves) -> Halves:
+    """The rows. Raises NumericalError if a number was too large for a half float, or is none."""
+    if not np.isfinite(rows).all():
         raise NumericalError("features must be numbers of at most 65504 to be kept as half floats: found others")
-    return features
+    return rows
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text of a corpus and where its features are: in this shard, from this row on."""
+    """A text of a corpus and where its rows are: in this shard, from this row on."""
 
     text: Text
     shard: int
@@ -71,16 +95,18 @@ class Sample:
 
 
 class Features:
-    """The features of the texts of a corpus. Shards are kept as .npy files beside the texts up to a number of bytes.
+    """The rows of the texts of a corpus. Shards are kept as .npy files beside the texts up to a number of bytes.
 
     Reading them back takes less time than any recorder, so what fits is kept, and only the rest is computed again.
+    n_rows: numbers of a row.  taps: what the recorder records.
     """
 
-    def __init__(self, corpus: Corpus, recorder: Recorder, n_embd: int, max_bytes: int) -> None:
+    def __init__(self, corpus: Corpus, recorder: Recorder, n_rows: int, max_bytes: int, taps: Taps = True) -> None:
         self._corpus = corpus
         self._recorder = recorder
-        self.n_embd = n_embd
+        self.n_rows = n_rows
         self._max_bytes = max_bytes
+        self._kind = "features" if isinstance(taps, bool) else "-".join(["layers", *map(str, taps)])
         self._kept: dict[int, Halves] = {}
         self.samples: list[Sample] = []
         for shard in range(corpus.n_shards):
@@ -96,7 +122,7 @@ class Features:
             by_shard.setdefault(sample.shard, []).append(sample.text.tokens)
         n_bytes = 0
         for shard, texts in by_shard.items():
-            n_bytes += 2 * self.n_embd * sum(map(len, texts))
+            n_bytes += 2 * self.n_rows * sum(map(len, texts))
             if n_bytes > self._max_bytes:
                 break
             if not self._path(shard).exists() and shard % share[1] == share[0]:
@@ -104,7 +130,7 @@ class Features:
             report(f"{self._corpus.part}: features", (shard + 1) / len(by_shard))
 
     def of(self, samples: Sequence[Sample]) -> list[Halves]:
-        """Features of some texts, (n, n_embd) each."""
+        """Rows of some texts, (n, n_rows) each."""
         found = {index: rows for index, rows in enumerate(map(self._kept_rows, samples)) if rows is not None}
         missing = [index for index in range(len(samples)) if index not in found]
         recorded = self._record([samples[index].text.tokens for index in missing])
@@ -125,16 +151,16 @@ class Features:
         return rows
 
     def _path(self, shard: int) -> Path:
-        return self._corpus.shard(shard).with_suffix(".features.npy")
+        return self._corpus.shard(shard).with_suffix(f".{self._kind}.npy")
 
     def _save(self, shard: int, texts: Sequence[TokenIds]) -> None:
         buffer = io.BytesIO()
-        np.save(buffer, np.concatenate([np.empty((0, self.n_embd), np.float16), *self._record(texts)]))
+        np.save(buffer, np.concatenate([np.empty((0, self.n_rows), np.float16), *self._record(texts)]))
         write_whole(self._path(shard), buffer.getvalue())
 
     def _load(self, shard: int) -> Halves:
         path = self._path(shard)
-        wanted = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_embd
+        wanted = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_rows
         try:
             rows: Halves = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:

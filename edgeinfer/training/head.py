@@ -16,6 +16,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
+from edgeinfer.training.features import Taps
 from edgeinfer.training.target import Rotation, Turns, turned
 
 
@@ -31,9 +32,10 @@ class HeadSizes:
     norm_epsilon: float
     rope_base: float
     n_ctx: int
+    n_taps: int = 0  # layers of the target whose rows a feature is made of, 0 for those that come as features
 
     @classmethod
-    def of(cls, file: ModelFile, spec: ModelSpec, n_layers: int) -> HeadSizes:
+    def of(cls, file: ModelFile, spec: ModelSpec, n_layers: int, taps: Taps = True) -> HeadSizes:
         """Those of the target, with as many blocks as given. Raises UnsupportedModel for heads that do not divide."""
         if spec.n_embd % (2 * spec.n_heads):
             raise UnsupportedModel(
@@ -41,7 +43,9 @@ class HeadSizes:
             )
         base = file.metadata.get(f"{spec.architecture}.rope.freq_base", 10000.0)
         sizes = (spec.n_embd, n_layers, spec.n_ff, spec.n_heads, spec.n_kv_heads)
-        return cls(*sizes, spec.norm_epsilon, float(base) if isinstance(base, int | float) else 1e4, spec.n_ctx_train)
+        rope_base = float(base) if isinstance(base, int | float) else 1e4
+        n_taps = 0 if isinstance(taps, bool) else len(taps)
+        return cls(*sizes, spec.norm_epsilon, rope_base, spec.n_ctx_train, n_taps)
 
     def keys(self) -> dict[str, int | float]:
         """What the file says of them, behind "draft-head."."""
@@ -108,11 +112,27 @@ class Block(nn.Module):
         return rows.unflatten(-1, (-1, self.sizes.n_embd // self.sizes.n_heads))
 
 
+class NormOfParts(nn.Module):
+    """An RMS norm of each part of a row. weight: (n_parts * n_embd,)."""
+
+    def __init__(self, n_parts: int, n_embd: int, epsilon: float) -> None:
+        super().__init__()
+        self._n_embd = n_embd
+        self._epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(n_parts * n_embd))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: (..., n_parts * n_embd)."""
+        parts = rows.unflatten(-1, (-1, self._n_embd))
+        return functional.rms_norm(parts, (self._n_embd,), eps=self._epsilon).flatten(-2) * self.weight
+
+
 class DraftHead(nn.Module):
     """From the feature of a position and the token behind it to the feature of the next position.
 
     h1 = W1 f;  h2 = SiLU(W2 norm(e));  z = sigmoid(Wz [h1; h2]);  x = z h1 + (1 - z) h2;  then the blocks.
-    f: the target's row behind its last norm.  e: its embedding of the token.
+    f: the target's row behind its last norm, or with taps a product with its rows behind several layers, each normed.
+    e: its embedding of the token.
     """
 
     def __init__(self, sizes: HeadSizes) -> None:
@@ -127,6 +147,13 @@ class DraftHead(nn.Module):
         n_dims = n_embd // sizes.n_heads
         frequencies = tuple(inverse_frequencies(sizes.rope_base, n_dims))
         self.rope = Rotation(RopeSpec("interleaved", n_dims, frequencies))
+        if sizes.n_taps:
+            self.combine_norm = NormOfParts(sizes.n_taps, n_embd, sizes.norm_epsilon)
+            self.combine = _linear(sizes.n_taps * n_embd, n_embd)
+
+    def combined(self, rows: torch.Tensor) -> torch.Tensor:
+        """Features (..., n_embd) of the target's rows: they themselves, but for a head with taps."""
+        return self.combine(self.combine_norm(rows)).float() if self.sizes.n_taps else rows
 
     def forward(
         self,
@@ -152,11 +179,18 @@ class DraftHead(nn.Module):
         return x, own
 
     @torch.no_grad()
-    def begin_with(self, next_feature: torch.Tensor) -> None:
+    def begin_with(self, next_feature: torch.Tensor, last_norm: torch.Tensor | None = None) -> None:
         """Start as a linear guess: next_feature (n_embd, n_embd) times the feature.
 
-        The gate is half open; the token adds little yet, and the blocks nothing.
+        The gate is half open; the token adds little yet, and the blocks nothing. last_norm: weights of the target's
+        last norm, wanted with taps: what is combined begins as what this norm makes of the last layer's rows, and those
+        of the other layers, made as large as that, add nothing yet.
         """
+        if last_norm is not None and self.sizes.n_taps:
+            self.combine_norm.weight.fill_(last_norm.square().mean().sqrt().item())
+            self.combine_norm.weight[-self.sizes.n_embd :] = last_norm
+            self.combine.weight.zero_()
+            self.combine.weight[:, -self.sizes.n_embd :].fill_diagonal_(1.0)
         self.feature.weight.copy_(2.0 * next_feature)
         self.token.weight.mul_(0.1)
         self.mix.weight.zero_()
@@ -176,7 +210,7 @@ class DraftHead(nn.Module):
 
 def _file_name(parameter: str) -> str:
     name = parameter.replace("blocks.", "blk.")
-    return name if name.startswith("blk.") else f"gate.{name}"
+    return name if name.startswith(("blk.", "combine")) else f"gate.{name}"
 
 
 def _linear(n_in: int, n_out: int) -> nn.Linear:

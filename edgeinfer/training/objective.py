@@ -8,14 +8,14 @@ the chain that drafting would have made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.training.batches import Batch
+from edgeinfer.training.batches import Batch, Branches
 from edgeinfer.training.head import DraftHead, KeysValues
 
 
@@ -31,17 +31,32 @@ class Weights:
     noise: float
 
 
+FeaturesOf = Callable[[torch.Tensor], torch.Tensor]  # of recorded rows (..., n_rows), (..., n_embd)
+
+
+def unchanged(rows: torch.Tensor) -> torch.Tensor:
+    """The features of rows that are features."""
+    return rows
+
+
 class Objective(nn.Module):
     """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_draft, n_embd), the rows of the draft vocabulary.
 
-    unit: root mean square of the features.
+    unit: root mean square of the features.  features_of: what the head is to predict, of the rows of a batch.
     """
 
     def __init__(
-        self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, unit: float, weights: Weights
+        self,
+        head: DraftHead,
+        embedding: torch.Tensor,
+        output: torch.Tensor,
+        unit: float,
+        weights: Weights,
+        features_of: FeaturesOf = unchanged,
     ) -> None:
         super().__init__()
         self.head = head
+        self._features_of = features_of
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("output", output, persistent=False)
         self._unit = unit
@@ -53,12 +68,12 @@ class Objective(nn.Module):
         noise: (n, m, n_embd), in 0..1.
         """
         weights = self._weights
-        wanted = _at(batch.features.float().roll(-1, dims=1), batch.places)
         with torch.no_grad():
+            wanted = self._features_of(_at(batch.features, batch.places + 1).float())
             chances = functional.linear(wanted, self.output).float().softmax(dim=-1)
         in_vocabulary = (batch.labels >= 0).float()
         n_known = in_vocabulary.sum().clamp(min=1.0)
-        features = batch.features.float() + (2.0 * noise - 1.0) * (weights.noise * self._unit)
+        features = self.head.combined(batch.features.float()) + (2.0 * noise - 1.0) * (weights.noise * self._unit)
         total, parts, factor = torch.zeros((), device=noise.device), [], 1.0
         for predicted in self._steps(batch, features, n_steps):
             rows = _at(predicted, batch.places)
@@ -78,7 +93,7 @@ class Objective(nn.Module):
         judged[batch.places] = True
         judged, alive = judged.view_as(batch.tokens), judged.view_as(batch.tokens)
         counts = []
-        for step, predicted in enumerate(self._steps(batch, batch.features.float(), n_steps)):
+        for step, predicted in enumerate(self._steps(batch, self.head.combined(batch.features.float()), n_steps)):
             found = functional.linear(_at(predicted, batch.places), self.output).argmax(dim=-1)
             right = torch.zeros_like(judged).view(-1)
             right[batch.places] = found == batch.labels
@@ -94,6 +109,8 @@ class Objective(nn.Module):
         outputs = []
         for step in range(n_steps):
             mask = chain_mask(batch.documents, step)
+            if batch.branches is not None:
+                mask[..., : batch.tokens.shape[1]] |= trunk_mask(batch, batch.branches)
             predicted, own = self.head(features, embeddings, batch.positions, mask, past)
             outputs.append(predicted)
             past.append(own)
@@ -101,7 +118,9 @@ class Objective(nn.Module):
         return outputs
 
 
-def linear_guess(batches: Iterable[Batch], n_embd: int, device: torch.device) -> torch.Tensor:
+def linear_guess(
+    batches: Iterable[Batch], n_embd: int, device: torch.device, features_of: FeaturesOf = unchanged
+) -> torch.Tensor:
     """(n_embd, n_embd): the matrix that guesses the next feature from a feature with the least squared error.
 
     A head that starts with it is spared the many steps in which descent would find it. A part of 1e-4 of the features'
@@ -109,8 +128,7 @@ def linear_guess(batches: Iterable[Batch], n_embd: int, device: torch.device) ->
     """
     squares, products = (torch.zeros((n_embd, n_embd), dtype=torch.float64, device=device) for _ in range(2))
     for batch in batches:
-        features = batch.features.double()
-        now, after = _at(features, batch.places), _at(features.roll(-1, dims=1), batch.places)
+        now, after = (features_of(_at(batch.features, batch.places + ahead).float()).double() for ahead in (0, 1))
         squares += now.T @ now
         products += now.T @ after
     squares += 1e-4 * squares.diagonal().mean() * torch.eye(n_embd, dtype=torch.float64, device=device)
@@ -130,6 +148,12 @@ def chain_mask(documents: torch.Tensor, step: int) -> torch.Tensor:
     first = same & (distance >= step)
     others = [(distance == step - earlier).expand(n, -1, -1) for earlier in range(1, step + 1)]
     return torch.cat([first, *others], dim=-1)[:, None]
+
+
+def trunk_mask(batch: Batch, branches: Branches) -> torch.Tensor:
+    """(n, 1, m, m), True for what rows of branches see of the first step's rows of the texts that they leave."""
+    left = branches.left[:, :, None] == batch.documents[:, None]
+    return (left & (batch.positions[:, None] < branches.begins[:, :, None]))[:, None]
 
 
 def _ahead(values: torch.Tensor, step: int) -> torch.Tensor:

@@ -48,13 +48,13 @@ class Replay:
 
     @torch.no_grad()
     def accepted(
-        self, tokens: TokenIds, features: torch.Tensor, n_prompt: int, sizes: Sequence[int]
+        self, tokens: TokenIds, rows: torch.Tensor, n_prompt: int, sizes: Sequence[int]
     ) -> dict[int, list[int]]:
         """For trees of each size, how many drafted tokens are right at each position of the answer but its last two.
 
-        tokens: (n,).  features: (n, n_embd).
+        tokens: (n,).  rows: (n, n_rows), the target's.
         """
-        device = features.device
+        device, features = rows.device, self.head.combined(rows)
         ids = torch.from_numpy(tokens.astype("int64")).to(device)
         starts = torch.arange(n_prompt - 1, len(ids) - 2, device=device)  # ids[start + 1] is known, what follows not
         found: dict[int, list[int]] = {size: [] for size in sizes}
@@ -66,6 +66,35 @@ class Replay:
             for size in sizes:
                 found[size] += _lengths(levels, size).tolist()
         return found
+
+    @torch.no_grad()
+    def chains(
+        self, tokens: TokenIds, rows: torch.Tensor, starts: torch.Tensor, depth: int, noise: torch.Generator | None
+    ) -> torch.Tensor:
+        """(n, depth) tokens that the head drafts behind positions starts (n,) and the token that follows each.
+
+        Drawn with its chances, or the likeliest without noise. tokens: (n,).  rows: (n, n_rows), the target's.
+        """
+        device, features = rows.device, self.head.combined(rows)
+        ids = torch.from_numpy(tokens.astype("int64")).to(device)
+        context, n = self._context(ids, features), len(starts)
+        kept = [[(k.expand(n, -1, -1, -1), v.expand(n, -1, -1, -1)) for k, v in context]]
+        mask = (torch.arange(len(ids) - 1, device=device) < starts[:, None])[
+            :, None, None
+        ]  # a start's own is kept anew
+        drafted, token, feature = [], ids[starts + 1], features[starts][:, None]
+        for step in range(depth):
+            mask = functional.pad(mask, (0, 1), value=True)
+            embeddings = functional.embedding(token[:, None], self.embedding)
+            feature, own = self.head(feature, embeddings, (starts + step)[:, None], mask, kept)
+            kept.append(own)
+            scores = functional.linear(feature[:, 0], self.output).float()
+            if noise is not None:  # Gumbel's
+                uniform = torch.rand(scores.shape, generator=noise, device=device).clamp(1e-20, 1.0 - 1e-7)
+                scores = scores - (-uniform.log()).log()
+            token = self.draft_vocab[scores.argmax(dim=-1)]
+            drafted.append(token)
+        return torch.stack(drafted, dim=1)
 
     def _context(self, ids: torch.Tensor, features: torch.Tensor) -> list[KeysValues]:
         """Keys and values of each block for the text with the target's features."""

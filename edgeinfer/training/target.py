@@ -18,6 +18,7 @@ from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.training.features import Taps
 from edgeinfer.types import TokenIds
 
 
@@ -91,15 +92,21 @@ class TorchTarget:
 
     @torch.inference_mode()
     def features(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: KVCache | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cache: KVCache | None = None,
+        taps: Taps = True,
     ) -> torch.Tensor:
-        """Rows behind the last norm, (n, m, n_embd), which the output matrix reads.
+        """Rows behind the last norm, (n, m, n_embd), which the output matrix reads; or of the layers in taps, side by
+        side.
 
         tokens, positions: (n, m) int64.  mask: what a row sees, True where it does: (n, 1, m, m), or with a cache
         (n, 1, m, k) over its first k positions, where the rows' own keys are put before that.
         """
         spec = self.spec
-        x = self.embedding[tokens]
+        x, tapped = self.embedding[tokens], dict[int, torch.Tensor]()
         turns = {rope: rotation(positions) for rope, rotation in self._ropes.items()}
         for index, layer in enumerate(spec.layers):
             rope = spec.attention[index].rope
@@ -108,8 +115,18 @@ class TorchTarget:
             h = self._norm(layer.ffn_norm, x)
             gate, up = self._products(h, layer.ffn_gate, layer.ffn_up)
             down = self._products(functional.silu(gate) * up, layer.ffn_down)[0]
-            x = torch.add(x, down, alpha=spec.residual_scale)
-        return self._norm(spec.output_norm, x)
+            x = tapped[index] = torch.add(x, down, alpha=spec.residual_scale)
+        return self._norm(spec.output_norm, x) if isinstance(taps, bool) else torch.cat([tapped[i] for i in taps], -1)
+
+    def behind_last_norm(self, rows: torch.Tensor) -> torch.Tensor:
+        """Features (..., n_embd) of rows of several layers (..., n_taps * n_embd), the model's last one the last."""
+        return self._norm(self.spec.output_norm, rows[..., -self.spec.n_embd :])
+
+    @property
+    def last_norm(self) -> torch.Tensor:
+        """The weights of the last norm, (n_embd,)."""
+        assert self.spec.output_norm is not None
+        return self._part(self.spec.output_norm).values
 
     @torch.inference_mode()
     def logits(self, features: torch.Tensor) -> torch.Tensor:
@@ -125,9 +142,9 @@ class TorchTarget:
         place = torch.arange(longest, device=self.device)
         return tokens.to(self.device), place.expand(len(texts), -1), (place[:, None] >= place)[None, None]
 
-    def text_features(self, texts: Sequence[TokenIds]) -> list[torch.Tensor]:
-        """Features of whole texts, (n, n_embd) each, computed side by side."""
-        rows = self.features(*self.side_by_side(texts))
+    def text_features(self, texts: Sequence[TokenIds], taps: Taps = True) -> list[torch.Tensor]:
+        """Features of whole texts, (n, n_embd) each, or rows of layers, computed side by side."""
+        rows = self.features(*self.side_by_side(texts), taps=taps)
         return [rows[row, : len(text)] for row, text in enumerate(texts)]
 
     def _attention(

@@ -1,4 +1,4 @@
-"""The training loop: AdamW with warm-up and cosine, on one device or several, from a checkpoint where there is one.
+"""The training loop: Muon or AdamW, warm-up and cosine, on one device or several, from a checkpoint if there is one.
 
 Everything random follows from the seed and the number of the step, so a run that was stopped and goes on ends with the
 same weights, bit for bit, on the same machine.
@@ -23,15 +23,19 @@ from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report, write_whole
 from edgeinfer.training.objective import Objective
+from edgeinfer.training.optimizer import OptimizerName, Optimizers
+from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.workers import Workers
 
 CLIP = 1.0  # largest norm of the gradients
-WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. n_steps: of the head's own drafts in each batch.  warm_up: share of the training."""
+    """How long and how fast. n_steps: of the head's own drafts in each batch.  warm_up: share of the training.
+
+    n_rounds: epochs behind the others in which it learns behind its own drafts too.
+    """
 
     n_epochs: int
     n_steps: int
@@ -39,6 +43,13 @@ class Schedule:
     warm_up: float
     seed: int
     evaluate_every: int  # batches
+    optimizer: OptimizerName = "muon"
+    n_rounds: int = 0
+
+    @property
+    def n_in_all(self) -> int:
+        """Epochs, rounds among them."""
+        return self.n_epochs + self.n_rounds
 
     def rate(self, done: float) -> float:
         """The learning rate when this share of the training is done."""
@@ -76,18 +87,18 @@ class Trainer:
         settings: dict[str, Any],
         checkpoint: Path,
         workers: Workers,
+        rounds: Rounds | None = None,
     ) -> None:
         self.progress = Progress()
         self._objective = objective.to(workers.device)
         self._train = train
         self._held = held
+        self._rounds = rounds
         self._schedule = schedule
         self._settings = settings
         self._checkpoint = checkpoint
         self._workers = workers
-        self._optimizer = torch.optim.AdamW(
-            objective.head.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
-        )
+        self._optimizers = Optimizers(objective.head.parameters(), schedule.optimizer, schedule.learning_rate)
         self._module: Any = objective
         if workers.n > 1:
             ids = [workers.device.index] if workers.device.type == "cuda" else None
@@ -121,19 +132,21 @@ class Trainer:
     # ---- An epoch ----------------------------------------------------------------------------------------------------
 
     def _epochs_left(self) -> range:
-        return range(self.progress.epoch, self._schedule.n_epochs)
+        return range(self.progress.epoch, self._schedule.n_in_all)
 
     def _epoch(self, epoch: int, noted: list[int], report: Report) -> bool:
         """Train from where the progress is to the end of the epoch; gives False where a signal came."""
         progress, n = self.progress, self._workers.n
-        plans = self._train.plans(self._schedule.seed, epoch)
+        rounds = self._rounds if epoch >= self._schedule.n_epochs else None
+        plans = self._train.plans(self._schedule.seed, epoch) if rounds is None else rounds.plans(epoch)
         n_batches = len(plans) // n  # of each worker; what is left over comes in another epoch's order
         if not n_batches:
             raise InvalidArgument(f"{len(self._train)} texts make no batch for {n} workers: write more (--tokens)")
         started = time.perf_counter()
         own = plans[progress.batch * n + self._workers.rank : n_batches * n : n]
-        for batch in self._train.stream(own, self._workers.device):
-            done = (epoch + progress.batch / n_batches) / self._schedule.n_epochs
+        device = self._workers.device
+        for batch in self._train.stream(own, device) if rounds is None else rounds.stream(own, epoch, device):
+            done = (epoch + progress.batch / n_batches) / self._schedule.n_in_all
             self._step(batch, done)
             progress.batch, progress.step = progress.batch + 1, progress.step + 1
             progress.tokens += batch.n_tokens * n
@@ -143,7 +156,7 @@ class Trainer:
             if self._workers.any(bool(noted)):
                 return False
         progress.epoch, progress.batch = epoch + 1, 0
-        if epoch + 1 == self._schedule.n_epochs and self._n_losses:  # not twice at the same step
+        if epoch + 1 == self._schedule.n_in_all and self._n_losses:  # not twice at the same step
             self._evaluate(report, 1.0)
         return True
 
@@ -152,15 +165,14 @@ class Trainer:
         generator = torch.Generator(device).manual_seed(
             (schedule.seed << 32) + self.progress.step * self._workers.n + self._workers.rank
         )
-        noise = torch.rand(batch.features.shape, generator=generator, device=device)
-        for group in self._optimizer.param_groups:
-            group["lr"] = schedule.rate(done)
-        self._optimizer.zero_grad(set_to_none=True)
+        shape = (*batch.tokens.shape, self._objective.head.sizes.n_embd)
+        noise = torch.rand(shape, generator=generator, device=device)
+        self._optimizers.zero_grad()
         with self._autocast():
             loss, parts = self._module(batch, schedule.n_steps, noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._objective.head.parameters(), CLIP)
-        self._optimizer.step()
+        self._optimizers.step(schedule.rate(done))
         self._losses += parts
         self._n_losses += 1
 
@@ -194,7 +206,7 @@ class Trainer:
                 "settings": self._settings,
                 "progress": asdict(self.progress),
                 "head": self._objective.head.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
+                "optimizers": self._optimizers.state_dicts(),
                 "losses": (self._losses.cpu(), self._n_losses),
             }
             buffer = io.BytesIO()
@@ -215,7 +227,7 @@ class Trainer:
                 )
         self.progress = Progress(**state["progress"])
         self._objective.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizers.load_state_dicts(state["optimizers"])
         self._losses, self._n_losses = state["losses"][0].to(self._workers.device), state["losses"][1]
 
 

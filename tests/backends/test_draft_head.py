@@ -38,13 +38,15 @@ class Heads:
 def heads_of(
     folder: Path, tensor_type: str, kind: int | str, n_embd: int = 256, architecture: str = "llama", **options: object
 ) -> Heads:
-    """kind: the number of blocks of a head with a gate, or "eagle3", which takes more options."""
+    """kind: the number of blocks of a head with a gate, or "eagle3". Both take more options."""
     target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
     if kind == "eagle3":
         path = write_tiny_eagle3(folder / "head.gguf", target, tensor_type=tensor_type, **options)  # type: ignore
     else:
         n_layers = int(kind)
-        path = write_tiny_head(folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd)
+        path = write_tiny_head(
+            folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd, **options
+        )  # type: ignore
     file, model = ModelFile.open(path), ModelFile.open(target)
     spec, of_target = read_head(file).decoder, read_spec(model)
 
@@ -142,10 +144,37 @@ def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, optio
             assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}], ids=" ".join)
-def test_rows_are_combined_to_the_same_bits_in_any_cut(tmp_path: Path, options: dict[str, object]) -> None:
-    heads = heads_of(tmp_path, "F16", "eagle3", 104, **options)
-    rows = heads.rng.standard_normal((70, 3 * 104), dtype=np.float32)
+@pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("taps", [(1,), (0, 1), (0, 0, 1)], ids=str)
+def test_a_head_with_a_gate_combines_rows_of_several_layers_as_the_reference_does(
+    tmp_path: Path, tensor_type: str, taps: tuple[int, ...]
+) -> None:
+    heads = heads_of(tmp_path, tensor_type, 1, taps=taps)
+    native, reference = heads.native(), heads.reference()
+    rows = heads.rng.standard_normal((40, len(taps) * 256), dtype=np.float32)
+    rows[:, :256] *= 30.0  # layers have rows of very different sizes
+    features = native.combine(rows)
+    errors = np.abs(features - reference.combine(rows)).max(axis=1) / np.abs(features).max()
+    assert np.mean(errors < 5e-6) > 0.6 and errors.max() < (1e-3 if tensor_type in ("F32", "F16") else 3e-2)
+    tokens = heads.rng.integers(0, 291, 3).astype(np.int32)
+    ours, theirs = (head.forward(tokens, features[:3], logits="all").logits for head in (native, reference))
+    assert np.abs(ours - theirs).max() < 3e-2 * np.abs(theirs).max()
+    with ModelFile.open(tmp_path / "head.gguf") as file:
+        assert native.memory().weights == plan_head(file, read_head(file).decoder, 256, 64, 2).use.weights
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [("eagle3", {"n_embd": 104}), ("eagle3", {"n_embd": 104, "norm_before_fc": True}), (1, {"taps": (0, 1, 1)})],
+    ids=str,
+)
+def test_rows_are_combined_to_the_same_bits_in_any_cut(
+    tmp_path: Path, kind: int | str, options: dict[str, object]
+) -> None:
+    heads = heads_of(tmp_path, "F16", kind, **options)  # type: ignore[arg-type]
+    combine = heads.reference().spec.combine
+    assert combine is not None
+    rows = heads.rng.standard_normal((70, combine.n_rows), dtype=np.float32)
     whole = heads.native().combine(rows)
     for native in (
         heads.native(n_batch=5),

@@ -176,6 +176,26 @@ def test_its_drafts_are_taken_and_the_text_is_that_of_plain_decoding(
     assert speculation.by_drafter["head"].accepted > 20
 
 
+@pytest.mark.parametrize("tensor_type", ["F16", "Q8_0", "Q4_K"])
+def test_rows_of_several_layers_are_combined_near_the_reference(tmp_path: Path, tensor_type: str, kind: Kind) -> None:
+    target = write_tiny_model(tmp_path / "tiny.gguf", "llama", tensor_type, n_embd=256)  # type: ignore[arg-type]
+    head = write_tiny_head(tmp_path / "head.gguf", target, tensor_type=tensor_type, n_ff=256, taps=(0, 1))
+    heads, of_target = Heads(head, target, kind), np.random.default_rng(5).standard_normal((40, 512), dtype=np.float32)
+    of_target[:, :256] *= 30.0
+    if kind == "opencl":
+        with pytest.raises(UnsupportedModel, match="several layers .*: run them on the native engine"):
+            heads.open(n_batch=16)
+        return
+    ours, theirs = heads.open(n_batch=16), heads.reference()
+    limit = _LIMITS[kind] if tensor_type.startswith("Q") else 1e-3
+    assert difference(ours.combine(of_target), theirs.combine(of_target)) < limit
+    with pytest.raises(ShapeError):
+        ours.combine(of_target[:, :256])
+    ours.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        ours.combine(of_target)
+
+
 def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "tiny.gguf")
     with (

@@ -39,6 +39,26 @@ def test_a_head_may_have_no_blocks(target: Path, tmp_path: Path) -> None:
         assert read_head(file).decoder.layers == ()
 
 
+def test_a_head_may_be_fed_by_rows_of_several_layers(target: Path, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", target, taps=(0, 1))) as file:
+        head = read_head(file)
+        with ModelFile.open(target) as model:
+            check_target(head, file.path, model, read_spec(model))
+        shallow = write_tiny_model(tmp_path / "shallow.gguf", "llama", "F16", n_layers=1)
+        with ModelFile.open(shallow) as model, pytest.raises(UnsupportedModel, match="goes on from layer 1, but"):
+            check_target(head, file.path, model, read_spec(model))
+    combine = head.decoder.combine
+    assert head.taps == (0, 1) and combine is not None and (combine.n_rows, combine.n_normed) == (192, 96)
+    shapes = head.decoder.tensor_shapes()
+    assert shapes["combine.weight"] == (96, 192) and shapes["combine_norm.weight"] == (192,)
+    with ModelFile.open(write_tiny_head(tmp_path / "without.gguf", target)) as file:
+        assert read_head(file).taps is True and read_head(file).decoder.combine is None
+    odd = write_tiny_model(tmp_path / "odd.gguf", "llama", "F16", n_embd=104)
+    with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", odd, taps=(1,))) as file:
+        with pytest.raises(UnsupportedModel, match="must be a multiple of 16 with target_layers: found 104"):
+            read_head(file)
+
+
 def test_the_fingerprint_is_of_the_tokens_and_the_last_norm(target: Path, tmp_path: Path) -> None:
     with ModelFile.open(target) as file:
         tokens = "\0".join(file.metadata["tokenizer.ggml.tokens"]).encode()
@@ -62,6 +82,12 @@ def test_the_fingerprint_is_of_the_tokens_and_the_last_norm(target: Path, tmp_pa
         ({"metadata": {"draft-head.feed_forward_length": 97}}, "must have shape"),
         ({"metadata": {"draft-head.embedding_length": 64}}, "must have shape"),
         ({"leave_out": "gate.mix"}, "gate.mix.weight .* is missing"),
+        ({"taps": range(17)}, r"target_layers must be 1 to 16 layers from 0 on: found \[0, 1, 2"),
+        ({"metadata": {"draft-head.target_layers": 3}}, "target_layers must be 1 to 16 layers from 0 on: found 3"),
+        ({"taps": (4096,)}, r"target_layers must be 1 to 16 layers from 0 on: found \[4096\]"),
+        ({"taps": (0, 1), "leave_out": "combine"}, "combine.weight .* is missing"),
+        ({"taps": (0, 1), "leave_out": "combine_norm"}, "combine_norm.weight .* is missing"),
+        ({"metadata": {"draft-head.target_layers": [1]}}, "combine.weight .* is missing"),
         ({"leave_out": "draft_vocab"}, "draft_vocab must be I32 .*: found none"),
         ({"draft_vocab": [3, 3, 4]}, "must be ascending: found 3 behind 3"),
         ({"draft_vocab": [5, 4, 290]}, "must be ascending: found 4 behind 5"),
@@ -88,7 +114,8 @@ def test_an_eagle3_head_becomes_a_spec(target: Path, tmp_path: Path) -> None:
     spec = head.decoder
     assert head.draft_vocab.tolist() == [0, 5, 290] and head.draft_vocab.dtype == np.int32
     assert head.taps == (0, 0, 1) and spec.feature_tap == 0 and spec.n_logits == 3 and not spec.own_embeddings
-    assert spec.gate is None and spec.pair is not None and spec.pair.normed_residual and spec.pair.n_rows == 288
+    assert spec.gate is None and spec.pair is not None and spec.pair.normed_residual
+    assert spec.combine is not None and spec.combine.n_rows == spec.combine.n_normed == 288
     shapes = spec.tensor_shapes()
     assert shapes["fc.weight"] == (96, 288) and shapes["enc.output_norm.weight"] == (288,)
     assert shapes["blk.0.attn_k.weight"] == (48, 192) and spec.token_embd not in shapes

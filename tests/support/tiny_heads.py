@@ -30,6 +30,7 @@ def write_tiny_head(
     n_ff: int = 96,
     draft_vocab: Sequence[int] | None = None,
     n_ctx_train: int = 512,
+    taps: Sequence[int] = (),
     metadata: Mapping[str, Value | None] | None = None,
     leave_out: str = "",
     seed: int = 0,
@@ -37,6 +38,7 @@ def write_tiny_head(
     """Write a head for a tiny model and give back its path.
 
     texts: token ids on which it is right, as far as their features are no more than the rows that the target has.
+    taps: layers that it is fed by, the last of which must be the target's last one where there are texts.
     draft_vocab: None is every second token, and those of the texts.  metadata: other values for keys, None takes one
     away.  leave_out: a tensor that the file lacks.
     """
@@ -46,6 +48,7 @@ def write_tiny_head(
         session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
         matrix = backend.read_weights(model, {spec.output: (spec.n_vocab, spec.n_embd)})[spec.output].values
         rows = backend.read_weights(model, {spec.token_embd: (spec.n_vocab, spec.n_embd)})[spec.token_embd].values
+        last_norm = backend.read_weights(model, {"output_norm.weight": (spec.n_embd,)})["output_norm.weight"].values
         mark, name = fingerprint(model), str(model.metadata["general.name"])
     n_embd, n_kv = spec.n_embd, n_kv_heads * (spec.n_embd // n_heads)
     rng = np.random.default_rng(seed)
@@ -64,6 +67,11 @@ def write_tiny_head(
         "gate.mix": random(n_embd, 2 * n_embd, 0.0 if texts else 1.0),
         "output": matrix[list(draft_vocab)],
     }
+    if taps:  # what they are combined to is near what the target's output matrix reads
+        vectors["combine_norm"] = (1 + 0.2 * rng.standard_normal(len(taps) * n_embd)).astype(np.float32)
+        vectors["combine_norm"][-n_embd:] = last_norm
+        matrices["combine"] = random(n_embd, len(taps) * n_embd, _NOISE if texts else 1.0)
+        matrices["combine"][:, -n_embd:] += np.eye(n_embd, dtype=np.float32)
     if session is not None:
         features, ids, nexts = _pairs(session, texts)
         b = silu(rms_norm(rows[ids], vectors["gate.token_norm"], 1e-5) @ token.T)
@@ -96,6 +104,7 @@ def write_tiny_head(
         "draft-head.attention.layer_norm_rms_epsilon": 1e-5,
         "draft-head.rope.freq_base": 10000.0,
         "draft-head.context_length": n_ctx_train,
+        "draft-head.target_layers": list(taps) or None,
     }
     add_keys(writer, keys | dict(metadata or {}))
     if leave_out != "draft_vocab":

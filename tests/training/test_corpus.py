@@ -208,6 +208,8 @@ def test_features_are_kept_as_far_as_they_fit_and_computed_again_behind_that(tmp
     again = Halver()
     Features(corpus, again, 3, n_bytes).prepare(silent)
     assert again.n_recorded == 0
+    Features(corpus, again, 3, n_bytes, (0, 5)).prepare(silent)  # rows of layers are others
+    assert again.n_recorded == 8 and len(list(tmp_path.glob("*.layers-0-5.npy"))) == 2
 
 
 def test_features_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from drafting import FixedCosts
 from numpy.testing import assert_array_equal
 from parts import missing
 from tiny_models import write_tiny_model
@@ -20,6 +21,7 @@ if importlib.util.find_spec("torch") is None:
     missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
 import torch
 
+import edgeinfer
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.cli import main
 from edgeinfer.gguf import ModelFile
@@ -27,14 +29,14 @@ from edgeinfer.training import trainer as trainer_module
 from edgeinfer.training.trainer import Schedule
 
 FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
-FAST += "--steps 2 --epochs 3 --evaluate-every 4 --threads 1".split()
+FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1".split()
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model m.gguf whose text can be foretold to some degree, and prompts p.jsonl."""
     folder = tmp_path_factory.mktemp("given")
-    write_tiny_model(folder / "m.gguf", tensor_type="Q8_0", n_embd=64, n_layers=1)
+    write_tiny_model(folder / "m.gguf", tensor_type="Q8_0", n_embd=64, n_layers=2)
     lines = [json.dumps({"turns": [f"hello {n} world"]}) for n in range(60)]
     (folder / "p.jsonl").write_text("\n".join(lines))
     return folder
@@ -102,15 +104,37 @@ def test_the_file_is_as_documented(given: Path, work: Path) -> None:
     block = {name: shapes[f"blk.0.{name}.weight"] for name in ("attn_k", "attn_output", "ffn_down", "ffn_norm")}
     assert block == {"attn_k": (32, 64), "attn_output": (64, 64), "ffn_down": (64, 192), "ffn_norm": (64,)}
     assert shapes["gate.mix.weight"] == (64, 128) and shapes["gate.token_norm.weight"] == (64,)
-    assert len(shapes) == 4 + 9 + 2 and vocabulary.tolist() == sorted(set(vocabulary.tolist())) and eos in vocabulary
+    assert keys["target_layers"] == [0, 1]
+    assert shapes["combine.weight"] == (64, 128) and shapes["combine_norm.weight"] == (128,)
+    assert len(shapes) == 4 + 2 + 9 + 2
+    assert vocabulary.tolist() == sorted(set(vocabulary.tolist())) and eos in vocabulary
     assert shapes["output.weight"] == (96, 64) and np.abs(rows - wanted).max() < 0.02
+
+
+def test_its_drafts_are_taken_and_the_text_stays_the_same(given: Path, work: Path) -> None:
+    model, prompts = given / "m.gguf", [[{"role": "user", "content": f"hello {n} world"}] for n in range(0, 60, 6)]
+    with (
+        edgeinfer.load(model, n_ctx=96, draft="none") as plain,
+        edgeinfer.load(model, n_ctx=96, draft=[str(given / "first.gguf")]) as drafting,
+    ):
+        assert drafting.speculator is not None
+        drafting.speculator.costs = FixedCosts()
+        n_tokens = n_accepted = 0
+        for prompt in prompts:
+            tokens = plain.template.encode(plain.tokenizer, prompt, add_generation_prompt=True)
+            ours, theirs = (one.generate(tokens, max_tokens=40, temperature=0.0) for one in (drafting, plain))
+            assert ours.tokens == theirs.tokens and ours.timings.speculation is not None
+            n_tokens += len(ours.tokens)
+            n_accepted += ours.timings.speculation.by_drafter["head"].accepted
+    assert n_accepted > 0.4 * n_tokens > 50
 
 
 def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
     given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fresh(work, tmp_path / "again")
-    n_left = [3, 2, 5]
+    n_steps = torch.load(work / "checkpoint.pt")["progress"]["step"]
+    n_left = [3, 2, 5, n_steps - 12]  # the last one in the round
 
     def interrupting(self: Any, batch: Any, done: float) -> None:
         step(self, batch, done)
@@ -122,10 +146,12 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
 
     step = trainer_module.Trainer._step
     monkeypatch.setattr(trainer_module.Trainer, "_step", interrupting)
-    for _ in range(3):
+    for _ in range(4):
         result = run(given, tmp_path / "again.gguf", "--work", folder)
         assert result.exit_code == 130 and "the same command goes on from" in result.stderr
         assert not (tmp_path / "again.gguf").exists()
+    progress = torch.load(folder / "checkpoint.pt")["progress"]
+    assert (progress["epoch"], progress["step"]) == (3, n_steps - 2) and progress["batch"] > 0
     result = run(given, tmp_path / "again.gguf", "--work", folder)
     assert result.exit_code == 0, result.output
     assert weights(tmp_path / "again.gguf") == weights(given / "first.gguf")
@@ -135,6 +161,7 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
 
 def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path) -> None:
     options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0"]
+    options += ["--taps", "none", "--optimizer", "adamw"]
     result = run(given, tmp_path / "h.gguf", *options, "--author", "torch", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -142,6 +169,7 @@ def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path
     assert not list((tmp_path / "work").glob("*.features.npy"))
     with ModelFile.open(tmp_path / "h.gguf") as head:
         assert head.metadata["draft-head.block_count"] == 0 and len(head.tensors) == 4 + 2
+        assert "draft-head.target_layers" not in head.metadata
         assert head.tensors["gate.mix.weight"].type.name == "F16"
     other = run(given, tmp_path / "h.gguf", *options)
     assert other.exit_code == 2 and "was made with" in other.stderr
@@ -174,7 +202,13 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
         (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --context 96"),
         (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
         (["--seed", "2"], 2, "was made with"),
+        (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', wanted is 'adamw'"),
+        (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, wanted is 0"),
         (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, wanted is 5"),
+        (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], wanted is [1]"),
+        (["--taps", "0"], 2, "--taps must be at most 16 layers in ascending order up to the last one, 1"),
+        (["--taps", "1,0,1"], 2, "found '1,0,1'"),
+        (["--taps", "early"], 2, "found 'early'"),
         (["--type", "q4_k"], 2, "'q4_k' is not one of 'f16', 'q8_0', 'q4_0'"),
         (["--prompts", "nowhere"], 2, "File 'nowhere' does not exist"),
         (["--out", "nowhere/h.gguf"], 2, "there is no folder nowhere"),

@@ -125,10 +125,28 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     with edgeinfer.load(path, n_ctx=64, n_batch=8, draft="none") as engine, ModelFile.open(path) as file:
         spec = read_spec(file)
         native = NativeRecorder(engine.session).record(texts)
-        ours = TorchRecorder(TorchTarget(file, spec, CPU), 4).record(texts)
-        output = TorchTarget(file, spec, CPU).output.numpy()
+        target = TorchTarget(file, spec, CPU)
+        ours = TorchRecorder(target, 4).record(texts)
+        of_layers = NativeRecorder(engine.session, (0, 1)).record(texts), TorchRecorder(target, 4, (0, 1)).record(texts)
+        branches, firsts = rng.integers(0, 291, (3, 4)).astype(np.int32), np.array([1, 9, 15])
+        of_branches = [
+            recorder.record_branches(texts[1], firsts, branches)
+            for recorder in (NativeRecorder(engine.session, (0, 1)), TorchRecorder(target, 4, (0, 1)))
+        ]
+        whole = NativeRecorder(engine.session, (0, 1)).record(
+            [np.concatenate([texts[1][:n], branch]) for n, branch in zip(firsts, branches, strict=True)]
+        )
+        output = target.output.numpy()
         logits = engine.session.forward(texts[1], logits="last").logits
     for mine, theirs in zip(ours, native, strict=True):
         assert mine.dtype == theirs.dtype == np.float16
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02)
     assert_allclose(output @ native[1][-1].astype(np.float32), logits[0], atol=0.03)  # behind the norm
+    for first, rows, mine, theirs in zip(firsts, whole, *of_branches, strict=True):
+        assert mine.tobytes() == rows[first:].tobytes() and mine.shape == theirs.shape == (4, 2 * spec.n_embd)
+        assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(mine).max())
+    for features, mine, theirs in zip(native, *of_layers, strict=True):
+        assert mine.shape == (len(features), 2 * spec.n_embd)
+        assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(theirs).max())
+        last = target.behind_last_norm(torch.from_numpy(mine).float())
+        assert_allclose(last.numpy(), features.astype(np.float32), atol=0.02)

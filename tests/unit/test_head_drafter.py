@@ -46,12 +46,16 @@ def texts(model):
         return [[*prompt, *engine.generate(PROMPT, max_tokens=60, **one).tokens] for one in (GREEDY, DRAWN)]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2, "eagle3"], ids=["0 blocks", "1 block", "2 blocks", "eagle3"])
+@pytest.fixture(
+    scope="module", params=[0, 1, 2, "taps", "eagle3"], ids=["0 blocks", "1 block", "2 blocks", "taps", "eagle3"]
+)
 def head(request, model, texts, tmp_path_factory):
     """A head that is mostly right on these texts."""
     path = tmp_path_factory.mktemp("head") / "head.gguf"
     if request.param == "eagle3":
         return write_tiny_eagle3(path, model, texts)
+    if request.param == "taps":
+        return write_tiny_head(path, model, texts, taps=(0, 1))
     return write_tiny_head(path, model, texts, n_layers=request.param)
 
 
@@ -72,8 +76,8 @@ def drafter_of(engine):
 
 def n_rows_of(drafter):
     """Numbers of the target's rows that a feature is made of."""
-    pair = drafter.session.spec.pair
-    return drafter.session.spec.n_embd if pair is None else pair.n_rows
+    combine = drafter.session.spec.combine
+    return drafter.session.spec.n_embd if combine is None else combine.n_rows
 
 
 def tokens_of(engine, request=GREEDY, n=60, prompt=PROMPT):

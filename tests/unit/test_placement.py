@@ -279,7 +279,7 @@ def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, t
     assert type(drafter_of(engine)) is HeadDrafter and notes == []
 
 
-@pytest.mark.parametrize("kind", ["model", "head", "EAGLE-3 head"])
+@pytest.mark.parametrize("kind", ["model", "head", "head with taps", "EAGLE-3 head"])
 @pytest.mark.parametrize("library, fixture", [("ONNX Runtime", "onnx_provider"), ("OpenCL", "opencl_device")])
 def test_drafts_come_from_a_library_whose_device_is_named(
     library, fixture, open_engine, model, expected, tmp_path, kind, request
@@ -290,6 +290,7 @@ def test_drafts_come_from_a_library_whose_device_is_named(
     path = {
         "model": lambda: model,
         "head": lambda: write_tiny_head(tmp_path / "head.gguf", model),
+        "head with taps": lambda: write_tiny_head(tmp_path / "head.gguf", model, taps=(0, 1)),
         "EAGLE-3 head": lambda: write_tiny_eagle3(tmp_path / "head.gguf", model),
     }[kind]()
     engine, notes = open_engine(name, draft=path)
@@ -297,8 +298,8 @@ def test_drafts_come_from_a_library_whose_device_is_named(
     completion = engine.generate(PROMPT, **GREEDY)
     assert completion.tokens == expected and completion.timings.speculation.dropped == {}
     assert completion.timings.speculation.by_drafter[drafter.name].drafted > 0
-    if kind == "EAGLE-3 head":
-        assert type(drafter) is HeadDrafter and "EAGLE-3 heads" in notes[0] and "native engine" in notes[0]
+    if kind == "EAGLE-3 head" or (kind == "head with taps" and library == "OpenCL"):
+        assert type(drafter) is HeadDrafter and "heads " in notes[0] and "native engine" in notes[0]
     else:
         assert isinstance(drafter, WatchedDrafter) and notes == []  # it shares the target's cores
         assert library in engine.speculator.placed[drafter.name].where
