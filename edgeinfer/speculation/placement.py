@@ -162,7 +162,7 @@ class _ByLevels:
     def __init__(self, session: DraftingSession) -> None:
         self._session = session
         self.spec = session.spec
-        self.n_ctx = session.n_ctx
+        self.n_ctx = self.n_batch = session.n_ctx  # a level is a pass of one token
         self.commit = session.commit
         self.truncate = session.truncate
 
