@@ -39,15 +39,15 @@ class Worker:
         meanwhile: called in this thread every 50 ms.
         """
         self.flag[0] = b"\x00"
-        future: Future[_T] | None = None
+        future: Future[_T] = Future()  # there before the function runs: Ctrl-C may come out of submit
         try:
-            future = self._threads.submit(function, *args)
+            self._threads.submit(_run, future, function, args)
             while meanwhile is not None and not wait([future], 0.05).done:
                 meanwhile()
             return future.result()
         except BaseException:
             self.stop()
-            while future is not None and not future.done():
+            while not future.cancel() and not future.done():
                 with suppress(KeyboardInterrupt):
                     wait([future])
             raise
@@ -56,3 +56,14 @@ class Worker:
         """Stop what runs, and end the thread."""
         self.stop()
         self._threads.shutdown()
+
+
+def _run(future: Future[_T], function: Callable[..., _T], args: tuple[object, ...]) -> None:
+    """Put what the function gives or raises into the future, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # the error holds this frame: no ring of both

@@ -91,7 +91,7 @@ Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
 
 def check_name(name: str) -> None:
     """Raises InvalidArgument where this is no name that `--draft-device` takes, whatever devices there are."""
-    if not re.fullmatch(rf"auto|cpu|gpu(:\d+)?|({'|'.join(_KINDS)}):\d+", name):
+    if not re.fullmatch(rf"auto|cpu|gpu(:[0-9]{{1,3}})?|({'|'.join(_KINDS)}):[0-9]{{1,3}}", name):
         names = ", ".join(["auto", "cpu", "gpu", "gpu:N", *(f"{kind}:N" for kind in _KINDS)])
         raise InvalidArgument(f"a draft device is one of {names}, see `edgeinfer devices`: found {name!r:.80}")
 

@@ -2,7 +2,6 @@
 for the text.
 """
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from draft_sessions import KINDS, Kind, Open, difference, opener, some_tokens
 from drafting import FixedCosts, cost_model
 from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill
+from interrupts import interrupted_every
 from peer import clear_choices
 from tiny_models import Architecture, write_tiny_model
 
@@ -114,21 +114,9 @@ def test_another_thread_can_stop_a_pass(kind: Kind, tmp_path: Path, rng: np.rand
     session = opener(write_tiny_model(tmp_path / "m.gguf", "llama", "F32", n_layers=8), kind)()
     tokens = some_tokens(rng, 100)
     prefill(session, tokens[:10], 10)
-    stopped = threading.Event()
-
-    def keep_stopping() -> None:
-        while not stopped.wait(0.0005):
-            session.interrupt()
-
-    thread = threading.Thread(target=keep_stopping)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            for _ in range(50):
-                session.forward(tokens)
-    finally:
-        stopped.set()
-        thread.join()
+    with interrupted_every(0.0005, session), pytest.raises(Interrupted):
+        for _ in range(50):
+            session.forward(tokens)
     assert session.n_past == 10 and np.isfinite(session.forward(tokens[:5]).logits).all()
 
 

@@ -1,6 +1,5 @@
 """Draft heads on OpenCL and on ONNX Runtime: near the numpy oracle, and without consequence for the text."""
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ import pytest
 from draft_sessions import KINDS, Kind, difference, head_backend_of, open_head
 from drafting import FixedCosts, cost_model
 from exactness import LEAVES, TREE, branch_to
+from interrupts import interrupted_every
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -208,21 +208,9 @@ def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path)
 
 def test_another_thread_can_stop_a_pass(heads: Heads) -> None:
     head, (tokens, features) = heads.open(n_batch=4), rows(200)
-    stopped = threading.Event()
-
-    def keep_stopping() -> None:
-        while not stopped.wait(0.0005):
-            head.interrupt()
-
-    thread = threading.Thread(target=keep_stopping)
-    thread.start()
-    try:
-        with pytest.raises(Interrupted):
-            for _ in range(50):
-                head.forward(tokens, features)
-    finally:
-        stopped.set()
-        thread.join()
+    with interrupted_every(0.0005, head), pytest.raises(Interrupted):
+        for _ in range(50):
+            head.forward(tokens, features)
     assert head.n_past == 0 and np.isfinite(head.forward(tokens[:5], features[:5]).logits).all()
 
 

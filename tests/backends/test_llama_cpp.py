@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write
 
 from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession, open_library
 from edgeinfer.backends.llama_cpp import library as library_module
+from edgeinfer.backends.llama_cpp.worker import Worker
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -628,6 +630,33 @@ def test_ctrl_c_stops_loading(llama_cpp: ModuleType, tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             backend.load(file, None, plan, Device(1))
     assert answers[-1] is False
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_ctrl_c_out_of_handing_over_ends_what_was_handed_over(is_begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come when the other thread works already, or not yet."""
+    begun, ended = threading.Event(), threading.Event()
+    with Worker() as worker:
+
+        def work() -> None:
+            begun.set()
+            while not worker.is_stopped:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            ended.set()
+
+        submit = worker._threads.submit
+
+        def interrupted(*args: Any) -> None:
+            if is_begun:
+                submit(*args)
+                assert begun.wait(10)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(worker._threads, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.call(work)
+        assert ended.is_set() == is_begun
 
 
 # ---- files and libraries that are not right --------------------------------------------------------------------

@@ -118,6 +118,11 @@ def test_the_defaults_in_the_help_are_those_of_the_parameters():
             assert f"[default: {getattr(default, parameter.name)}]" in parameter.help
 
 
+def test_the_package_runs_as_the_command_does():
+    done = subprocess.run([sys.executable, "-m", "edgeinfer", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"edgeinfer {edgeinfer.__version__}\n"
+
+
 def test_the_version_is_the_packages():
     result = CliRunner().invoke(cli.main, ["--version"], prog_name="edgeinfer")
     assert result.stdout == f"edgeinfer {edgeinfer.__version__}\n"

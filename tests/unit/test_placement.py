@@ -137,7 +137,9 @@ def test_names_of_devices_are_taken_whether_there_are_any(name):
     check_name(name)
 
 
-@pytest.mark.parametrize("name", ["", "GPU", "gpu:", "gpu:x", "gpu:-1", "cuda:0", "opencl", "cpu:0", "gpu:0\n"])
+@pytest.mark.parametrize(
+    "name", ["", "GPU", "gpu:", "gpu:x", "gpu:-1", "cuda:0", "opencl", "cpu:0", "gpu:0\n", f"gpu:{'9' * 5000}"]
+)
 def test_other_names_are_refused_with_those_that_there_are(name, model):
     with pytest.raises(InvalidArgument, match="a draft device is one of auto, cpu, gpu, gpu:N, opencl:N"):
         check_name(name)
