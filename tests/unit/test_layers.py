@@ -14,7 +14,7 @@ ROWS = [  # a part may import from its own row and from those above it here
     {"backends"},
     {"sampling", "memory", "offload", "drafters", "speculation"},
     {"completion", "stream", "engine", "chat", "bench", "profile", "exporters", "training"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 ROW_OF = {part: row for row, parts in enumerate(ROWS) for part in parts}
 HEAVY = {  # and their owners, a module or a package
