@@ -236,6 +236,21 @@ def check_parents(parents: ArrayLike | None, n: int, first: int = 0) -> NDArray[
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
+def check_links(
+    pending: NDArray[np.int32], parents: ArrayLike | None, n: int, n_batch: int
+) -> tuple[NDArray[np.int32], bool]:
+    """(parents of the pending rows and of n behind them, (n_pending + n,) int32; whether they are a chain).
+
+    pending: (n_pending,) int32.  parents: of the n rows, see check_parents. Raises ShapeError, also for a tree that
+    does not fit into one batch.
+    """
+    links = np.concatenate([pending, check_parents(parents, n, len(pending))])
+    is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
+    if not is_chain and len(links) > n_batch:
+        raise ShapeError(f"a tree must fit into one batch of {n_batch} tokens: found {len(links)}")
+    return links, is_chain
+
+
 def check_rows(logits: LogitsRows, n: int) -> NDArray[np.int32]:
     """Row indices (m,) int32 that a `logits` argument asks for. Raises ShapeError."""
     if isinstance(logits, str):

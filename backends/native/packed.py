@@ -109,7 +109,7 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 def _read_in_huge_pages(path: Path) -> None:
     """Read a file that was just written once more: what writing left in memory stays in small pages until then."""
     if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
+        with suppress(OSError), path.open("rb") as file:  # it is whole, whatever becomes of this
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgeinfer.backends.base import (
     Progress,
     check_cache,
-    check_parents,
+    check_links,
     check_path,
     check_rows,
     check_taps,
@@ -223,10 +223,7 @@ class NativeDecoder:
         """Run tokens behind the first n_pending of those that are; see Decoder::forward and HeadSession.forward."""
         decoder, n = self._open(), len(ids)
         rows = check_rows(logits, n)
-        links = np.concatenate([self._parents[:n_pending], check_parents(parents, n, n_pending)])
-        is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
-        if not is_chain and len(links) > self.n_batch:
-            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(links)}")
+        links, _ = check_links(self._parents[:n_pending], parents, n, self.n_batch)
         layers = np.array(taps, dtype=np.int32)
         out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
         tapped = np.empty((len(taps), n if taps else 0, self.spec.n_embd), dtype=np.float32)

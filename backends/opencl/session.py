@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import (
     Progress,
+    check_links,
     check_parents,
     check_path,
     check_rows,
@@ -163,10 +164,7 @@ class OpenCLDecoder:
         decoder = self._open()
         n = len(ids)
         rows = check_rows(logits, n)
-        links = np.concatenate([self._parents[:n_pending], check_parents(parents, n, n_pending)])
-        is_chain = np.array_equal(links, np.arange(-1, len(links) - 1))
-        if not is_chain and len(links) > self.n_batch:
-            raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(links)}")
+        links, is_chain = check_links(self._parents[:n_pending], parents, n, self.n_batch)
         self._stopped = False
         self._parents = np.empty(0, dtype=np.int32)
         out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
