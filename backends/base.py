@@ -105,6 +105,26 @@ class DraftingSession(Session, Protocol):
         ...
 
 
+class BranchingSession(Session, Protocol):
+    """A session in which a tree grows from pass to pass: what is pending stays, where `forward` is told so."""
+
+    def forward(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None = None,
+        *,
+        n_pending: int = 0,
+        logits: LogitsRows = "last",
+        hidden: bool | Sequence[int] = False,
+    ) -> Output:
+        """As Session.forward, behind the first n_pending of the rows that the forwards since the last commit made.
+
+        Parents and the path of `commit` are counted from the first pending row; all rows of a tree must fit into
+        n_batch.
+        """
+        ...
+
+
 class HeadSession(Protocol):
     """A draft head with its KV cache (edgeinfer.models.draft_head). Not thread-safe.
 

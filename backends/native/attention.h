@@ -158,19 +158,38 @@ EI_INLINE void weigh(const KvHead& kv, int first, int n, const float* const (&we
     }
 }
 
-// The slots first..last-1 of one segment, for rows whose scores of slot s are at scores[s + shift].
-template <int NR>
-void weigh_slots(const KvHead& kv, const AttentionRow* rows, int first, int last, int shift) {
-    const float* weights[NR];
-    for (int r = 0; r < NR; r++) weights[r] = rows[r].scores + first + shift;
+// sum += weight * value over the path of a row from its element `from` on, in order, for NB pieces of the value.
+template <KvType TYPE, int NB>
+EI_INLINE void weigh_path(const KvHead& kv, const AttentionRow& row, int from, int d) {
+    F32 sum[NB];
+    for (int b = 0; b < NB; b++) sum[b] = load_f32(row.sum + d + 16 * b);
+    for (int i = from; i < row.n_path; i++) {
+        const uint8_t* values = segment_of(kv, row.path[i]) + kv.values_at;
+        const F32 weight = set_f32(row.scores[row.n_past + i]);
+        for (int b = 0; b < NB; b++)
+            sum[b] = fma_f32(load_value<TYPE>(kv, values, row.path[i], d + 16 * b), weight, sum[b]);
+    }
+    for (int b = 0; b < NB; b++) store_f32(row.sum + d + 16 * b, sum[b]);
+}
+
+// Calls f<TYPE, NB>(d) for the pieces of a value, NB at once from number d on.
+template <class F>
+EI_INLINE void for_pieces(const KvHead& kv, const F& f) {
     const auto pieces = [&]<KvType TYPE>() {
         int d = 0;
-        for (; d + 16 * kValuesAtOnce <= kv.ld_v; d += 16 * kValuesAtOnce) {
-            weigh<TYPE, NR, kValuesAtOnce>(kv, first, last - first, weights, rows, d);
-        }
-        for (; d < kv.ld_v; d += 16) weigh<TYPE, NR, 1>(kv, first, last - first, weights, rows, d);
+        for (; d + 16 * kValuesAtOnce <= kv.ld_v; d += 16 * kValuesAtOnce)
+            f.template operator()<TYPE, kValuesAtOnce>(d);
+        for (; d < kv.ld_v; d += 16) f.template operator()<TYPE, 1>(d);
     };
     kv.type == KvType::F16 ? pieces.template operator()<KvType::F16>() : pieces.template operator()<KvType::Q8_0>();
+}
+
+// The slots first..last-1 of one segment, for rows whose scores are at their slots.
+template <int NR>
+void weigh_slots(const KvHead& kv, const AttentionRow* rows, int first, int last) {
+    const float* weights[NR];
+    for (int r = 0; r < NR; r++) weights[r] = rows[r].scores + first;
+    for_pieces(kv, [&]<KvType TYPE, int NB>(int d) { weigh<TYPE, NR, NB>(kv, first, last - first, weights, rows, d); });
 }
 
 // Calls f<NR>(row) for rows row..n_rows-1 in groups of NR at most.
@@ -216,19 +235,18 @@ void attention(const Attention& a) {
         std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));
     }
     const auto one_row = [&](int r, int from, int to) {
-        for_segments(from, to, [&](int begin, int end) { weigh_slots<1>(a.kv, a.rows + r, begin, end, 0); });
+        for_segments(from, to, [&](int begin, int end) { weigh_slots<1>(a.kv, a.rows + r, begin, end); });
     };
     if (common_first > common_last) common_first = common_last;
     for (int r = 0; r < a.n_rows; r++) one_row(r, a.rows[r].first, common_first);
     for_segments(common_first, common_last, [&](int begin, int end) {
-        for_rows<kRowsAtOnce>(0, a.n_rows, [&]<int NR>(int r) { weigh_slots<NR>(a.kv, a.rows + r, begin, end, 0); });
+        for_rows<kRowsAtOnce>(0, a.n_rows, [&]<int NR>(int r) { weigh_slots<NR>(a.kv, a.rows + r, begin, end); });
     });
     for (int r = 0; r < a.n_rows; r++) {
         const AttentionRow& row = a.rows[r];
         one_row(r, row.first > common_last ? row.first : common_last, row.n_past);
-        for (int i = row.first > row.n_past ? row.first - row.n_past : 0; i < row.n_path; i++) {
-            weigh_slots<1>(a.kv, &row, row.path[i], row.path[i] + 1, row.n_past + i - row.path[i]);
-        }
+        const int from = row.first > row.n_past ? row.first - row.n_past : 0;
+        for_pieces(a.kv, [&]<KvType TYPE, int NB>(int d) { weigh_path<TYPE, NB>(a.kv, row, from, d); });
         for (int d = 0; d < a.kv.ld_v; d += 16) {
             store_rows(row.out + d, mul_f32(load_f32(row.sum + d), set_f32(scale[r])), a.kv.head_dim - d);
         }

@@ -17,6 +17,7 @@ from edgeinfer.backends.base import (
     check_cache,
     check_links,
     check_path,
+    check_pending,
     check_rows,
     check_taps,
     check_tokens,
@@ -296,7 +297,7 @@ class NativeDecoder:
 
 
 class NativeSession(NativeDecoder):
-    """See edgeinfer.backends.base.Session. The model file must stay open: embedding rows are read from it.
+    """See edgeinfer.backends.base.BranchingSession. The model file must stay open: embedding rows are read from it.
 
     resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
     be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
@@ -333,12 +334,14 @@ class NativeSession(NativeDecoder):
         tokens: ArrayLike,
         parents: ArrayLike | None = None,
         *,
+        n_pending: int = 0,
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length."""
-        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past, self.n_ctx)
-        return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
+        """See BranchingSession.forward. A chain may have any length."""
+        n_pending = check_pending(n_pending, len(self._parents))
+        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
+        return self._forward(ids, parents, n_pending, logits, check_taps(hidden, self.spec.n_layers))
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.

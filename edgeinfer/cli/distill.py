@@ -57,6 +57,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     "--rounds", type=click.IntRange(0), default=0, show_default=True, help="More epochs, behind its own drafts too."
 )
 @click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Of its own drafts, each time.")
+@click.option(
+    "--steps-from",
+    type=_SHARE,
+    default=0.0,
+    show_default=True,
+    help="Share of the training before which it has one step, in a third of the time of three.",
+)
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
 @click.option(
     "--optimizer",

@@ -1,58 +1,128 @@
-"""Answers of the target as it will run: the native engine writes them, prompt by prompt."""
+"""Answers of the target as it will run: the native engine writes them, several side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
+from edgeinfer.backends.base import BranchingSession, common_length
 from edgeinfer.chat import Message
-from edgeinfer.completion import Completion
 from edgeinfer.engine import Engine
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.models import ModelSpec
+from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.training.corpus import Request, Text
+from edgeinfer.types import Logits
+
+MIN_ANSWER = 8
+ROWS = 1536  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs
+
+Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what it asks
 
 
 class NativeAuthor:
-    """Writes with an engine, whose drafts make it faster and change no token.
+    """Writes the answers as branches of one tree: a pass of several tokens takes little longer than one of one, and
+    every answer has the tokens that it would have alone.
 
-    max_tokens: of an answer.  Prompts that leave no room for an answer of 8 tokens in engine.n_ctx are left out.
+    context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
+    are left out.  engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
     """
 
     n_prompts = 16
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, context: int, max_tokens: int) -> None:
+        if engine.backend != "native":
+            raise InvalidArgument(
+                f"{engine.name} must run on the native engine to be asked: it runs on {engine.backend}"
+            )
+        self._session = cast(BranchingSession, engine.session)
         self._engine = engine
+        self._context = context
         self._max_tokens = max_tokens
 
     def write(self, requests: Sequence[Request]) -> list[Text]:
-        """See Author.write."""
-        return [text for request in requests for text in self._conversation(request)]
+        """See Author.write. A text for each turn of a request, with all that went before it."""
+        messages: list[list[Message]] = [[] for _ in requests]
+        texts: list[list[Text]] = [[] for _ in requests]
+        for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
+            asked: list[Asked] = []
+            for number, request in enumerate(requests):
+                if len(texts[number]) == turn < len(request.prompt.turns):  # no turn before was left out
+                    messages[number].append({"role": "user", "content": request.prompt.turns[turn]})
+                    prompt = encode(self._engine, messages[number])
+                    if len(prompt) + MIN_ANSWER <= self._context:
+                        asked.append((number, prompt))
+            for group in self._groups(asked):
+                answers = self._answers(
+                    [prompt for _, prompt in group], [requests[number].params for number, _ in group]
+                )
+                for (number, prompt), answer in zip(group, answers, strict=True):
+                    tokens = np.array(prompt + answer, dtype=np.int32)
+                    texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy))
+                    content = self._engine.detokenize(answer, skip_special=True)
+                    messages[number].append({"role": "assistant", "content": content})
+        return [text for each in texts for text in each]
 
-    def _conversation(self, request: Request) -> Iterator[Text]:
-        """The answers to the turns of a prompt, each text with all that went before it."""
-        messages: list[Message] = []
-        for turn in request.prompt.turns:
-            messages.append({"role": "user", "content": turn})
-            prompt = encode(self._engine, messages)
-            if len(prompt) + MIN_ANSWER > self._engine.n_ctx:
-                return
-            completion = self._engine.generate(prompt, max_tokens=self._max_tokens, params=request.params)
-            answer = ended(completion, self._engine.tokenizer)
-            yield Text(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
-            messages.append({"role": "assistant", "content": completion.text})
+    def _groups(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
+        """Those that fit into one tree, however long their answers are."""
+        group: list[Asked] = []
+        for each in asked:
+            if group and sum(len(prompt) + self._max_tokens for _, prompt in [*group, each]) > self._session.n_batch:
+                yield group
+                group = []
+            group.append(each)
+        if group:
+            yield group
+
+    def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """The tokens that follow each prompt, the one that ends it included."""
+        n_shared = min(common_length(prompts[0], prompt[:-1]) for prompt in prompts)
+        self._commit(prompts[0][:n_shared])
+        texts, last, n_rows = [list(prompt) for prompt in prompts], [-1] * len(prompts), 0  # last: row of each text
+        for number, prompt in enumerate(prompts):
+            own = prompt[n_shared:]
+            parents = [-1, *range(n_rows, n_rows + len(own) - 1)]
+            out = self._session.forward(own, parents, n_pending=n_rows)
+            n_rows += len(own)
+            last[number] = n_rows - 1
+            texts[number].append(self._drawn(out.logits[0], texts[number], params[number]))
+        while writing := [n for n, text in enumerate(texts) if not self._has_ended(text, len(prompts[n]))]:
+            parents = [last[number] for number in writing]
+            out = self._session.forward([texts[n][-1] for n in writing], parents, n_pending=n_rows, logits="all")
+            for row, number in enumerate(writing):
+                last[number] = n_rows + row
+                texts[number].append(self._drawn(out.logits[row], texts[number], params[number]))
+            n_rows += len(writing)
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _commit(self, tokens: list[int]) -> None:
+        """Make tokens the committed text."""
+        n_known = self._session.recall(tokens)
+        if n_known < len(tokens):
+            self._session.forward(tokens[n_known:], logits=())
+            self._session.commit(range(len(tokens) - n_known))
+
+    def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
+        """The token behind a text; of those that end it the one that all texts end with."""
+        tokenizer = self._engine.tokenizer
+        token = sample(logits[: tokenizer.n_vocab], params, len(text), text)
+        if token not in tokenizer.stop_ids:
+            return token
+        return tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else min(tokenizer.stop_ids)
+
+    def _has_ended(self, text: list[int], n_prompt: int) -> bool:
+        is_full = len(text) == self._context or len(text) - n_prompt == self._max_tokens
+        return is_full or text[-1] in self._engine.tokenizer.stop_ids
 
 
-MIN_ANSWER = 8
+def tree_rows(spec: ModelSpec, context: int) -> int:
+    """n_ctx and n_batch for an engine that writes texts of a context side by side, so that the model stays the same."""
+    changes = any(each.rope is not None and each.rope.long is not None for each in spec.attention)  # in a longer one
+    return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 
 
 def encode(engine: Engine, messages: list[Message]) -> list[int]:
     """The tokens of a conversation that the assistant is to continue."""
     return engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
-
-
-def ended(completion: Completion, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of an answer, with the end-of-text token behind them where the target drew one."""
-    stop = tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else min(tokenizer.stop_ids, default=None)
-    has_stop = completion.finish_reason == "stop" and stop is not None
-    return [*completion.tokens, stop] if has_stop and stop is not None else list(completion.tokens)

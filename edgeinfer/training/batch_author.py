@@ -51,19 +51,20 @@ class _Drawing:
 class BatchAuthor:
     """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream a batch.
 
-    n_prompts: answered at once.  n_ctx, max_tokens: as for NativeAuthor.
+    n_prompts: answered at once.  context, max_tokens: as for NativeAuthor.
     """
 
-    def __init__(self, target: TorchTarget, engine: Engine, max_tokens: int, n_prompts: int) -> None:
+    def __init__(self, target: TorchTarget, engine: Engine, context: int, max_tokens: int, n_prompts: int) -> None:
         self.n_prompts = n_prompts
         self._target = target
         self._engine = engine
+        self._context = context
         self._max_tokens = max_tokens
 
     def write(self, requests: Sequence[Request]) -> list[Text]:
         """See Author.write."""
         prompts = [(request, self._prompt(request)) for request in requests]
-        fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._engine.n_ctx]
+        fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._context]
         fitting.sort(key=lambda pair: len(pair[1]))  # so that little is padded where some are read at a time
         n_short = sum(len(prompt) <= SHORT for _, prompt in fitting)
         return [*self._texts(fitting[:n_short]), *self._texts(fitting[n_short:])]
@@ -88,7 +89,7 @@ class BatchAuthor:
             torch.Generator(device).manual_seed((params[0].seed or 0) & (2**63 - 1)),
         )
         longest = max(map(len, prompts))
-        n_ctx = min(self._engine.n_ctx, longest + self._max_tokens)
+        n_ctx = min(self._context, longest + self._max_tokens)
         cache = KVCache.empty(self._target.spec, len(prompts), n_ctx, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         features = self._read(prompts, lengths, cache)

@@ -26,10 +26,10 @@ from edgeinfer.errors import Interrupted, InvalidArgument
 from edgeinfer.exporters.draft_head import write_draft_head
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, fingerprint
 from edgeinfer.training import agreement
-from edgeinfer.training.author import NativeAuthor, encode
+from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
@@ -81,6 +81,7 @@ class Settings:
     taps: str = "none"
     optimizer: OptimizerName = "muon"
     rounds: int = 0
+    steps_from: float = 0.0
     author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
@@ -102,12 +103,14 @@ def distill(
     with ExitStack() as opened:
         workers = opened.enter_context(Workers.join(settings.device))
         n_threads = settings.n_threads or max(1, devices.default_n_threads() // workers.n)
-        run = opened.enter_context(engine.load(target, n_ctx=settings.context, n_threads=n_threads))
         file = opened.enter_context(ModelFile.open(target))
-        if run.backend != "native" or not isinstance(run.session.spec, ModelSpec):
-            raise InvalidArgument(f"{target} must run on the native engine to be distilled: it runs on {run.backend}")
+        spec = read_spec(file)
+        n_rows = tree_rows(spec, settings.context)
+        run = opened.enter_context(
+            engine.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+        )
         is_first = workers.rank == 0
-        distillation = _Distillation(file, run, run.session.spec, out, work, settings, workers)
+        distillation = _Distillation(file, run, spec, out, work, settings, workers)
         summary = distillation.run(prompts, held, report if is_first else lambda what, share: None)
         return summary if is_first else None
 
@@ -139,10 +142,10 @@ class _Distillation:
         self._sizes = HeadSizes.of(file, spec, settings.blocks, self._taps)
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
-        self._author: Author = NativeAuthor(run, settings.max_tokens)
+        self._author: Author = NativeAuthor(run, settings.context, settings.max_tokens)
         self._recorder: Recorder = NativeRecorder(run.session, self._taps)
         if use_torch:
-            self._author = BatchAuthor(self._target, run, settings.max_tokens, self._n_side_by_side())
+            self._author = BatchAuthor(self._target, run, settings.context, settings.max_tokens, self._n_side_by_side())
         if on_gpu:
             self._recorder = TorchRecorder(self._target, n_texts=32, taps=self._taps)
 
@@ -266,9 +269,10 @@ class _Distillation:
             settings.evaluate_every,
             settings.optimizer,
             settings.rounds,
+            settings.steps_from,
         )
-        names = "draft_vocab blocks epochs rounds steps batch_tokens optimizer learning_rate warm_up feature_weight"
-        names += " token_weight decay noise evaluate_every seed"
+        names = "draft_vocab blocks epochs rounds steps steps_from batch_tokens optimizer learning_rate warm_up"
+        names += " feature_weight token_weight decay noise evaluate_every seed"
         wanted = {name: getattr(settings, name) for name in names.split()}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
         wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)

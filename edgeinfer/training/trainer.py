@@ -34,7 +34,8 @@ CLIP = 1.0  # largest norm of the gradients
 class Schedule:
     """How long and how fast. n_steps: of the head's own drafts in each batch.  warm_up: share of the training.
 
-    n_rounds: epochs behind the others in which it learns behind its own drafts too.
+    n_rounds: epochs behind the others in which it learns behind its own drafts too.  steps_from: share of the training
+    before which it has one step only: until the first is often right, the others teach little and take their time.
     """
 
     n_epochs: int
@@ -45,11 +46,16 @@ class Schedule:
     evaluate_every: int  # batches
     optimizer: OptimizerName = "muon"
     n_rounds: int = 0
+    steps_from: float = 0.0
 
     @property
     def n_in_all(self) -> int:
         """Epochs, rounds among them."""
         return self.n_epochs + self.n_rounds
+
+    def steps(self, done: float) -> int:
+        """Steps in each batch when this share of the training is done."""
+        return self.n_steps if done >= self.steps_from else 1
 
     def rate(self, done: float) -> float:
         """The learning rate when this share of the training is done."""
@@ -169,7 +175,7 @@ class Trainer:
         noise = torch.rand(shape, generator=generator, device=device)
         self._optimizers.zero_grad()
         with self._autocast():
-            loss, parts = self._module(batch, schedule.n_steps, noise)
+            loss, parts = self._module(batch, schedule.steps(done), noise)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._objective.head.parameters(), CLIP)
         self._optimizers.step(schedule.rate(done))

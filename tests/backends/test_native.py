@@ -196,6 +196,47 @@ def test_features_are_the_same_bits_in_any_cut_and_in_trees(tiny: Open, rng: np.
         assert same_bits(tree[0, branch], np.concatenate(rows))
 
 
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])  # the second with windows
+def test_a_tree_grown_from_pass_to_pass_has_the_bits_of_its_texts_alone(
+    architecture: Architecture, cache_type: CacheType, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Three texts side by side, token by token, over the edge of a segment of the cache."""
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, "Q4_K", head_dim=64)
+    session = opener(path, 640, cache_type)(n_batch=400)
+    prompt, texts = some_tokens(lambda: session, 70, rng), some_tokens(lambda: session, 120, rng).reshape(3, 40)
+    prefill(session, prompt, 64)
+    first = session.forward(texts[:, :20].ravel(), [-1 if i % 20 == 0 else i - 1 for i in range(60)], logits=[19, 59])
+    rows, logits = [19, 39, 59], [first.logits]
+    for step in range(20, 40):
+        n = 3 * step
+        logits.append(session.forward(texts[:, step], rows, n_pending=n, logits="all").logits)
+        rows = [n, n + 1, n + 2]
+    path_of_second = [*range(20, 40), *range(61, 120, 3)]
+    session.commit(path_of_second)
+    behind = session.forward(prompt[:3], logits="all").logits
+    for number, text in enumerate(texts):
+        session.truncate(70)
+        alone = decode_one_by_one(session, text)
+        assert same_bits(alone[20:], np.stack([each[number] for each in logits[1:]]))
+        if number != 1:
+            assert same_bits(alone[19], logits[0][number // 2])
+        else:
+            assert same_bits(session.forward(prompt[:3], logits="all").logits, behind)
+    for n_pending in (4, -1):
+        session.forward(prompt[:3])
+        with pytest.raises(ShapeError, match=r"3 rows are pending, n_pending must be in 0\.\.3: found"):
+            session.forward([1], n_pending=n_pending)
+    session.truncate(0)
+    session.forward(np.ones(399, dtype=np.int32), [-1] * 399)
+    with pytest.raises(ShapeError, match="a tree must fit into one batch of 400 tokens: found 401"):
+        session.forward([1, 1], [0, 1], n_pending=399)
+    session.truncate(0)
+    session.forward(np.ones(639, dtype=np.int32))
+    with pytest.raises(ContextOverflow):
+        session.forward([1, 1], n_pending=639)
+
+
 def test_logits_come_for_the_rows_asked_for(tiny: Open, rng: np.random.Generator) -> None:
     tokens = some_tokens(tiny, 9, rng)
     session = tiny(n_batch=4)

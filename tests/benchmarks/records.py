@@ -18,10 +18,13 @@ class Records:
         self.rows: dict[str, Any] = {}
         if path is None:
             return
-        if not path.exists():
+        whole, newline, cut = (path.read_text() if path.exists() else "").rpartition("\n")
+        if cut:  # by a stop in the middle of a line: that row is made again
+            path.write_text(whole + newline)
+        if not whole:
             self._append(settings)
             return
-        first, *rest = (json.loads(line) for line in path.read_text().splitlines())
+        first, *rest = map(json.loads, whole.splitlines())
         if first != settings:
             raise SystemExit(f"{path} is of other settings, {first}, than {settings}: name another file")
         self.rows = {row["key"]: row["value"] for row in rest}

@@ -26,6 +26,7 @@ from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.cli import main
 from edgeinfer.gguf import ModelFile
 from edgeinfer.training import trainer as trainer_module
+from edgeinfer.training.objective import Objective
 from edgeinfer.training.trainer import Schedule
 
 FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
@@ -237,3 +238,20 @@ def test_the_learning_rate_rises_and_falls() -> None:
     schedule = Schedule(1, 1, 2e-3, 0.1, 0, 1)
     rates = [schedule.rate(done) for done in (0.0, 0.05, 0.1, 0.55, 1.0)]
     assert rates == pytest.approx([0.0, 1e-3, 2e-3, 1e-3, 0.0])
+
+
+def test_steps_of_its_own_drafts_begin_where_they_are_wanted(
+    given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counting(self: Objective, batch: Any, n_steps: int, noise: Any) -> Any:
+        taken.append(n_steps)
+        return forward(self, batch, n_steps, noise)
+
+    taken: list[int] = []
+    forward = Objective.forward
+    monkeypatch.setattr(Objective, "forward", counting)
+    options = ["--work", fresh(work, tmp_path / "work"), "--epochs", 2, "--rounds", 0, "--steps-from", 0.5]
+    result = run(given, tmp_path / "h.gguf", *options)
+    assert result.exit_code == 0, result.output
+    half = len(taken) // 2
+    assert half and taken == [1] * half + [2] * half

@@ -19,7 +19,7 @@ from edgeinfer.errors import NumericalError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.training import agreement, batch_author
-from edgeinfer.training.author import NativeAuthor
+from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.corpus import Mix, Request
 from edgeinfer.training.features import NativeRecorder
@@ -91,8 +91,8 @@ def test_both_authors_write_the_same_greedy_answers_and_keep_to_the_limits(
     prompts = [Prompt((f"number {n} " * (n + 1),)) for n in range(6)] + [Prompt(("word " * 200,))]
     greedy, sampled = Mix(3, 1.0, 0.8), Mix(3, 0.0, 0.8)
     with edgeinfer.load(path, n_ctx=128, draft="none") as engine, ModelFile.open(path) as file:
-        native = NativeAuthor(engine, 24)
-        batch = BatchAuthor(TorchTarget(file, read_spec(file), CPU), engine, 24, n_prompts=32)
+        native = NativeAuthor(engine, 128, 24)
+        batch = BatchAuthor(TorchTarget(file, read_spec(file), CPU), engine, 128, 24, n_prompts=32)
         ours, theirs = (author.write([greedy.request(prompt) for prompt in prompts]) for author in (batch, native))
         drawn = batch.write([sampled.request(prompt) for prompt in prompts])
         again = batch.write([sampled.request(prompt) for prompt in prompts])
@@ -110,11 +110,50 @@ def test_both_authors_write_the_same_greedy_answers_and_keep_to_the_limits(
     assert all(text.is_greedy for text in ours) and not any(text.is_greedy for text in drawn)
 
 
+def test_answers_written_side_by_side_are_those_written_alone(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", tensor_type="Q4_K", n_embd=256)
+    mix = Mix(5, 0.5, 0.9)
+    prompts = [Prompt(tuple(f"turn {turn} of {n}, " * (n % 4 + 1) for turn in range(1 + n % 2))) for n in range(9)]
+    requests = [mix.request(prompt) for prompt in prompts]
+    with edgeinfer.load(path, n_ctx=400, n_batch=400, draft="none") as engine:
+        session, sizes = engine.session, []
+        forward = session.forward
+        session.forward = lambda tokens, *rest, **named: sizes.append(len(tokens)) or forward(tokens, *rest, **named)
+        texts = NativeAuthor(engine, 400, 24).write(requests)
+        session.forward = forward
+        assert max(sizes[-20:]) > 1  # several in a pass, and several trees, as not all fit into one
+        at = 0
+        for request in requests:
+            conversation = engine.chat()
+            for turn in request.prompt.turns:
+                text = texts[at]
+                room = 400 - text.n_prompt
+                assert room >= MIN_ANSWER
+                stream = conversation.send(turn, params=request.params, max_tokens=min(24, room))
+                for _ in stream:
+                    pass
+                answer, done = text.tokens[text.n_prompt :].tolist(), stream.completion
+                assert stream.completion.usage.prompt_tokens == text.n_prompt
+                assert answer[: len(done.tokens)] == list(done.tokens)
+                assert len(answer) - len(done.tokens) == (done.finish_reason == "stop")
+                at += 1
+    assert at == len(texts) and {text.is_greedy for text in texts} == {True, False}
+
+
+def test_trees_hold_what_changes_no_model(tmp_path: Path) -> None:
+    def rows(architecture: Architecture, context: int) -> int:
+        with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", architecture, rope_freqs=True)) as file:
+            return tree_rows(read_spec(file), context)
+
+    assert rows("llama", 64) > 64 and rows("llama", 5000) == 5000
+    assert rows("phi3", 64) == 64  # whose rotation is another one in longer contexts
+
+
 def test_a_conversation_has_a_text_for_each_turn(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", tensor_type="F32", n_embd=64)
     with edgeinfer.load(path, n_ctx=256, draft="none") as engine:
         request = Request(Prompt(("one", "two")), Mix(3, 1.0, 0.8).request(Prompt(("one",))).params)
-        first, second = NativeAuthor(engine, 10).write([request])
+        first, second = NativeAuthor(engine, 256, 10).write([request])
     assert second.n_prompt > len(first.tokens) - 1
     assert second.tokens[: first.n_prompt].tolist() == first.tokens[: first.n_prompt].tolist()
 
