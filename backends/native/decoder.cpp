@@ -38,7 +38,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
     inputs.sum32 = cutter.take<int32_t>(n * n_in / 32);
     inputs.q256 = cutter.take<int8_t>(n * n_in);
     inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
-    inputs.sums16 = cutter.take<int16_t>(n * n_in / 16);
+    inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);
     inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
     inputs.q_token = cutter.take<int8_t>(n * n_in);
     inputs.scale_token = cutter.take<float>(n);

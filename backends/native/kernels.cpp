@@ -47,19 +47,28 @@ EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], const A
             line.template operator()<I>([&](Dot sum, int c) { return dot8(sum, q, a[c] + 4 * I); });
         };
         for_each<8>(of_bytes);
+    } else if constexpr (BITS == 5) {
+        const auto codes = [&]<int I>(U8 q) {
+            line.template operator()<I>([&](Dot sum, int c) { return dot(sum, q, a[c] + 4 * I); });
+        };
+        const auto from_two = [](U8 low, U8 high) {
+            return or_u8(and_u8(shr_u16<5>(low), 0x07), and_u8(shr_u16<2>(high), 0x18));
+        };
+        const U8 l0 = load_u8(lines), l1 = load_u8(lines + 64);
+        codes.template operator()<0>(and_u8(l0, 0x1f));
+        codes.template operator()<1>(and_u8(l1, 0x1f));
+        codes.template operator()<2>(from_two(l0, l1));
+        const U8 l2 = load_u8(lines + 128), l3 = load_u8(lines + 192);
+        codes.template operator()<3>(and_u8(l2, 0x1f));
+        codes.template operator()<4>(and_u8(l3, 0x1f));
+        codes.template operator()<5>(from_two(l2, l3));
+        const U8 l4 = load_u8(lines + 256);
+        codes.template operator()<6>(and_u8(l4, 0x1f));
+        const U8 high = or_u8(and_u8(shr_u16<4>(l1), 0x08), and_u8(shr_u16<3>(l3), 0x10));
+        codes.template operator()<7>(or_u8(and_u8(shr_u16<5>(l4), 0x07), high));
     } else {
-        U8 fifth;
-        if constexpr (BITS == 5) {
-            fifth = load_u8(lines);
-            lines += 64;
-        }
         const auto of_nibbles = [&]<int I>() {
-            const U8 q = load_u8(lines + 64 * I);
-            U8 low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
-            if constexpr (BITS == 5) {
-                low = or_u8(low, and_u8(shl_u16<4 - I>(fifth), 0x10));
-                high = or_u8(high, and_u8(shr_u16<I>(fifth), 0x10));
-            }
+            const U8 q = load_u8(lines + 64 * I), low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
             line.template operator()<2 * I>([&](Dot sum, int c) { return dot(sum, low, a[c] + 4 * I); });
             line.template operator()<2 * I + 1>([&](Dot sum, int c) { return dot(sum, high, a[c] + 16 + 4 * I); });
         };
@@ -114,9 +123,9 @@ struct Blocks32 {
 };
 
 // Where columns c0.. have their activations by 256: codes, scales, and n_sums sums a tile.
-template <int NC>
-EI_INLINE void columns_by_256(const Inputs& x, int c0, const int16_t* sums, int n_sums, const int8_t* (&a)[NC],
-                              const float* (&ad)[NC], const int16_t* (&as)[NC]) {
+template <int NC, class Sum>
+EI_INLINE void columns_by_256(const Inputs& x, int c0, const Sum* sums, int n_sums, const int8_t* (&a)[NC],
+                              const float* (&ad)[NC], const Sum* (&as)[NC]) {
     const size_t n_in = static_cast<size_t>(x.n_in), n_tiles = n_in / 256;
     for (int c = 0; c < NC; c++) {
         const size_t column = static_cast<size_t>(c0 + c);
@@ -175,25 +184,23 @@ struct Tiles6K {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
-        const int16_t* as[NC];
-        columns_by_256<NC>(x, c0, x.sums16, 16, a, ad, as);
+        const int32_t* centre[NC];
+        columns_by_256<NC>(x, c0, x.centre16, 16, a, ad, centre);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
-            I32 total[NC], offset[NC];
-            for (int c = 0; c < NC; c++) total[c] = offset[c] = set_i32(0);
+            I32 total[NC];
+            for (int c = 0; c < NC; c++) total[c] = set_i32(0);
             for (int p = 0; p < 8; p++) {
                 const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
                 prefetch<NC>(tile + 320 + 384 * p, 6);
-                for (int c = 0; c < NC; c++) offset[c] = dot2(offset[c], scales, as[c] + 2 * p);
-                half<NC>(tile, 2 * p, even_scale(scales), a, total);
-                half<NC>(tile, 2 * p + 1, odd_scale(scales), a, total);
+                half<NC>(tile, 2 * p, even_scale(scales), a, centre, total);
+                half<NC>(tile, 2 * p + 1, odd_scale(scales), a, centre, total);
             }
             const F32 d = load_f16(tile);
             for (int c = 0; c < NC; c++) {
-                const I32 t = sub_i32(total[c], shl_i32(offset[c], 5));  // the codes are stored 32 above the true ones
-                f[c] = fma_f32(to_f32(t), mul_f32(d, set_f32(ad[c][b])), f[c]);
+                f[c] = fma_f32(to_f32(total[c]), mul_f32(d, set_f32(ad[c][b])), f[c]);
                 a[c] += 256;
-                as[c] += 16;
+                centre[c] += 16;
             }
             tile += kTile;
         }
@@ -202,19 +209,16 @@ struct Tiles6K {
     // The 16 inputs j of a tile.
     template <int NC>
     static EI_INLINE void half(const uint8_t* tile, int j, Scale scale, const int8_t* const (&a)[NC],
-                               I32 (&total)[NC]) {
+                               const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
         const uint8_t* lines = tile + 320 + 192 * j;
-        const U8 q0 = load_u8(lines), q1 = load_u8(lines + 64), top = load_u8(lines + 128);
-        const U8 v0 = or_u8(and_u8(q0, 0x0f), and_u8(shl_u16<4>(top), 0x30));
-        const U8 v1 = or_u8(and_u8(q1, 0x0f), and_u8(shl_u16<2>(top), 0x30));
-        const U8 v2 = or_u8(and_u8(shr_u16<4>(q0), 0x0f), and_u8(top, 0x30));
-        const U8 v3 = or_u8(and_u8(shr_u16<4>(q1), 0x0f), and_u8(shr_u16<2>(top), 0x30));
+        const U8 l0 = load_u8(lines), l1 = load_u8(lines + 64), l2 = load_u8(lines + 128);
+        const U8 v0 = and_u8(l0, 0x3f), v1 = and_u8(l1, 0x3f), v2 = and_u8(l2, 0x3f);
+        const U8 low = or_u8(and_u8(shr_u16<6>(l0), 0x03), and_u8(shr_u16<4>(l1), 0x0c));
+        const U8 v3 = or_u8(low, and_u8(shr_u16<2>(l2), 0x30));
         for (int c = 0; c < NC; c++) {
             const int8_t* at = a[c] + 16 * j;
-            const Dot first = dot(dot(dot_zero(), v0, at), v1, at + 4);
-            if constexpr (kDots<6> < 4) total[c] = add_dot_times(total[c], first, scale);
-            const Dot rest = kDots<6> < 4 ? dot_zero() : first;
-            total[c] = add_dot_times(total[c], dot(dot(rest, v2, at + 8), v3, at + 12), scale);
+            const Dot d = dot(dot(dot_from(centre[c] + j), v0, at), v1, at + 4);
+            total[c] = add_dot_times(total[c], dot(dot(d, v2, at + 8), v3, at + 12), scale);
         }
     }
 };
@@ -363,9 +367,9 @@ void quantize256(const Inputs& x, int c) {
         int32_t sums[16];
         x.scale256[column * n_blocks + b] =
             quantize<256>(in + 256 * b, x.q256 + column * static_cast<size_t>(x.n_in) + 256 * b, sums);
-        int16_t* sums16 = x.sums16 + (column * n_blocks + b) * 16;
+        int32_t* centre = x.centre16 + (column * n_blocks + b) * 16;
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
-        for (int i = 0; i < 16; i++) sums16[i] = static_cast<int16_t>(sums[i]);
+        for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
     }
 }

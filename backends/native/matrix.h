@@ -12,17 +12,18 @@
 //   Q8_0, Q4_0, Q5_0:  for each two blocks  f16 d[16] of the first | f16 d[16] of the second | codes | codes
 //   codes, 4 bits: 4 lines; line i, byte 4*row + c: low nibble  = code at k = 4i + c
 //                                                   high nibble = code at k = 16 + 4i + c            (i, c = 0..3)
-//   codes, 5 bits: 1 line of fifth bits, then 4 lines as above; byte 4*row + c of the first:
-//                  bit i = fifth bit at k = 4i + c, bit 4 + i = fifth bit at k = 16 + 4i + c
+//   codes, 5 bits: 5 lines; byte 4*row + c, code w_i at k = 4i + c                                  (i = 0..7)
+//                  bits 0..4 of lines 0..4 = w_0, w_1, w_3, w_4, w_6
+//                  bits 5..7 of lines 0, 2, 4 = low bits of w_2, w_5, w_7; bits 5, 6 of lines 1, 3 = high bits of w_2, w_5
+//                  bit 7 of line 1 = bit 3 of w_7, bit 7 of line 3 = bit 4 of w_7
 //   codes, 8 bits: 8 lines; line i, byte 4*row + c = 128 + code at k = 4i + c                       (i = 0..7)
 //
 // Tiles of 256 inputs (Q4_K, Q5_K, Q6_K)
 //   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 u8 sc[8][16] | 192 u8 m[4][32], m[p][2*row + h] = min of block 2p+h
 //                320: 8 blocks of 32 codes, 4 or 5 bits as above
 //   Q6_K:        0 f16 d[16], 32 bytes free | 64 i8 sc[8][32], sc[p][2*row + h] = scale of the 16 inputs 2p+h
-//                320: for each 16 inputs j = 0..15 three lines; byte 4*row + c of
-//                  line u = 0, 1: low nibble = low bits at k = 16j + 4u + c, high nibble = at k = 16j + 8 + 4u + c
-//                  line 2:        bits 2g, 2g+1 = top bits at k = 16j + 4g + c                       (g = 0..3)
+//                320: for each 16 inputs j = 0..15 three lines; byte 4*row + c of line u = 0, 1, 2:
+//                  bits 0..5 = code at k = 16j + 4u + c, bits 6, 7 = bits 2u, 2u+1 of the code at k = 16j + 12 + c
 //
 // Ternary, codes one above the weights, lines of 16 inputs
 //   line i, byte 4*row + c: bits 2j, 2j+1 = code at k = 16i + 4j + c                                  (j, c = 0..3)
@@ -82,8 +83,9 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads) {
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
-// each 16 and 32 q.  Int8ByToken: likewise for a whole column. Distances between columns are those of the arrays' element
-// type.
+// each 32 q, and for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of
+// the instruction set (centre_16 in simd_*.h).  Int8ByToken: likewise for a whole column. Distances between columns are
+// those of the arrays' element type.
 struct Inputs {
     int n_in = 0;
     const float* x = nullptr;  // (n, ldx)
@@ -93,7 +95,7 @@ struct Inputs {
     int32_t* sum32 = nullptr;      // (n, n_in / 32)
     int8_t* q256 = nullptr;        // (n, n_in)
     float* scale256 = nullptr;     // (n, n_in / 256)
-    int16_t* sums16 = nullptr;     // (n, n_in / 16)
+    int32_t* centre16 = nullptr;   // (n, n_in / 16)
     int16_t* sums32 = nullptr;     // (n, n_in / 32)
     int8_t* q_token = nullptr;     // (n, n_in)
     float* scale_token = nullptr;  // (n,)

@@ -235,8 +235,8 @@ public:
         }
         std::vector<int8_t> q(n * n_in);
         std::vector<float> scales(n * (n_in / 32 + 1));
-        std::vector<int32_t> sums(n * (n_in / 32 + 1));
-        std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
+        std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1);
+        std::vector<int16_t> sums32(n * n_in / 32 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
         in.x = x.data();
@@ -244,7 +244,7 @@ public:
         in.q32 = in.q256 = in.q_token = q.data();
         in.scale32 = in.scale256 = in.scale_token = scales.data();
         in.sum32 = in.sum_token = sums.data();
-        in.sums16 = sums16.data();
+        in.centre16 = centre16.data();
         in.sums32 = sums32.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
             if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
@@ -278,13 +278,13 @@ double time_products(const std::vector<const PackedMatrix*>& matrices, const std
     std::vector<float> y(columns * most_out), scales(columns * (most_in / 32 + 1), 0.01f);
     std::vector<int8_t> q(columns * most_in);
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
-    std::vector<int32_t> sums(columns * (most_in / 32 + 1), 5);
-    std::vector<int16_t> short_sums(columns * (most_in / 16 + 1), 5);
+    std::vector<int32_t> sums(columns * (most_in / 16 + 1), 5);
+    std::vector<int16_t> short_sums(columns * (most_in / 32 + 1), 5);
     Inputs in;
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
-    in.sum32 = in.sum_token = sums.data();
-    in.sums16 = in.sums32 = short_sums.data();
+    in.sum32 = in.sum_token = in.centre16 = sums.data();
+    in.sums32 = short_sums.data();
     nb::gil_scoped_release release;
     Pool pool(n_threads);
     const auto started = std::chrono::steady_clock::now();

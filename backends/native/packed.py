@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import ModelFileError, ModelNotFound
 
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 1  # to be raised whenever matrix.h or the order of the weights changes
+LAYOUT = 2  # to be raised whenever matrix.h or the order of the weights changes
 _ALIGNMENT = 4096
 
 

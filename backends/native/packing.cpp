@@ -69,9 +69,14 @@ void place_codes(int bits, const Codes& codes, int row, uint8_t* lines) {
         return;
     }
     if (bits == 5) {
-        uint32_t fifth = 0;
-        for (int i = 0; i < 8; i++) fifth |= (codes[i] >> 4 & 0x01010101) << i;
-        place(fifth);
+        const auto low = [&](int i) { return (codes[i] & 0x07070707) << 5; };
+        const auto high = [&](int i) { return (codes[i] & 0x18181818) << 2; };
+        place(codes[0] | low(2));
+        place(codes[1] | high(2) | (codes[7] & 0x08080808) << 4);
+        place(codes[3] | low(5));
+        place(codes[4] | high(5) | (codes[7] & 0x10101010) << 3);
+        place(codes[6] | low(7));
+        return;
     }
     for (int i = 0; i < 4; i++) place((codes[i] & 0x0f0f0f0f) | (codes[4 + i] & 0x0f0f0f0f) << 4);
 }
@@ -142,12 +147,12 @@ void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* t
     }
 }
 
-// GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d. The low and the top bits of four codes
-// from input k on, a multiple of 4; codes are 32 above the true ones.
-void codes_of_block6k(const uint8_t* block, int k, uint32_t& low, uint32_t& top) {
+// GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d. Four codes from input k on, a multiple of
+// 4, a byte each; they are 32 above the true ones.
+uint32_t codes_of_block6k(const uint8_t* block, int k) {
     const int n = k / 128, g = k % 128 / 32, i = k % 32;
-    low = word_at(block + 64 * n + 32 * (g & 1) + i) >> (g < 2 ? 0 : 4) & 0x0f0f0f0f;
-    top = word_at(block + 128 + 32 * n + i) >> (2 * g) & 0x03030303;
+    const uint32_t low = word_at(block + 64 * n + 32 * (g & 1) + i) >> (g < 2 ? 0 : 4) & 0x0f0f0f0f;
+    return low | (word_at(block + 128 + 32 * n + i) >> (2 * g) & 0x03030303) << 4;
 }
 
 void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
@@ -155,11 +160,11 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
         std::memcpy(tile + 2 * row, source + 208, 2);
         for (int j = 0; j < 16; j++) {
             tile[64 + 32 * (j / 2) + 2 * row + j % 2] = source[192 + j];
-            uint32_t low[4], top[4];
-            for (int g = 0; g < 4; g++) codes_of_block6k(source, 16 * j + 4 * g, low[g], top[g]);
-            const uint32_t lines[3] = {low[0] | low[2] << 4, low[1] | low[3] << 4,
-                                       top[0] | top[1] << 2 | top[2] << 4 | top[3] << 6};
-            for (int u = 0; u < 3; u++) std::memcpy(tile + 320 + 192 * j + 64 * u + 4 * row, &lines[u], 4);
+            const uint32_t last = codes_of_block6k(source, 16 * j + 12);
+            for (int u = 0; u < 3; u++) {
+                const uint32_t line = codes_of_block6k(source, 16 * j + 4 * u) | (last >> 2 * u & 0x03030303) << 6;
+                std::memcpy(tile + 320 + 192 * j + 64 * u + 4 * row, &line, 4);
+            }
         }
         source += kBytes6K;
         tile += 3392;
@@ -295,10 +300,8 @@ void dequantize_6k(const uint8_t* block, int n_in, float* out) {
         const float d = read_f16(block + 208);
         for (int k = 0; k < 256; k += 4) {
             const float scale = d * static_cast<float>(static_cast<int8_t>(block[192 + k / 16]));
-            uint32_t low, top;
-            codes_of_block6k(block, k, low, top);
-            for (int i = 0; i < 32; i += 8)
-                *out++ = scale * static_cast<float>(static_cast<int>((low | top << 4) >> i & 63) - 32);
+            const uint32_t codes = codes_of_block6k(block, k);
+            for (int i = 0; i < 32; i += 8) *out++ = scale * static_cast<float>(static_cast<int>(codes >> i & 63) - 32);
         }
         block += kBytes6K;
     }

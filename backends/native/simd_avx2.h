@@ -158,14 +158,12 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 #else
+#include "simd_dot16.h"
+
 namespace {
 
 using Dot = Ints;  // 32 lanes of 16 bits
 using Scale = Ints;
-
-// Two products of a code and an activation, 2 * 127 * the largest code, as often as 16 bits hold them.
-template <int BITS>
-constexpr int kDots = BITS == 8 ? 1 : 128 >> BITS;
 
 // The sums, here and now: left to itself, GCC makes all products first, and has no registers to keep them in.
 EI_INLINE Ints now(Ints sums) {
@@ -173,6 +171,10 @@ EI_INLINE Ints now(Ints sums) {
     return sums;
 }
 
+EI_INLINE Dot dot_from(const int32_t* centre) {
+    const __m256i all = _mm256_set1_epi32(*centre);
+    return {all, all};
+}
 EI_INLINE Dot dot_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 EI_INLINE Dot add_products(Dot d, __m256i a, __m256i b) {
     return now({_mm256_add_epi16(d.a, a), _mm256_add_epi16(d.b, b)});

@@ -117,16 +117,15 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 #else
+#include "simd_dot16.h"
+
 namespace {
 
 using Dot = __m512i;  // 32 lanes of 16 bits
 using Scale = __m512i;
 
-// Two products of a code and an activation, 2 * 127 * the largest code, as often as 16 bits hold them.
-template <int BITS>
-constexpr int kDots = BITS == 8 ? 1 : 128 >> BITS;
-
 EI_INLINE Dot dot_zero() { return _mm512_setzero_si512(); }
+EI_INLINE Dot dot_from(const int32_t* centre) { return _mm512_set1_epi32(*centre); }
 EI_INLINE Dot dot(Dot d, U8 codes, const int8_t* a) {
     return _mm512_add_epi16(d, _mm512_maddubs_epi16(codes, broadcast_4_bytes(a)));
 }

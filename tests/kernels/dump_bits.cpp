@@ -81,17 +81,17 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
 struct InputArrays {
     std::vector<int8_t> q32, q256, q_token;
     std::vector<float> scale32, scale256, scale_token;
-    std::vector<int32_t> sum32, sum_token;
-    std::vector<int16_t> sums16, sums32;
+    std::vector<int32_t> sum32, centre16, sum_token;
+    std::vector<int16_t> sums32;
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
         q32.resize(size), q256.resize(size), q_token.resize(size);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
-        sums16.resize(size / 16), sums32.resize(size / 32);
-        Inputs in{n_in,           x.data(),           static_cast<size_t>(n_in), q32.data(),    scale32.data(),
-                  sum32.data(),   q256.data(),        scale256.data(),           sums16.data(), sums32.data(),
+        centre16.resize(size / 16), sums32.resize(size / 32);
+        Inputs in{n_in,           x.data(),           static_cast<size_t>(n_in), q32.data(),      scale32.data(),
+                  sum32.data(),   q256.data(),        scale256.data(),           centre16.data(), sums32.data(),
                   q_token.data(), scale_token.data(), sum_token.data()};
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);

@@ -84,6 +84,38 @@ def test_zeros_and_extremes_come_through(format: str, isa: str, rng: np.random.G
     assert np.isfinite(y[3]).all()
 
 
+# Bytes of a block, and where its half floats stand.
+HALVES = {"Q8_0": (34, [0]), "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q5_0": (22, [0]), "Q5_1": (24, [0, 2])}
+HALVES |= {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", HALVES)
+def test_the_largest_codes_times_the_largest_activations_do_not_overflow(format: str, isa: str) -> None:
+    n_bytes, halves = HALVES[format]
+    n_in = 3 * max(BLOCKS[format], 64)
+    blocks = np.zeros((4, n_in // BLOCKS[format], n_bytes), dtype=np.uint8)
+    blocks[0] = 0xFF
+    blocks[1] = 0x7F  # Q8_0: 127; scales of Q6_K likewise
+    blocks[2] = 0x80
+    for at in halves:
+        blocks[:, :, at : at + 2] = np.frombuffer(np.float16(0.25 if at == 2 else 0.5).tobytes(), dtype=np.uint8)
+    if format == "Q6_K":
+        blocks[3, :, 192:208] = 0x80  # the smallest codes, the largest scale
+    kind = GGMLType[format]
+    data = blocks.reshape(-1)
+    matrix = _core.PackedMatrix(int(kind), 4, n_in, data)
+    weights = dequantize(kind, data, (4, n_in)).astype(np.float64)
+    signs = np.ones((4, n_in), dtype=np.float32)
+    signs[1] = -1
+    signs[2, ::2] = -1
+    signs[3, (np.arange(n_in) // 2) % 2 == 1] = -1  # each lane of 16 bits has one sign
+    x = signs * np.float32(127)  # rounded to 127 exactly
+    expected = x.astype(np.float64) @ weights.T
+    assert np.abs(expected).max() > 5e4
+    np.testing.assert_allclose(multiply(matrix, isa, x, 4), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
 def test_a_matrix_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="source has another size"):
         _core.PackedMatrix(int(GGMLType.Q4_0), 16, 64, np.zeros(7, dtype=np.uint8))
