@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import TARGET_LAYERS, fingerprint
+from edgeinfer.models.draft_head import MATCHES, TARGET_LAYERS, fingerprint
 
 Floats = NDArray[np.float32]
 
@@ -26,14 +26,16 @@ def write_draft_head(
     draft_vocab: NDArray[np.int32],
     type: GGMLType,
     taps: bool | tuple[int, ...] = True,
+    matches: Sequence[float] = (),
 ) -> None:
     """Write a head of kind "dgf" for this target; its matrices get the type, its norms are F32.
 
     sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name.
-    draft_vocab: (n_draft,) ascending ids of the target.  taps: see DraftHeadSpec.
+    draft_vocab: (n_draft,) ascending ids of the target.  taps, matches: see
+    DraftHeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
     """
-    keys: dict[str, str | int | float | list[int]] = {
+    keys: dict[str, str | int | float | list[int] | list[float]] = {
         "general.architecture": "draft-head",
         "general.type": "adapter",
         "draft-head.kind": "dgf",
@@ -45,6 +47,8 @@ def write_draft_head(
     }
     if not isinstance(taps, bool):
         keys[f"draft-head.{TARGET_LAYERS}"] = list(taps)
+    if matches:
+        keys[f"draft-head.{MATCHES}"] = list(matches)
     ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, lambda: [draft_vocab.astype("<i4").view(np.uint8)])
     write_gguf(path, keys, [*(_tensor(name, values, type) for name, values in weights.items()), ids])
 

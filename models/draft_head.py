@@ -25,9 +25,10 @@ from edgeinfer.models.spec import CombineTensors, GateTensors, ModelSizes, Model
 ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
 KINDS = ("dgf",)  # dynamic gating fusion
 DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
-TARGET_LAYERS = "target_layers"
+TARGET_LAYERS, MATCHES = "target_layers", "matches"
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 MOST_TAPS = 16
+_MOST_DEPTHS = 64  # that matches are known of
 _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 _GATE = GateTensors("gate.feature.weight", "gate.token_norm.weight", "gate.token.weight", "gate.mix.weight")
 
@@ -52,13 +53,25 @@ class DraftHeadSpec:
     """A head: its decoder and its vocabulary.
 
     draft_vocab: (n_draft,) int32, ascending ids of the target's tokens, one for each row of logits.  taps: the target's
-    rows that features are made of, as Session.forward is asked for them with `hidden`.
+    rows that features are made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a
+    drafted token was right where those before it were, on text that was not trained on; empty where that is not known.
     """
 
     target: Target
     decoder: ModelSpec
     draft_vocab: NDArray[np.int32]
     taps: bool | tuple[int, ...] = True
+    matches: tuple[float, ...] = ()
+
+    @property
+    def share_right(self) -> float | None:
+        """Of the tokens of chains that end with the first wrong one: how many are right, if that is known."""
+        right, n_drafted, reached = 0.0, 0.0, 1.0
+        for match in self.matches:
+            n_drafted += reached
+            reached *= match
+            right += reached
+        return right / n_drafted if n_drafted else None
 
 
 def is_draft_head(file: ModelFile) -> bool:
@@ -134,7 +147,15 @@ class _HeadReader(Reader):
         self._check_tensors(decoder, {DRAFT_VOCAB})
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
         target = Target(architecture, name, common.n_vocab, common.n_embd, found)
-        return DraftHeadSpec(target, decoder, draft_vocab, taps)
+        return DraftHeadSpec(target, decoder, draft_vocab, taps, self._matches())
+
+    def _matches(self) -> tuple[float, ...]:
+        found = self.file.metadata.get(self._key(MATCHES), [])
+        depths = found if isinstance(found, list) else [None]
+        matches = tuple(one for one in depths if isinstance(one, float) and 0.0 <= one <= 1.0)
+        if not len(depths) == len(matches) <= _MOST_DEPTHS:
+            self.refuse(MATCHES, f"must be up to {_MOST_DEPTHS} shares from 0.0 to 1.0: found {found!r:.80}")
+        return matches
 
     def _taps(self) -> bool | tuple[int, ...]:
         found = self.file.metadata.get(self._key(TARGET_LAYERS))

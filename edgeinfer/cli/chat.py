@@ -222,11 +222,13 @@ class Repl:
             f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}; drafters up to "
             f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
+        speculation = None if self._last is None else self._last.timings.speculation
         for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placed).items():
-            note(f"drafts   {name} on {placed.where}")
+            is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}
+            why = "; not asked in the last answer, where it promised less than it would have taken" if is_idle else ""
+            note(f"drafts   {name} on {placed.where}{why}")
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
-            speculation = self._last.timings.speculation
             for line in [] if speculation is None else speculation_table(speculation):
                 note(line)
 

@@ -71,7 +71,9 @@ class DraftPlan:
                 drafters.append(drafter)
             except (EdgeInferError, OSError) as error:
                 self.dropped[_name_of(self.file)] = str(error)
-        return Speculator(session, drafters, costs, self.n_vocab, draft_max, placed)
+        share = self.spec.share_right if isinstance(self.spec, DraftHeadSpec) else None
+        shares = {} if share is None else {HeadDrafter.name: share}
+        return Speculator(session, drafters, costs, self.n_vocab, draft_max, placed, shares)
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""

@@ -70,9 +70,9 @@ class Placed:
 class _Seat:
     """A drafter, what was learnt about it, and whether it is asked."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, share_right: float | None = None) -> None:
         self.drafter = drafter
-        self.table = ChanceTable()
+        self.table = ChanceTable(share_right)
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
         self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
@@ -127,6 +127,7 @@ class Speculator:
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
     draft_max: most nodes of a tree.  placed: by the names of drafters that have a place; kept as it changes.
+    shares_right: by the names of drafters of which it was measured, the share of their tokens that are right.
     """
 
     def __init__(
@@ -137,12 +138,14 @@ class Speculator:
         n_vocab: int,
         draft_max: int,
         placed: Mapping[str, Placed] | None = None,
+        shares_right: Mapping[str, float] | None = None,
     ) -> None:
         self._session = session
         self.costs = costs
         self._n_vocab = n_vocab
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, session.n_batch - 1)
-        self._seats = [_Seat(drafter) for drafter in drafters]
+        self._shares_right = dict(shares_right or {})
+        self._seats = [self._seat(drafter) for drafter in drafters]
         self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
         self._timeline: Timeline | None = None
@@ -227,6 +230,9 @@ class Speculator:
                     seat.costly.read(context)
         return context
 
+    def _seat(self, drafter: Drafter) -> _Seat:
+        return _Seat(drafter, self._shares_right.get(drafter.name))
+
     def _replace_lost(self, tally: Tally) -> None:
         """Put spares in the places of drafters whose devices failed in an earlier request."""
         for seat in [seat for seat in self._seats if seat.lost and seat.drafter.name not in tally.dropped]:
@@ -235,7 +241,7 @@ class Speculator:
             if placed.spare is None or (not _closed(seat.drafter) and placed.takes_memory):
                 continue
             try:
-                spares = [_Seat(placed.spare())]
+                spares = [self._seat(placed.spare())]
                 self.placed[name] = Placed(f"the CPU; it was {placed.where}: {why}")
             except (EdgeInferError, OSError, MemoryError) as error:
                 spares = []

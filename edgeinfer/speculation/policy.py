@@ -17,7 +17,7 @@ from edgeinfer.speculation.tree import DraftTree
 _PRIOR_WEIGHT = 10.0  # how many observations the drafter's own estimate counts for
 _DECAY = 0.98  # of all counts of a kind with each new one
 _TRUST, _TRUST_DECAY = 2.0, 0.97  # first nodes as expected before a text is known, and what each counts for later on
-_MEAN = (3.4, 4.0)  # nodes of a chain that were right, and all, before anything is known
+_MEAN, _MEAN_WEIGHT = 0.85, 4.0  # nodes of a chain that are right before anything is known, and what that counts for
 _N_DEPTHS = 4
 _DEPTH = [min(depth, 2) if depth < 4 else 3 for depth in range(MAX_TOKENS + 1)]
 _GAIN = 1.06  # by how much a tree must be better than one by one: an estimate may be wrong, one token cannot be
@@ -48,16 +48,20 @@ class Reward:
 
 
 class ChanceTable:
-    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.drafters.base)."""
+    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.drafters.base).
 
-    def __init__(self) -> None:
+    mean: share of the nodes of a chain that were right elsewhere, where that is known.
+    """
+
+    def __init__(self, mean: float | None = None) -> None:
         self.floor = 0.0
         self.patience = 0.0
         self.reward = Reward([0.0] * (MAX_TOKENS + 1))
         self.trust = 1.0  # first nodes that were right in this text, over those that were expected to be
         self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
         self._first = 0.0, 0.0
-        self._right, self._all = _MEAN
+        self._usual = _MEAN_WEIGHT * (_MEAN if mean is None else mean), _MEAN_WEIGHT
+        self._right, self._all = self._usual
 
     def chance(self, kind: int, depth: int, p: float) -> float:
         """See Outlook."""
@@ -116,7 +120,7 @@ class ChanceTable:
 
     def forget_half(self) -> None:
         """Believe half of the mean and trust anew, for a new text: who was of no use gets another chance."""
-        self._right, self._all = (self._right + _MEAN[0]) / 2, (self._all + _MEAN[1]) / 2
+        self._right, self._all = (self._right + self._usual[0]) / 2, (self._all + self._usual[1]) / 2
         self._first, self.trust = (0.0, 0.0), 1.0
 
 

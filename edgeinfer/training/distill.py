@@ -351,7 +351,17 @@ class _Distillation:
             output = self._target.output[torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)]
             weights = tensors | {"output.weight": output.cpu().numpy()}
             sizes = self._sizes.keys()
-            write_draft_head(self._out, self._file, self._spec, sizes, weights, vocabulary, self._type, self._taps)
+            write_draft_head(
+                self._out,
+                self._file,
+                self._spec,
+                sizes,
+                weights,
+                vocabulary,
+                self._type,
+                self._taps,
+                summary["match_by_depth"],
+            )
             write_whole(report_path(self._out), (json.dumps(summary, indent=1) + "\n").encode())
         self._workers.wait()
 

@@ -23,9 +23,8 @@ def test_a_head_has_the_keys_and_tensors_that_it_was_given(tmp_path: Path, rng: 
     weights["gate.token_norm.weight"] = rng.standard_normal(64, dtype=np.float32)
     vocabulary = np.array([3, 17, 290], dtype=np.int32)
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", n_embd=64, tensor_type="Q8_0")) as target:
-        write_draft_head(
-            tmp_path / "h.gguf", target, read_spec(target), sizes, weights, vocabulary, GGMLType.Q8_0, (0, 1)
-        )
+        given = sizes, weights, vocabulary, GGMLType.Q8_0, (0, 1), (0.5, 0.25)
+        write_draft_head(tmp_path / "h.gguf", target, read_spec(target), *given)
         digest = fingerprint(target)
         tokens = target.metadata["tokenizer.ggml.tokens"]
         assert isinstance(tokens, list)
@@ -44,6 +43,7 @@ def test_a_head_has_the_keys_and_tensors_that_it_was_given(tmp_path: Path, rng: 
             "draft-head.block_count": 0,
             "draft-head.rope.freq_base": 1e4,
             "draft-head.target_layers": [0, 1],
+            "draft-head.matches": [0.5, 0.25],
         }
         types = {name: info.type.name for name, info in head.tensors.items()}
         assert types == {"gate.feature.weight": "Q8_0", "gate.token_norm.weight": "F32", "draft_vocab": "I32"}

@@ -59,6 +59,16 @@ def test_a_head_may_be_fed_by_rows_of_several_layers(target: Path, tmp_path: Pat
             read_head(file)
 
 
+def test_a_head_says_how_often_it_was_right(target: Path, tmp_path: Path) -> None:
+    known = {"draft-head.matches": [0.5, 0.25, 0.0]}
+    with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", target, metadata=known)) as file:
+        head = read_head(file)
+    # of 1 + 0.5 + 0.125 tokens that a chain drafts until one is wrong
+    assert head.matches == (0.5, 0.25, 0.0) and head.share_right == (0.5 + 0.125) / 1.625
+    with ModelFile.open(write_tiny_head(tmp_path / "without.gguf", target)) as file:
+        assert read_head(file).matches == () and read_head(file).share_right is None
+
+
 def test_the_fingerprint_is_of_the_tokens_and_the_last_norm(target: Path, tmp_path: Path) -> None:
     with ModelFile.open(target) as file:
         tokens = "\0".join(file.metadata["tokenizer.ggml.tokens"]).encode()
@@ -88,6 +98,10 @@ def test_the_fingerprint_is_of_the_tokens_and_the_last_norm(target: Path, tmp_pa
         ({"taps": (0, 1), "leave_out": "combine"}, "combine.weight .* is missing"),
         ({"taps": (0, 1), "leave_out": "combine_norm"}, "combine_norm.weight .* is missing"),
         ({"metadata": {"draft-head.target_layers": [1]}}, "combine.weight .* is missing"),
+        ({"metadata": {"draft-head.matches": 0.5}}, "matches must be up to 64 shares from 0.0 to 1.0: found 0.5"),
+        ({"metadata": {"draft-head.matches": [0.5, 1.5]}}, r"matches must be up to 64 .* found \[0.5, 1.5\]"),
+        ({"metadata": {"draft-head.matches": [1, 0]}}, r"matches must be up to 64 .* found \[1, 0\]"),
+        ({"metadata": {"draft-head.matches": [0.5] * 65}}, "matches must be up to 64 shares"),
         ({"leave_out": "draft_vocab"}, "draft_vocab must be I32 .*: found none"),
         ({"draft_vocab": [3, 3, 4]}, "must be ascending: found 3 behind 3"),
         ({"draft_vocab": [5, 4, 290]}, "must be ascending: found 4 behind 5"),

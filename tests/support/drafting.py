@@ -22,10 +22,10 @@ def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) 
 
 
 class FixedCosts(CostModel):
-    """Costs that stay as they are whatever comes: with these every draft pays, a model's too."""
+    """Costs that stay as they are whatever comes: as they are, every draft pays, a model's too."""
 
-    def __init__(self) -> None:
-        super().__init__(CostCurve(0, {n: 10.0 + 0.01 * n for n in range(1, 33)}, 0, {}))
+    def __init__(self, seconds: Callable[[int], float] = lambda n: 10.0 + 0.01 * n) -> None:
+        super().__init__(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """Nothing is learnt."""

@@ -106,6 +106,7 @@ def test_the_file_is_as_documented(given: Path, work: Path) -> None:
     assert block == {"attn_k": (32, 64), "attn_output": (64, 64), "ffn_down": (64, 192), "ffn_norm": (64,)}
     assert shapes["gate.mix.weight"] == (64, 128) and shapes["gate.token_norm.weight"] == (64,)
     assert keys["target_layers"] == [0, 1]
+    assert keys["matches"] == pytest.approx(json.loads((given / "first.json").read_text())["match_by_depth"])
     assert shapes["combine.weight"] == (64, 128) and shapes["combine_norm.weight"] == (128,)
     assert len(shapes) == 4 + 2 + 9 + 2
     assert vocabulary.tolist() == sorted(set(vocabulary.tolist())) and eos in vocabulary

@@ -120,6 +120,16 @@ def test_a_draft_is_a_tree_of_known_tokens_in_few_passes(drafting, texts):
     assert max(n_passes[1:]) <= 31
 
 
+@pytest.mark.parametrize("matches, is_asked", [([0.3, 0.3], False), ([0.9, 0.9], True), (None, True)])
+def test_a_head_that_was_right_too_seldom_to_pay_here_is_not_asked(opened, model, texts, tmp_path, matches, is_asked):
+    metadata = {"draft-head.matches": matches}
+    engine = opened(model, draft=[str(write_tiny_head(tmp_path / "h.gguf", model, texts, metadata=metadata))])
+    engine.speculator.costs = FixedCosts(lambda n: 6.0 + 4.0 * n)
+    speculation = engine.generate(PROMPT, max_tokens=40, **GREEDY).timings.speculation
+    assert ("head" in speculation.by_drafter) == is_asked
+    assert (drafter_of(engine).session.n_past > 0) == is_asked, "what is not asked need not read"
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 31])
 def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, texts, limit):
     drafter, text = drafter_of(drafting), texts[0][:40]

@@ -403,6 +403,18 @@ def test_chances_are_learnt_by_kind_and_depth_and_old_ones_fade():
     assert table.chance(1, 0, 0.5) < 0.1 and table.chance(2, 0, 0.5) > 0.1
 
 
+def test_a_new_text_is_met_with_what_is_known_of_the_drafter():
+    table, usual = ChanceTable(0.4), ChanceTable()
+    assert table.mean == pytest.approx(0.4) and usual.mean == pytest.approx(0.85)
+    for one in (table, usual):
+        for _ in range(200):
+            one.learn(DraftTree([5], [-1], [0.5], [0]), [5])
+        assert one.mean > 0.98
+        for _ in range(12):
+            one.forget_half()
+    assert table.mean == pytest.approx(0.4, abs=0.01) and usual.mean == pytest.approx(0.85, abs=0.01)
+
+
 def test_a_chain_that_costs_goes_on_as_long_as_a_node_gives_more_than_the_rest():
     milliseconds = [0.0] + [1.0 + 0.1 * (n - 1) for n in range(1, 40)]
     reward = Reward(milliseconds, draft=0.3)
