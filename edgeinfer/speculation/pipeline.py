@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from edgeinfer.types import Features, Logits
 
 _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
+_LEAST_CREDIT = 0.25  # of a pass of one token: what a free drafter that lost lately may cost the next text
 _ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
 _PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
@@ -79,7 +81,7 @@ class _Seat:
         self.is_dropped = False
         self.lost = ""  # how what it ran on failed
         self.is_asked = False  # in this step
-        self.gain = 0.0  # milliseconds that a free drafter saved lately, less what it took
+        self.gain = math.inf  # milliseconds that a free drafter saved lately, less what it took
         self.n_steps = 0
 
     @property
@@ -221,7 +223,7 @@ class Speculator:
             if not seat.is_dropped:
                 with seat.working(tally):
                     seat.drafter.start(context)
-            seat.gain = milliseconds[1]
+            seat.gain = min(max(seat.gain, _LEAST_CREDIT * milliseconds[1]), milliseconds[1])
         self._observe(context, job.text[-1:], [logits], tally)
         for seat in self._seats:
             context.outlook = seat.table

@@ -57,7 +57,7 @@ class ChanceTable:
         self.floor = 0.0
         self.patience = 0.0
         self.reward = Reward([0.0] * (MAX_TOKENS + 1))
-        self.trust = 1.0  # first nodes that were right in this text, over those that were expected to be
+        self.trust = 1.0  # first nodes that were right in this text and those before, over those that should have been
         self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
         self._first = 0.0, 0.0
         self._usual = _MEAN_WEIGHT * (_MEAN if mean is None else mean), _MEAN_WEIGHT
@@ -115,13 +115,17 @@ class ChanceTable:
         expected = self.chance(tree.kinds[0], 0, tree.p[0]) / self.trust
         right, all_ = self._first
         right, all_ = _TRUST_DECAY * right + (tree.tokens[0] == token), _TRUST_DECAY * all_ + expected
-        self._first = right, all_
-        self.trust = min(1.0, (_TRUST + right) / (_TRUST + all_))
+        self._trust(right, all_)
 
     def forget_half(self) -> None:
         """Believe half of the mean and trust anew, for a new text: who was of no use gets another chance."""
         self._right, self._all = (self._right + self._usual[0]) / 2, (self._all + self._usual[1]) / 2
-        self._first, self.trust = (0.0, 0.0), 1.0
+        self._trust(self._first[0] / 2, self._first[1] / 2)
+
+    def _trust(self, right: float, expected: float) -> None:
+        """Set it from the first nodes that were right, and those that should have been."""
+        self._first = right, expected
+        self.trust = min(1.0, (_TRUST + right) / (_TRUST + expected))
 
 
 class Proposal(NamedTuple):

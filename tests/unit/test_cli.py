@@ -640,6 +640,17 @@ def test_a_conversation_at_a_terminal(model, tmp_path):
     assert (tmp_path / "talk.jsonl").read_text() == '{"role": "system", "content": "be brief"}\n'
 
 
+def test_stats_say_that_a_drafter_was_not_asked(native, model, tmp_path):
+    head = write_tiny_head(tmp_path / "head.gguf", model, metadata={"draft-head.matches": [0.01]})
+    with sitting_at(model, tmp_path, "--backend", "native", "-md", head, "-n", "5") as person:
+        person.say("hello")
+        person.see("| context ")
+        person.say("/stats")
+        person.see("head on the CPU; not asked in the last answer")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
 def test_a_conversation_through_llama_cpp(llama_cpp, model, tmp_path):
     with sitting_at(model, tmp_path, "--backend", "llama.cpp") as person:
         assert "| llama.cpp, " in person.see("Ctrl-D leaves")

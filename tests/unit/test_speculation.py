@@ -403,6 +403,21 @@ def test_chances_are_learnt_by_kind_and_depth_and_old_ones_fade():
     assert table.chance(1, 0, 0.5) < 0.1 and table.chance(2, 0, 0.5) > 0.1
 
 
+def test_a_drafter_that_lost_in_one_text_is_trusted_less_in_the_next_but_not_for_long():
+    table, draft = ChanceTable(), DraftTree([5], [-1], [0.5], [0])
+    for _ in range(20):
+        table.learn(draft, [6])
+    lost = table.trust
+    table.forget_half()
+    assert 0.1 < lost < table.trust < 0.5
+    for _ in range(6):
+        table.learn(draft, [5])
+    assert table.trust > 0.8
+    for _ in range(3):
+        table.forget_half()
+    assert table.trust > 0.9
+
+
 def test_a_new_text_is_met_with_what_is_known_of_the_drafter():
     table, usual = ChanceTable(0.4), ChanceTable()
     assert table.mean == pytest.approx(0.4) and usual.mean == pytest.approx(0.85)
