@@ -42,7 +42,7 @@ from edgeinfer.speculation.placement import check_name
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.stream import Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
-from edgeinfer.types import CacheType, Device, Logits, MemoryPlan
+from edgeinfer.types import CacheType, Device, Logits, MemoryPlan, TernaryBits
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
@@ -73,6 +73,7 @@ def load(
     backend: BackendName = "auto",
     n_batch: int = 512,
     cache_type: CacheType = "f16",
+    ternary_bits: TernaryBits | Literal["auto"] = "auto",
     draft: Draft = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
     draft_device: str = "auto",
@@ -83,6 +84,8 @@ def load(
     n_ctx: positions in the context; None is what the model was trained with, at most 4096.  n_threads: None is one a
     physical core.  n_batch: prompt tokens in one forward pass; changes memory and speed, and no text except with
     llama.cpp.  cache_type: numbers of the KV cache; "q8_0" takes a little over half of "f16", and changes the text.
+    ternary_bits: that a weight of a ternary model takes in memory with the native backend, "2" or "1.6", the same text;
+    "auto" is what `edgeinfer pack` wrote, or else what is measured to be faster here.
     draft: where drafts come from, which change the speed and no text: "auto" is what costs no time ("suffix",
     "recycling") and the head that this package brings for the model, if any; the name of a file adds a draft model,
     best of the same vocabulary, or a draft head of this model, to the former; "none" or None is none; a sequence is
@@ -109,7 +112,15 @@ def load(
         n_threads = devices.default_n_threads() if n_threads is None else n_threads
         n_threads = check_integer("n_threads", n_threads, 1, MAX_THREADS)
         draft_max = check_integer("draft_max", draft_max, 0)
-        loadable = plan_model(file, backend, n_ctx=n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
+        loadable = plan_model(
+            file,
+            backend,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_threads=n_threads,
+            cache_type=cache_type,
+            ternary_bits=ternary_bits,
+        )
         n_vocab = loadable.spec.n_vocab
         if tokenizer.n_vocab > n_vocab:
             raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
@@ -164,6 +175,7 @@ def plan_model(
     n_batch: int = 512,
     n_threads: int,
     cache_type: CacheType = "f16",
+    ternary_bits: TernaryBits | Literal["auto"] = "auto",
 ) -> Loadable:
     """What `load` would load, and on which backend. Arguments and errors as there."""
 
@@ -180,8 +192,12 @@ def plan_model(
     n_batch = check_integer("n_batch", n_batch, 1, MAX_INT32)
     if check_text("cache_type", cache_type) not in get_args(CacheType):
         raise InvalidArgument(f"cache_type must be {' or '.join(get_args(CacheType))}: found {cache_type!r:.80}")
+    if check_text("ternary_bits", ternary_bits) not in ("auto", *get_args(TernaryBits)):
+        raise InvalidArgument(
+            f"ternary_bits must be auto, {' or '.join(get_args(TernaryBits))}: found {ternary_bits!r:.80}"
+        )
     try:
-        return on(open_backend(name))
+        return on(open_backend(name, ternary_bits))
     except UnsupportedModel as error:
         if name != "auto":
             raise
@@ -199,14 +215,15 @@ def plan_model(
     return loadable
 
 
-def open_backend(name: BackendName) -> Backend:
+def open_backend(name: BackendName, ternary_bits: TernaryBits | Literal["auto"] = "auto") -> Backend:
     """The backend of that name; "auto" is native, or with a warning reference where native does not run here.
 
+    ternary_bits: of the native backend; the others hold ternary weights in their own way.
     Raises BackendUnavailable, InvalidArgument.
     """
     if check_text("backend", name) == "auto":
         try:
-            return open_backend("native")
+            return open_backend("native", ternary_bits)
         except BackendUnavailable as error:
             warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=4)
             return open_backend("reference")
@@ -214,7 +231,8 @@ def open_backend(name: BackendName) -> Backend:
         raise InvalidArgument(f"backend must be auto, {' or '.join(_BACKENDS)}: found {name!r:.80}")
     module, attribute = _BACKENDS[name]
     try:
-        backend: Backend = getattr(importlib.import_module(module), attribute)()
+        options = {"ternary_bits": ternary_bits} if name == "native" else {}
+        backend: Backend = getattr(importlib.import_module(module), attribute)(**options)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error
     return backend

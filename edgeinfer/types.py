@@ -17,6 +17,7 @@ Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
 CacheType: TypeAlias = Literal["f16", "q8_0"]
+TernaryBits: TypeAlias = Literal["2", "1.6"]
 """Numbers of the KV cache: half floats, or codes of 8 bits with a scale for each 32, in a little over half of that."""
 
 
@@ -76,12 +77,14 @@ class MemoryPlan:
 
     n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are
     cut into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
+    ternary_bits: that a ternary weight takes in memory, which changes no bit either.
     """
 
     n_ctx: int
     n_batch: int
     use: MemoryUse
     cache_type: CacheType = "f16"
+    ternary_bits: TernaryBits = "2"
 
 
 @dataclass(frozen=True)

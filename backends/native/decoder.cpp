@@ -195,9 +195,7 @@ void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, Format 
         weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
     pool_.run([&](int thread) {
         pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
-            uint8_t* group = data + static_cast<size_t>(g) * m.group_bytes;
-            if (of == m.format) return pack_group(of, source, scale, n_rows, m.n_in, g, group);
-            pack_group_rounded(of, source, n_rows, m.n_in, g, group);
+            pack_group(of, m.format, source, scale, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
         });
     });
 }

@@ -4,7 +4,7 @@
 extern const Kernels kernels_scalar;
 
 #if defined(__x86_64__)
-extern const Kernels kernels_avx512vnni, kernels_avx512, kernels_avxvnni, kernels_avx2;
+extern const Kernels kernels_avx512vbmi, kernels_avx512vnni, kernels_avx512, kernels_avxvnni, kernels_avx2;
 
 #include <cpuid.h>
 
@@ -22,6 +22,7 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512vbmi() { return has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
 
 }  // namespace
 #endif
@@ -51,6 +52,7 @@ bool always() { return true; }
 
 const InstructionSet instruction_sets[] = {
 #if defined(__x86_64__)
+    {&kernels_avx512vbmi, has_avx512vbmi},
     {&kernels_avx512vnni, has_avx512vnni},
     {&kernels_avx512, has_avx512},
     {&kernels_avxvnni, has_avxvnni},

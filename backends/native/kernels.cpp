@@ -310,8 +310,10 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float*
         case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, y, ldy);
         case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, y, ldy);
         case Format::TQ1_0:
-        case Format::TQ2_0: return matmul_as<TernaryTiles>(w, x, n, first, last, y, ldy);
-        case Format::I2_S: return matmul_as<TernaryRows>(w, x, n, first, last, y, ldy);
+        case Format::TQ2_0: return matmul_as<TernaryTiles<TwoBits>>(w, x, n, first, last, y, ldy);
+        case Format::TQ_BASE_THREE: return matmul_as<TernaryTiles<BaseThree>>(w, x, n, first, last, y, ldy);
+        case Format::I2_S: return matmul_as<TernaryRows<TwoBits>>(w, x, n, first, last, y, ldy);
+        case Format::I2_S_BASE_THREE: return matmul_as<TernaryRows<BaseThree>>(w, x, n, first, last, y, ldy);
         case Format::Q2_0: return matmul_as<TernaryBlocks>(w, x, n, first, last, y, ldy);
     }
 }

@@ -32,13 +32,20 @@
 //                  lines
 //   Q2_0:          for each two blocks of 64 inputs  f16 d[16] of the first | f16 d[16] of the second | 4 lines | 4 lines
 //
+// Ternary in base three, lines of 20 inputs, five weights a byte, v = their sum times 1, 3, 9, 27, 81
+//   line i, byte 4*row + c: bit 7 = v < 0, bits 0..6 = |v|, the weights at k = 20i + 4j + c            (j = 0..4, c = 0..3)
+//   I2_S:          f32 scale[16] | lines (edgeinfer.backends.ternary.packing)
+//   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 13 lines | 13
+//                  lines
+//   Inputs behind the last one have weights of -1, whose code is 0: it does not matter what their activations are.
+//
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// The formats of a weight matrix, with ggml's numbers.
+// The formats of a weight matrix, with ggml's numbers; what only packed weights have stands 1000 above its source.
 enum class Format : int {
     F32 = 0,
     F16 = 1,
@@ -54,7 +61,9 @@ enum class Format : int {
     TQ1_0 = 34,
     TQ2_0 = 35,
     I2_S = 36,
-    Q2_0 = 42
+    Q2_0 = 42,
+    TQ_BASE_THREE = 1034,  // of TQ1_0 and TQ2_0
+    I2_S_BASE_THREE = 1036
 };
 
 // What a matrix wants its inputs as.
@@ -85,7 +94,9 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads) {
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
 // each 32 q, and for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of
 // the instruction set (centre_16 in simd_*.h).  Int8ByToken: likewise for a whole column. Distances between columns are
-// those of the arrays' element type.
+// those of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
+constexpr int kBehindInputs = 16;
+
 struct Inputs {
     int n_in = 0;
     const float* x = nullptr;  // (n, ldx)
@@ -108,8 +119,10 @@ constexpr InputKind input_kind(Format format) {
         case Format::Q5_K:
         case Format::Q6_K:
         case Format::TQ1_0:
-        case Format::TQ2_0: return InputKind::Int8By256;
-        case Format::I2_S: return InputKind::Int8ByToken;
+        case Format::TQ2_0:
+        case Format::TQ_BASE_THREE: return InputKind::Int8By256;
+        case Format::I2_S:
+        case Format::I2_S_BASE_THREE: return InputKind::Int8ByToken;
         case Format::F32:
         case Format::F16:
         case Format::BF16: return InputKind::Float;

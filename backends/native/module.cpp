@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -51,14 +52,21 @@ const Kernels& kernels_of(const std::string& isa) {
     throw nb::value_error(what.c_str());
 }
 
+// format: a ggml type, or one that only packed weights have.
+Format packed_format(int format, int n_in) {
+    int n_inputs;
+    if (!packed_block(format, n_inputs)) {
+        throw nb::value_error(("ggml type " + std::to_string(format) + " has no kernel").c_str());
+    }
+    if (n_in < 1 || n_in % n_inputs) throw nb::value_error("n_in must be a multiple of the type's block");
+    return static_cast<Format>(format);
+}
+
 Format format_of(int ggml_type, int n_in) {
     int n_inputs;
     size_t n_bytes;
-    if (!block_size(ggml_type, n_inputs, n_bytes)) {
-        throw nb::value_error(("ggml type " + std::to_string(ggml_type) + " has no kernel").c_str());
-    }
-    if (n_in < 1 || n_in % n_inputs) throw nb::value_error("n_in must be a multiple of the type's block");
-    return static_cast<Format>(ggml_type);
+    if (!block_size(ggml_type, n_inputs, n_bytes)) throw nb::value_error("no type that a file could have");
+    return packed_format(ggml_type, n_in);
 }
 
 size_t matrix_source_bytes(int ggml_type, int n_out, int n_in) {
@@ -69,11 +77,11 @@ size_t matrix_source_bytes(int ggml_type, int n_out, int n_in) {
 }
 
 // Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
-size_t packed_bytes(int ggml_type, int n_out, int n_in) {
+size_t packed_bytes(int format, int n_out, int n_in) {
     if (n_out < 1) throw nb::value_error("n_out must be positive");
     const size_t n_groups = (static_cast<size_t>(n_out) + kRows - 1) / kRows;
     if (n_in == 0) return n_groups * kRows * sizeof(float);
-    return (n_groups * packed_group_bytes(format_of(ggml_type, n_in), n_in) + 63) / 64 * 64;
+    return (n_groups * packed_group_bytes(packed_format(format, n_in), n_in) + 63) / 64 * 64;
 }
 
 // What has no layer is given layer 0, which a decoder without layers has room for too.
@@ -81,22 +89,20 @@ void check_layer(const Decoder& decoder, int layer) {
     if (layer < 0 || layer >= std::max(1, decoder.config().n_layers)) throw nb::index_error("no such layer");
 }
 
-void set_matrix(Decoder& decoder, Role role, int layer, int ggml_type, int n_out, int n_in) {
-    const Format format = format_of(ggml_type, n_in);
+void set_matrix(Decoder& decoder, Role role, int layer, int format, int n_out, int n_in) {
+    const Format as = packed_format(format, n_in);
     check_layer(decoder, layer);
-    decoder.set_matrix(role, layer, format, n_out, n_in);
+    decoder.set_matrix(role, layer, as, n_out, n_in);
 }
 
-// ggml_type: of the source; another one than the matrix's only where that is Q4_0.
+// ggml_type: of the source; see can_pack.
 void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_type, Bytes source, float scale) {
     check_layer(decoder, layer);
     if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     const Matrix& m = decoder.matrix(role, layer);
     if (!m.n_out) throw nb::value_error("set_matrix comes first");
     const Format of = format_of(ggml_type, m.n_in);
-    if (of != m.format && (m.format != Format::Q4_0 || of == Format::I2_S)) {
-        throw nb::value_error("source must have the format of the matrix, unless that is Q4_0");
-    }
+    if (!can_pack(of, m.format)) throw nb::value_error("a source of this type cannot be packed as the matrix is");
     const size_t row_bytes = matrix_source_bytes(ggml_type, 1, m.n_in);
     if (source.size() % row_bytes) throw nb::value_error("source must be whole rows of the matrix");
     const size_t n_rows = source.size() / row_bytes, n_out = static_cast<size_t>(m.n_out);
@@ -212,15 +218,17 @@ void truncate_to(Decoder& decoder, int n_past) {
 // One matrix alone, for tests and benchmarks of the kernels.
 class PackedMatrix {
 public:
-    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source, float scale)
-        : memory_(packed_bytes(ggml_type, n_out, n_in)) {
-        const Format format = format_of(ggml_type, n_in);
+    // packed_as: None for the source's type.
+    PackedMatrix(int ggml_type, int n_out, int n_in, Bytes source, float scale, std::optional<int> packed_as)
+        : memory_(packed_bytes(packed_as.value_or(ggml_type), n_out, n_in)) {
+        const Format of = format_of(ggml_type, n_in), as = packed_format(packed_as.value_or(ggml_type), n_in);
+        if (!can_pack(of, as)) throw nb::value_error("a source of this type cannot be packed so");
         if (source.size() != matrix_source_bytes(ggml_type, n_out, n_in)) {
             throw nb::value_error("source has another size");
         }
-        matrix_ = {format, n_out, n_in, packed_group_bytes(format, n_in), memory_.data()};
+        matrix_ = {as, n_out, n_in, packed_group_bytes(as, n_in), memory_.data()};
         for (int g = 0; g < matrix_.n_groups(); g++) {
-            pack_group(format, source.data(), scale, n_out, n_in, g,
+            pack_group(of, as, source.data(), scale, n_out, n_in, g,
                        memory_.data() + static_cast<size_t>(g) * matrix_.group_bytes);
         }
     }
@@ -233,7 +241,7 @@ public:
         if (x.shape(1) != n_in || y.shape(0) != n || y.shape(1) != static_cast<size_t>(matrix_.n_out)) {
             throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
         }
-        std::vector<int8_t> q(n * n_in);
+        std::vector<int8_t> q(n * n_in + kBehindInputs);
         std::vector<float> scales(n * (n_in / 32 + 1));
         std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1);
         std::vector<int16_t> sums32(n * n_in / 32 + 1);
@@ -265,18 +273,16 @@ private:
 };
 
 // Seconds to multiply each of these matrices, one after the other, with n columns of made-up activations, which are
-// prepared once before. For benchmarks.
-double time_products(const std::vector<const PackedMatrix*>& matrices, const std::string& isa, int n_threads, int n) {
-    if (matrices.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and columns are needed");
-    const Kernels& kernels = kernels_of(isa);
+// prepared once before.
+double seconds_of_products(const std::vector<const Matrix*>& matrices, const Kernels& kernels, Pool& pool, int n) {
     size_t most_in = 0, most_out = 0;
-    for (const PackedMatrix* packed : matrices) {
-        most_in = std::max(most_in, static_cast<size_t>(packed->matrix().n_in));
-        most_out = std::max(most_out, static_cast<size_t>(packed->matrix().n_groups() * kRows));
+    for (const Matrix* m : matrices) {
+        most_in = std::max(most_in, static_cast<size_t>(m->n_in));
+        most_out = std::max(most_out, static_cast<size_t>(m->n_groups() * kRows));
     }
     const size_t columns = static_cast<size_t>(n);
     std::vector<float> y(columns * most_out), scales(columns * (most_in / 32 + 1), 0.01f);
-    std::vector<int8_t> q(columns * most_in);
+    std::vector<int8_t> q(columns * most_in + kBehindInputs);
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
     std::vector<int32_t> sums(columns * (most_in / 16 + 1), 5);
     std::vector<int16_t> short_sums(columns * (most_in / 32 + 1), 5);
@@ -285,17 +291,14 @@ double time_products(const std::vector<const PackedMatrix*>& matrices, const std
     in.scale32 = in.scale256 = in.scale_token = scales.data();
     in.sum32 = in.sum_token = in.centre16 = sums.data();
     in.sums32 = short_sums.data();
-    nb::gil_scoped_release release;
-    Pool pool(n_threads);
     const auto started = std::chrono::steady_clock::now();
     pool.run([&](int thread) {
-        for (const PackedMatrix* packed : matrices) {
-            const Matrix& m = packed->matrix();
+        for (const Matrix* m : matrices) {
             Inputs of_matrix = in;
-            of_matrix.n_in = m.n_in;
-            const int each = groups_of_task(m, n, n_threads);
-            pool.for_tasks(thread, (m.n_groups() + each - 1) / each, [&](int task) {
-                kernels.matmul(m, of_matrix, n, task * each, std::min(m.n_groups(), (task + 1) * each), y.data(),
+            of_matrix.n_in = m->n_in;
+            const int each = groups_of_task(*m, n, pool.size());
+            pool.for_tasks(thread, (m->n_groups() + each - 1) / each, [&](int task) {
+                kernels.matmul(*m, of_matrix, n, task * each, std::min(m->n_groups(), (task + 1) * each), y.data(),
                                most_out);
             });
         }
@@ -303,12 +306,40 @@ double time_products(const std::vector<const PackedMatrix*>& matrices, const std
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
+// The same for benchmarks.
+double time_products(const std::vector<const PackedMatrix*>& packed, const std::string& isa, int n_threads, int n) {
+    if (packed.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and columns are needed");
+    const Kernels& kernels = kernels_of(isa);
+    std::vector<const Matrix*> matrices;
+    for (const PackedMatrix* each : packed) matrices.push_back(&each->matrix());
+    nb::gil_scoped_release release;
+    Pool pool(n_threads);
+    return seconds_of_products(matrices, kernels, pool, n);
+}
+
+// Seconds to multiply a made-up matrix, of n_bytes if it took two bits a weight, with n columns: the best of four tries.
+double time_format(int format, const std::string& isa, int n_threads, int n, size_t n_bytes) {
+    constexpr int kInputs = 2560, kTries = 4;
+    if (n_threads < 1 || n < 1) throw nb::value_error("threads and columns are needed");
+    const Format as = packed_format(format, kInputs);
+    const Kernels& kernels = kernels_of(isa);
+    const size_t group_bytes = packed_group_bytes(as, kInputs), n_groups = n_bytes / (kRows * kInputs / 4) + 1;
+    nb::gil_scoped_release release;
+    const Memory memory(n_groups * group_bytes + 8192);  // the kernels' prefetches look ahead
+    std::memset(memory.data(), 0x55, n_groups * group_bytes);
+    const Matrix made_up{as, static_cast<int>(n_groups) * kRows, kInputs, group_bytes, memory.data()};
+    Pool pool(n_threads);
+    double best = seconds_of_products({&made_up}, kernels, pool, n);
+    for (int i = 1; i < kTries; i++) best = std::min(best, seconds_of_products({&made_up}, kernels, pool, n));
+    return best;
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
     m.doc() = "edgeinfer's native engine; use edgeinfer.backends.native.NativeBackend";
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
-    m.def("packed_bytes", &packed_bytes, "ggml_type"_a, "n_out"_a, "n_in"_a,
+    m.def("packed_bytes", &packed_bytes, "format"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
 
     m.def(
@@ -442,7 +473,7 @@ NB_MODULE(_core, m) {
                     Decoder(config, kernels_of(isa), n_threads, weight_bytes, packed ? packed->data() : nullptr);
             },
             "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
-        .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "ggml_type"_a, "n_out"_a, "n_in"_a)
+        .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "format"_a, "n_out"_a, "n_in"_a)
         .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
@@ -477,7 +508,8 @@ NB_MODULE(_core, m) {
         .def_prop_ro("activation_bytes", [](const Decoder& decoder) { return decoder.activation_bytes(); });
 
     nb::class_<PackedMatrix>(m, "PackedMatrix")
-        .def(nb::init<int, int, int, Bytes, float>(), "ggml_type"_a, "n_out"_a, "n_in"_a, "source"_a, "scale"_a = 1.0f)
+        .def(nb::init<int, int, int, Bytes, float, std::optional<int>>(), "ggml_type"_a, "n_out"_a, "n_in"_a,
+             "source"_a, "scale"_a = 1.0f, "packed_as"_a = nb::none())
         .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a)
         .def_prop_ro(
             "data",
@@ -486,6 +518,9 @@ NB_MODULE(_core, m) {
                                                                           nb::find(matrix));
             },
             "The packed bytes, read-only, without a copy.");
+    m.def("time_format", &time_format, "format"_a, "isa"_a, "n_threads"_a, "n"_a, "n_bytes"_a,
+          "Seconds to multiply a made-up matrix, of n_bytes if it took two bits a weight, with n columns: the best of "
+          "four.");
     m.def("time_products", &time_products, "matrices"_a, "isa"_a, "n_threads"_a, "n"_a,
           "Seconds to multiply each of these matrices with n columns, one after the other.");
 }

@@ -1,8 +1,8 @@
 """Packed weights in a file of their own, which a session maps instead of packing.
 
 Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
-the decoder has them in memory. The header names the source (size, modification time, SHA-256) and the version of the
-packed layout; a file that does not fit them is refused.
+the decoder has them in memory. The header names the source (size, modification time, SHA-256), the version of the
+packed layout and the bits of a ternary weight; a file that does not fit them is refused.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import struct
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 2  # to be raised whenever matrix.h or the order of the weights changes
+LAYOUT = 3  # to be raised whenever matrix.h or the order of the weights changes
+SUFFIX = ".packed"
 _ALIGNMENT = 4096
 
 
@@ -42,12 +44,13 @@ class Header:
 
     layout: int
     n_bytes: int
+    ternary_bits: TernaryBits
     source: Source
 
 
 def packed_path(model: Path) -> Path:
     """Where the packed weights of a model file are looked for: beside it."""
-    return model.with_name(model.name + ".packed")
+    return model.with_name(model.name + SUFFIX)
 
 
 def sha256_of(path: Path) -> str:
@@ -56,10 +59,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_packed(target: Path, model: Path, weights: NDArray[np.uint8]) -> None:
+def write_packed(target: Path, model: Path, weights: NDArray[np.uint8], ternary_bits: TernaryBits) -> None:
     """Write packed weights atomically: the target is whole or untouched, whatever happens."""
     stat = model.stat()
-    header = Header(LAYOUT, weights.nbytes, Source(stat.st_size, stat.st_mtime_ns, sha256_of(model)))
+    header = Header(LAYOUT, weights.nbytes, ternary_bits, Source(stat.st_size, stat.st_mtime_ns, sha256_of(model)))
     text = json.dumps(asdict(header)).encode()
     start = MAGIC + struct.pack("<Q", len(text)) + text
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
@@ -75,20 +78,23 @@ def write_packed(target: Path, model: Path, weights: NDArray[np.uint8]) -> None:
     _read_in_huge_pages(target)
 
 
-def map_packed(path: Path, model: Path, n_bytes: int) -> NDArray[np.uint8]:
+def map_packed(path: Path, model: Path, n_bytes: int, ternary_bits: TernaryBits) -> NDArray[np.uint8]:
     """The packed weights of a file, mapped read-only; pages are shared between processes.
 
-    n_bytes: what the model needs. The source is recognised by size and modification time, or else by its SHA-256.
+    n_bytes, ternary_bits: as wanted. The source is recognised by size and modification time, or else by its SHA-256.
     Raises ModelNotFound, ModelFileError with the reason and the command that mends it.
     """
     header, start = read_header(path)
     remedy = f"pack it again: edgeinfer pack {model}"
-    if header.layout != LAYOUT:
-        raise ModelFileError(f"{path}: packed layout {header.layout}, this version reads {LAYOUT}; {remedy}")
     stat = model.stat()
     if (stat.st_size, stat.st_mtime_ns) != (header.source.size, header.source.mtime):
         if stat.st_size != header.source.size or sha256_of(model) != header.source.sha256:
             raise ModelFileError(f"{path}: stale, {model} has changed since it was packed; {remedy}")
+    if header.ternary_bits != ternary_bits:
+        raise ModelFileError(
+            f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; {remedy} "
+            f"--ternary-bits {ternary_bits}"
+        )
     if header.n_bytes != n_bytes or path.stat().st_size != start + n_bytes:
         raise ModelFileError(
             f"{path}: {n_bytes} bytes of weights wanted, {path.stat().st_size - start} found; {remedy}"
@@ -115,7 +121,10 @@ def _read_in_huge_pages(path: Path) -> None:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """The header of a packed file, and the byte at which the weights begin. Raises ModelNotFound, ModelFileError."""
+    """The header of a packed file, and the byte at which the weights begin.
+
+    Raises ModelNotFound, and ModelFileError, also for a file of another version.
+    """
     try:
         with path.open("rb") as file:
             magic, length = file.read(len(MAGIC)), file.read(8)
@@ -126,7 +135,14 @@ def read_header(path: Path) -> tuple[Header, int]:
         raise ModelNotFound(f"{path}: no such file") from error
     try:
         fields = json.loads(text)
-        header = Header(int(fields["layout"]), int(fields["n_bytes"]), Source(**fields["source"]))
+        layout = int(fields["layout"])
+        if layout != LAYOUT:
+            raise ModelFileError(
+                f"{path}: packed layout {layout}, this version reads {LAYOUT}; pack it again: edgeinfer pack "
+                f"{str(path).removesuffix(SUFFIX)}"
+            )
+        bits = get_args(TernaryBits)[get_args(TernaryBits).index(fields["ternary_bits"])]
+        header = Header(layout, int(fields["n_bytes"]), bits, Source(**fields["source"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(f"{path}: broken header of packed weights") from error
     return header, (len(MAGIC) + 8 + len(text) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

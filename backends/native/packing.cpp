@@ -201,6 +201,25 @@ void place_trits(const uint8_t* codes, int row, uint8_t* line) {
     }
 }
 
+constexpr int kBaseThreeInputs = 20;  // of a line
+
+constexpr size_t base_three_bytes(int n_inputs) {
+    return static_cast<size_t>((n_inputs + kBaseThreeInputs - 1) / kBaseThreeInputs) * 64;
+}
+
+// Writes n codes of one row in base three. Those behind the last one are 0.
+template <class CodeAt>
+void place_base_three(int n, const CodeAt& code_at, int row, uint8_t* lines) {
+    for (int first = 0; first < n; first += kBaseThreeInputs, lines += 64) {
+        for (int c = 0; c < 4; c++) {
+            int value = 0;
+            for (int k = first + 16 + c; k >= first; k -= 4) value = 3 * value + (k < n ? code_at(k) : 0);
+            value -= 121;  // of the weights, one below the codes
+            lines[4 * row + c] = static_cast<uint8_t>(value < 0 ? 0x80 | -value : value);
+        }
+    }
+}
+
 void pack_row_i2(const uint8_t* source, int n_in, int row, uint8_t* lines) {
     for (int k = 0; k < n_in; k += 16) {
         uint8_t codes[16];
@@ -214,8 +233,9 @@ struct TernaryBlock {
     int n_inputs;
     size_t n_bytes, scale_at;
     uint8_t (*code_of)(const uint8_t* block, int k);
+    bool base_three = false;  // when packed
 
-    size_t lines() const { return 4 * static_cast<size_t>(n_inputs); }
+    size_t lines() const { return base_three ? base_three_bytes(n_inputs) : 4 * static_cast<size_t>(n_inputs); }
     // Where block b of a row group has its scales and its codes, when packed.
     size_t scales_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + b % 2 * 32; }
     size_t lines_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + 64 + b % 2 * lines(); }
@@ -229,26 +249,41 @@ TernaryBlock ternary_block(Format format) {
     }
 }
 
+TernaryBlock ternary_block(Format of, Format as) {
+    TernaryBlock layout = ternary_block(of);
+    layout.base_three = as == Format::TQ_BASE_THREE;
+    return layout;
+}
+
 void pack_row_ternary(const TernaryBlock& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
     for (size_t b = 0; b < static_cast<size_t>(n_in / layout.n_inputs); b++) {
         std::memcpy(group + layout.scales_at(b) + 2 * row, source + layout.scale_at, 2);
-        for (int k = 0; k < layout.n_inputs; k += 16) {
+        uint8_t* lines = group + layout.lines_at(b);
+        const auto code_at = [&](int k) { return layout.code_of(source, k); };
+        if (layout.base_three) place_base_three(layout.n_inputs, code_at, row, lines);
+        for (int k = 0; k < layout.n_inputs && !layout.base_three; k += 16) {
             uint8_t codes[16];
-            for (int i = 0; i < 16; i++) codes[i] = layout.code_of(source, k + i);
-            place_trits(codes, row, group + layout.lines_at(b) + 4 * k);
+            for (int i = 0; i < 16; i++) codes[i] = code_at(k + i);
+            place_trits(codes, row, lines + 4 * k);
         }
         source += layout.n_bytes;
     }
 }
 
 // The scale once a row; rows past n_out have weights of 0.
-void pack_group_i2(const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+void pack_group_i2(Format as, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+    const bool base_three = as == Format::I2_S_BASE_THREE;
     const size_t row_bytes = static_cast<size_t>(n_in) / 4;
     std::memset(group, 0, 64);
-    std::memset(group + 64, 0x55, packed_group_bytes(Format::I2_S, n_in) - 64);
-    for (int row = 0; row < kRows && g * kRows + row < n_out; row++) {
-        std::memcpy(group + 4 * row, &scale, 4);
-        pack_row_i2(source + static_cast<size_t>(g * kRows + row) * row_bytes, n_in, row, group + 64);
+    std::memset(group + 64, base_three ? 0 : 0x55, packed_group_bytes(as, n_in) - 64);
+    for (int r = 0; r < kRows && g * kRows + r < n_out; r++) {
+        const uint8_t* row = source + static_cast<size_t>(g * kRows + r) * row_bytes;
+        std::memcpy(group + 4 * r, &scale, 4);
+        if (base_three) {
+            place_base_three(n_in, [row](int k) { return code_of_i2(row, k); }, r, group + 64);
+        } else {
+            pack_row_i2(row, n_in, r, group + 64);
+        }
     }
 }
 
@@ -259,8 +294,8 @@ void pack_row_floats(size_t width, const uint8_t* source, int n_in, int row, uin
     }
 }
 
-void pack_row(Format format, const uint8_t* source, int n_in, int row, uint8_t* group) {
-    switch (format) {
+void pack_row(Format of, Format as, const uint8_t* source, int n_in, int row, uint8_t* group) {
+    switch (of) {
         case Format::F32: return pack_row_floats(4, source, n_in, row, group);
         case Format::F16:
         case Format::BF16: return pack_row_floats(2, source, n_in, row, group);
@@ -269,8 +304,8 @@ void pack_row(Format format, const uint8_t* source, int n_in, int row, uint8_t* 
         case Format::Q6_K: return pack_row_6k(source, n_in, row, group);
         case Format::TQ1_0:
         case Format::TQ2_0:
-        case Format::Q2_0: return pack_row_ternary(ternary_block(format), source, n_in, row, group);
-        default: return pack_row_block32(block32(format), source, n_in, row, group);
+        case Format::Q2_0: return pack_row_ternary(ternary_block(of, as), source, n_in, row, group);
+        default: return pack_row_block32(block32(of), source, n_in, row, group);
     }
 }
 
@@ -365,8 +400,28 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
         case Format::TQ2_0: n_inputs = 256, n_bytes = kBytesTQ2; return true;
         case Format::I2_S: n_inputs = 128, n_bytes = kBytesI2; return true;
         case Format::Q2_0: n_inputs = 64, n_bytes = kBytesQ2; return true;
+        case Format::TQ_BASE_THREE:
+        case Format::I2_S_BASE_THREE: return false;
     }
     return false;
+}
+
+bool packed_block(int format, int& n_inputs) {
+    size_t n_bytes = 0;
+    switch (static_cast<Format>(format)) {
+        case Format::TQ_BASE_THREE: n_inputs = 256; return true;
+        case Format::I2_S_BASE_THREE: n_inputs = 128; return true;
+        default: return block_size(format, n_inputs, n_bytes);
+    }
+}
+
+bool can_pack(Format of, Format as) {
+    switch (as) {
+        case Format::Q4_0: return of != Format::I2_S;
+        case Format::TQ_BASE_THREE: return of == Format::TQ1_0 || of == Format::TQ2_0;
+        case Format::I2_S_BASE_THREE: return of == Format::I2_S;
+        default: return of == as;
+    }
 }
 
 size_t packed_group_bytes(Format format, int n_in) {
@@ -384,7 +439,12 @@ size_t packed_group_bytes(Format format, int n_in) {
             const TernaryBlock layout = ternary_block(format);
             return layout.lines_at(n / static_cast<size_t>(layout.n_inputs) - 1) + layout.lines();
         }
+        case Format::TQ_BASE_THREE: {
+            const TernaryBlock layout = ternary_block(Format::TQ2_0, format);
+            return layout.lines_at(n / 256 - 1) + layout.lines();
+        }
         case Format::I2_S: return 64 + 4 * n;
+        case Format::I2_S_BASE_THREE: return 64 + base_three_bytes(n_in);
         default: {
             const Block32 layout = block32(format);
             return layout.lines_at(n / 32 - 1) + layout.lines();
@@ -392,26 +452,22 @@ size_t packed_group_bytes(Format format, int n_in) {
     }
 }
 
-void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
-    if (format == Format::I2_S) return pack_group_i2(source, scale, n_out, n_in, g, group);
-    const size_t stride = row_bytes(format, n_in);
-    const int first = g * kRows;
-    if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(format, n_in));
-    for (int row = 0; row < kRows && first + row < n_out; row++) {
-        pack_row(format, source + static_cast<size_t>(first + row) * stride, n_in, row, group);
-    }
-}
-
-void pack_group_rounded(Format of, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group) {
+void pack_group(Format of, Format as, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group) {
+    if (of == Format::I2_S) return pack_group_i2(as, source, scale, n_out, n_in, g, group);
+    const bool rounded = as == Format::Q4_0 && of != as;
     const size_t stride = row_bytes(of, n_in);
     const int first = g * kRows;
-    std::vector<float> weights(static_cast<size_t>(n_in));
-    std::vector<uint8_t> row(row_bytes(Format::Q4_0, n_in));
-    if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(Format::Q4_0, n_in));
+    std::vector<float> weights(rounded ? static_cast<size_t>(n_in) : 0);
+    std::vector<uint8_t> blocks(rounded ? row_bytes(as, n_in) : 0);
+    if (first + kRows > n_out) std::memset(group, 0, packed_group_bytes(as, n_in));
     for (int r = 0; r < kRows && first + r < n_out; r++) {
-        dequantize_row(of, source + static_cast<size_t>(first + r) * stride, n_in, weights.data());
-        for (int b = 0; b < n_in / 32; b++) round_to_q4_0(weights.data() + 32 * b, row.data() + 18 * b);
-        pack_row(Format::Q4_0, row.data(), n_in, r, group);
+        const uint8_t* row = source + static_cast<size_t>(first + r) * stride;
+        if (rounded) {
+            dequantize_row(of, row, n_in, weights.data());
+            for (int b = 0; b < n_in / 32; b++) round_to_q4_0(weights.data() + 32 * b, blocks.data() + 18 * b);
+            row = blocks.data();
+        }
+        pack_row(rounded ? as : of, as, row, n_in, r, group);
     }
 }
 

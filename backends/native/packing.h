@@ -9,14 +9,18 @@
 // Inputs and bytes of one GGUF block; false for a format that the engine does not have.
 bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes);
 
+// Inputs that a row of a packed matrix must be a multiple of; false for a format that the engine does not have.
+bool packed_block(int format, int& n_inputs);
+
+// Whether a matrix of one format can be packed as another: as it is; in Q4_0, each block of 32 rounded to it, unless it is
+// I2_S; or in base three, if it is ternary.
+bool can_pack(Format of, Format as);
+
 // Bytes of a row group; n_in must be a multiple of the format's block.
 size_t packed_group_bytes(Format format, int n_in);
 
 // Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group. scale: of I2_S.
-void pack_group(Format format, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group);
-
-// The same in Q4_0, of rows of any format but I2_S, each block of 32 rounded to it.
-void pack_group_rounded(Format of, const uint8_t* source, int n_out, int n_in, int g, uint8_t* group);
+void pack_group(Format of, Format as, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group);
 
 // Whether no code of some rows of a ternary matrix is 3, which stands for no trit.
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes);

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from edgeinfer.backends.base import (
     query_scales,
 )
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.packed import map_packed, packed_path, write_packed
+from edgeinfer.backends.native.packed import map_packed, packed_path, read_header, write_packed
 from edgeinfer.errors import (
     BackendUnavailable,
     EdgeInferError,
@@ -36,14 +37,27 @@ from edgeinfer.errors import (
 )
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
-from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import (
+    CacheType,
+    Device,
+    Features,
+    LogitsRows,
+    MemoryPlan,
+    MemoryUse,
+    Output,
+    TernaryBits,
+    TokenIds,
+)
 
 MATRIX_TYPES = frozenset(
     GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0".split()
 )
 TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S, GGMLType.Q2_0})
+# What packs to 1.6 bits a weight, and the number of that format in matrix.h. Q2_0's blocks are too short to gain.
+BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
+TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
@@ -90,13 +104,15 @@ class NativeBackend:
 
     Packed weights that stand beside the model file (`edgeinfer pack`) are mapped; otherwise they are packed at load.
 
-    for_drafts: of plans and sessions, see NativeSession.
+    for_drafts: of plans and sessions, see NativeSession.  ternary_bits: that a ternary weight is to take in memory;
+    "auto" is what its packed file has, or what is faster here, by a measurement of some tenths of a second.
     """
 
     name = "native"
 
-    def __init__(self, *, for_drafts: bool = False) -> None:
+    def __init__(self, *, for_drafts: bool = False, ternary_bits: TernaryBits | Literal["auto"] = "auto") -> None:
         self.for_drafts = for_drafts
+        self.ternary_bits = ternary_bits
 
     def read_spec(self, model: ModelFile) -> ModelSpec:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
@@ -121,9 +137,10 @@ class NativeBackend:
         spec = _of_frequent_tokens(model, spec) if self.for_drafts else spec
         config = decoder_config(spec, n_ctx, n_batch, cache_type)
         embedding = model.tensors[spec.token_embd].n_bytes  # which stays mapped
-        weights = packed_bytes(model, spec, self.for_drafts) + embedding
+        bits = self._ternary_bits(model, spec, n_threads, None if self.for_drafts else packed_path(model.path))
+        weights = packed_bytes(model, spec, Packing(self.for_drafts, bits)) + embedding
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
-        return MemoryPlan(n_ctx, n_batch, use, cache_type)
+        return MemoryPlan(n_ctx, n_batch, use, cache_type, bits)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -133,20 +150,47 @@ class NativeBackend:
 
     def pack(self, model: ModelFile, spec: ModelSpec, target: Path, progress: Progress | None = None) -> int:
         """Write the packed weights to a file; gives its size in bytes. Raises UnsupportedModel, OSError."""
-        plan = MemoryPlan(1, 1, MemoryUse(0, 0, 0))
-        session = NativeSession(model, spec, plan, Device(os.cpu_count() or 1), progress, packed=None)
+        device = Device(os.cpu_count() or 1)
+        bits = self._ternary_bits(model, spec, device.n_threads)
+        plan = MemoryPlan(1, 1, MemoryUse(0, 0, 0), ternary_bits=bits)
+        session = NativeSession(model, spec, plan, device, progress, packed=None)
         try:
-            write_packed(target, model.path, session.packed_weights())
+            write_packed(target, model.path, session.packed_weights(), bits)
         finally:
             session.close()
         return target.stat().st_size
+
+    def _ternary_bits(
+        self, model: ModelFile, spec: ModelSpec, n_threads: int, packed: Path | None = None
+    ) -> TernaryBits:
+        """What a ternary weight is to take. packed: where packed weights are mapped from, if they are there."""
+        parts = [_part(model, ref) for _, _, ref in _weights(spec)]
+        n_weights = sum(math.prod(part.shape) for part in parts if part.type in BASE_THREE)
+        if not n_weights:
+            return "2"
+        if self.ternary_bits != "auto":
+            return self.ternary_bits
+        if packed is not None and packed.exists():
+            return read_header(packed)[0].ternary_bits
+        return faster_bits(best_isa(), n_threads, n_weights)
+
+
+@cache
+def faster_bits(isa: str, n_threads: int, n_weights: int) -> TernaryBits:
+    """Which way to hold ternary weights passes one token and four, as when drafts are checked, sooner."""
+    n_bytes = min(n_weights // 4, TRIAL_BYTES)
+    two, three = (
+        sum(_core.time_format(int(kind), isa, n_threads, n, n_bytes) for n in (1, 4))
+        for kind in (GGMLType.I2_S, BASE_THREE[GGMLType.I2_S])
+    )
+    return "1.6" if three < two else "2"
 
 
 class NativeDecoder:
     """A decoder in memory with its KV cache: what sessions of models and of draft heads have in common.
 
     packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF stores it and its type.
-    Both are not copied.  rounded: larger matrices are kept in Q4_0.
+    Both are not copied.  rounded: see Packing.
     """
 
     def __init__(
@@ -171,9 +215,10 @@ class NativeDecoder:
         self._text: list[int] = []  # committed
         self._interrupted = False
         config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
-        n_bytes = packed_bytes(model, spec, rounded)
+        packing = Packing(rounded, plan.ternary_bits)
+        n_bytes = packed_bytes(model, spec, packing)
         self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed)
-        self._load(model, packed, progress, rounded)
+        self._load(model, packed, progress, packing)
 
     @property
     def n_past(self) -> int:
@@ -260,10 +305,10 @@ class NativeDecoder:
         return self._decoder
 
     def _load(
-        self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None, rounded: bool
+        self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None, packing: Packing
     ) -> None:
         decoder = self._open()
-        weights = [(role, layer, _part(model, ref, rounded)) for role, layer, ref in _weights(self.spec)]
+        weights = [(role, layer, _part(model, ref, packing)) for role, layer, ref in _weights(self.spec)]
         total = sum(part.data.nbytes for _, _, part in weights)
         done = 0
         for role, layer, part in weights:
@@ -271,7 +316,7 @@ class NativeDecoder:
                 decoder.set_vector(_core.Role[role], layer, _vector(part))
             else:
                 n_out, n_in = part.shape
-                decoder.set_matrix(_core.Role[role], layer, int(part.packed_type), n_out, n_in)
+                decoder.set_matrix(_core.Role[role], layer, part.packed_as, n_out, n_in)
                 if packed is None:
                     self._pack(model, _core.Role[role], layer, part)
             done += part.data.nbytes
@@ -324,7 +369,10 @@ class NativeSession(NativeDecoder):
         if packed == "beside":
             is_usable = packed_path(model.path).exists() and not resident and not for_drafts
             packed = packed_path(model.path) if is_usable else None
-        weights = None if packed is None else map_packed(packed, model.path, packed_bytes(model, spec))
+        weights = None
+        if packed is not None:
+            n_bytes = packed_bytes(model, spec, Packing(ternary_bits=plan.ternary_bits))
+            weights = map_packed(packed, model.path, n_bytes, plan.ternary_bits)
         rows = model.data(spec.token_embd)
         embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
         super().__init__(model, spec, plan, device, embedding, weights, progress, rounded=for_drafts)
@@ -390,26 +438,42 @@ class NativeSession(NativeDecoder):
 
 
 @dataclass(frozen=True)
+class Packing:
+    """What matrices are packed as, where that is not what the file has.
+
+    rounded: larger ones in Q4_0, for drafts.  ternary_bits: that a ternary weight takes.
+    """
+
+    rounded: bool = False
+    ternary_bits: TernaryBits = "2"
+
+    def format_of(self, info: TensorInfo) -> int:
+        """The number of a tensor's packed format in matrix.h."""
+        if self.ternary_bits == "1.6" and info.type in BASE_THREE:
+            return BASE_THREE[info.type]
+        bits = 8 * info.type.block_bytes / info.type.block_elements
+        is_large = len(info.shape) == 2 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
+        return int(GGMLType.Q4_0 if self.rounded and is_large else info.type)
+
+
+@dataclass(frozen=True)
 class _Part:
     """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
 
-    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.  packed_type: what it is packed as.
+    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.  packed_as: see Packing.format_of.
     """
 
     name: str
     type: GGMLType
-    packed_type: GGMLType
+    packed_as: int
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     first_byte: int = 0
     scale: float = 1.0
 
 
-def _part(model: ModelFile, ref: TensorRef, rounded: bool = False) -> _Part:
-    """What a reference to a tensor means. rounded: a larger matrix is to be packed as Q4_0.
-
-    Raises UnsupportedModel for a type that the engine lacks.
-    """
+def _part(model: ModelFile, ref: TensorRef, packing: Packing = Packing()) -> _Part:  # noqa: B008
+    """What a reference to a tensor means. Raises UnsupportedModel for a type that the engine lacks."""
     name = ref.name if isinstance(ref, TensorRows) else ref
     info, data = model.tensors[name], model.data(name)
     if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
@@ -420,22 +484,15 @@ def _part(model: ModelFile, ref: TensorRef, rounded: bool = False) -> _Part:
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
             f"has {', '.join(sorted(each.name for each in known))}"
         )
-    packed_type = _rounded(info) if rounded else info.type
+    packed_as = packing.format_of(info)
     if info.type == GGMLType.I2_S:
-        return _Part(name, info.type, packed_type, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
+        return _Part(name, info.type, packed_as, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
     if not isinstance(ref, TensorRows):
-        return _Part(name, info.type, packed_type, info.shape, data)
+        return _Part(name, info.type, packed_as, info.shape, data)
     row_bytes = info.n_bytes // info.shape[0]
     shape = (ref.last - ref.first, *info.shape[1:])
     first_byte = ref.first * row_bytes
-    return _Part(name, info.type, packed_type, shape, data[first_byte : ref.last * row_bytes], first_byte)
-
-
-def _rounded(info: TensorInfo) -> GGMLType:
-    """What a tensor of a draft model is packed as."""
-    bits = 8 * info.type.block_bytes / info.type.block_elements
-    is_large = len(info.shape) == 2 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
-    return GGMLType.Q4_0 if is_large else info.type
+    return _Part(name, info.type, packed_as, shape, data[first_byte : ref.last * row_bytes], first_byte)
 
 
 def _of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
@@ -475,12 +532,12 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
         yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
 
 
-def packed_bytes(model: ModelFile, spec: ModelSpec, rounded: bool = False) -> int:
+def packed_bytes(model: ModelFile, spec: ModelSpec, packing: Packing = Packing()) -> int:  # noqa: B008
     """Bytes of all packed weights of a file. Raises UnsupportedModel."""
     if spec.own_embeddings and _part(model, spec.token_embd).type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
-    parts = (_part(model, ref, rounded) for _, _, ref in _weights(spec))
-    return sum(_core.packed_bytes(int(part.packed_type), part.shape[0], (*part.shape, 0)[1]) for part in parts)
+    parts = (_part(model, ref, packing) for _, _, ref in _weights(spec))
+    return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
 
 
 def _vector(part: _Part) -> NDArray[np.float32]:

@@ -125,6 +125,44 @@ EI_INLINE U8 shl_u16(U8 v) {
     return {_mm256_slli_epi16(v.a, N), _mm256_slli_epi16(v.b, N)};
 }
 
+EI_INLINE __m256i table_256(__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); }
+// Of numbers below 81, how often 9 goes into each: 57 / 512 of them, even and odd bytes apart.
+EI_INLINE __m256i ninths(__m256i v) {
+    const __m256i share = _mm256_set1_epi16(57 << 7), upper = _mm256_set1_epi16(static_cast<short>(0xff00));
+    const __m256i even = _mm256_mulhi_epu16(_mm256_andnot_si256(upper, v), share);
+    return _mm256_or_si256(even, _mm256_and_si256(upper, _mm256_mulhi_epu16(v, share)));
+}
+// The highest digit by comparing, the two pairs of others by a division and tables.
+template <class F>
+EI_INLINE void unpack_base_three(U8 stored, const F& f) {
+    const auto both = [](const auto& op, const auto&... v) { return U8{op(v.a...), op(v.b...)}; };
+    const __m256i first = table_256(_mm_setr_epi8(0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i second = table_256(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i nines = table_256(_mm_setr_epi8(0, 9, 18, 27, 36, 45, 54, 63, 72, 0, 0, 0, 0, 0, 0, 0));
+    // 121, as all codes are one above the weights, without 81 times the highest code.
+    const __m256i without = table_256(_mm_setr_epi8(121, 40, -41, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    const auto in = [&both](__m256i table, U8 index) {
+        return both([table](__m256i i) { return _mm256_shuffle_epi8(table, i); }, index);
+    };
+    const U8 value =
+        both([](__m256i v) { return _mm256_sign_epi8(_mm256_and_si256(v, _mm256_set1_epi8(0x7f)), v); }, stored);
+    const U8 highest = both(
+        [](__m256i v) {
+            const __m256i below_two = _mm256_cmpgt_epi8(_mm256_set1_epi8(41), v);
+            const __m256i below_one = _mm256_cmpgt_epi8(_mm256_set1_epi8(-40), v);
+            return _mm256_add_epi8(_mm256_add_epi8(_mm256_set1_epi8(2), below_two), below_one);
+        },
+        value);
+    f.template operator()<4>(highest);
+    const U8 rest = both([](__m256i v, __m256i w) { return _mm256_add_epi8(v, w); }, value, in(without, highest));
+    const U8 upper = both([](__m256i v) { return ninths(v); }, rest);
+    f.template operator()<3>(in(second, upper));
+    f.template operator()<2>(in(first, upper));
+    const U8 lower = both([](__m256i v, __m256i w) { return _mm256_sub_epi8(v, w); }, rest, in(nines, upper));
+    f.template operator()<1>(in(second, lower));
+    f.template operator()<0>(in(first, lower));
+}
+
 EI_INLINE __m256i broadcast_4_bytes(const void* p) {
     int32_t four;
     std::memcpy(&four, p, 4);

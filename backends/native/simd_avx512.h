@@ -1,5 +1,6 @@
 // Sixteen lanes on AVX-512 (F, BW, VL, DQ). The same names as simd_scalar.h, which says what each one does.
-// A dot product of bytes is vpmaddubsw and vpmaddwd; with VNNI it is one vpdpbusd.
+// A dot product of bytes is vpmaddubsw and vpmaddwd; with VNNI it is one vpdpbusd. With VBMI too, a table may have 128
+// bytes.
 #pragma once
 
 #include <immintrin.h>
@@ -7,7 +8,9 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VBMI__)
+#define EI_ISA_NAME "avx512vbmi"
+#elif defined(__AVX512VNNI__)
 #define EI_ISA_NAME "avx512vnni"
 #else
 #define EI_ISA_NAME "avx512"
@@ -84,6 +87,70 @@ template <int N>
 EI_INLINE U8 shl_u16(U8 v) {
     return _mm512_slli_epi16(v, N);
 }
+
+#ifdef __AVX512VBMI__
+// What a magnitude 0..121 stands for: the codes of four weights in two bits each, and of the fifth.
+struct BaseThreeTables {
+    alignas(64) uint8_t four[128] = {}, fifth[128] = {};
+
+    constexpr BaseThreeTables() {
+        for (int magnitude = 0; magnitude < 122; magnitude++) {
+            int value = 121 + magnitude;
+            for (int j = 0; j < 4; j++, value /= 3) four[magnitude] |= static_cast<uint8_t>(value % 3 << 2 * j);
+            fifth[magnitude] = static_cast<uint8_t>(value);
+        }
+    }
+};
+constexpr BaseThreeTables kBaseThree;
+
+template <class F>
+EI_INLINE void unpack_base_three(U8 stored, const F& f) {
+    const auto in = [stored](const uint8_t* table) {  // bit 7 of an index is left alone
+        return _mm512_permutex2var_epi8(_mm512_load_si512(table), stored, _mm512_load_si512(table + 64));
+    };
+    // The codes of -v are 2 without those of v, which borrows nothing.
+    const __mmask64 negative = _mm512_movepi8_mask(stored);
+    const auto turned = [negative](__m512i codes, uint8_t twos) {
+        return _mm512_mask_sub_epi8(codes, negative, _mm512_set1_epi8(static_cast<char>(twos)), codes);
+    };
+    const U8 four = turned(in(kBaseThree.four), 0xaa);
+    f.template operator()<0>(and_u8(four, 3));
+    f.template operator()<1>(and_u8(shr_u16<2>(four), 3));
+    f.template operator()<2>(and_u8(shr_u16<4>(four), 3));
+    f.template operator()<3>(and_u8(shr_u16<6>(four), 3));
+    f.template operator()<4>(turned(in(kBaseThree.fifth), 0x02));
+}
+#else
+// Of numbers below 81, how often 9 goes into each: 57 / 512 of them, even and odd bytes apart.
+EI_INLINE __m512i ninths(__m512i v) {
+    const __m512i share = _mm512_set1_epi16(57 << 7), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
+    const __m512i even = _mm512_mulhi_epu16(_mm512_andnot_si512(upper, v), share);
+    return _mm512_or_si512(even, _mm512_and_si512(upper, _mm512_mulhi_epu16(v, share)));
+}
+// As with AVX2: the highest digit by comparing, the two pairs of others by a division and tables.
+template <class F>
+EI_INLINE void unpack_base_three(U8 stored, const F& f) {
+    const auto table = [](__m128i bytes) { return _mm512_broadcast_i32x4(bytes); };
+    const __m512i first = table(_mm_setr_epi8(0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i second = table(_mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i nines = table(_mm_setr_epi8(0, 9, 18, 27, 36, 45, 54, 63, 72, 0, 0, 0, 0, 0, 0, 0));
+    // 121, as all codes are one above the weights, without 81 times the highest code.
+    const __m512i without = table(_mm_setr_epi8(121, 40, -41, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i magnitude = _mm512_and_si512(stored, _mm512_set1_epi8(0x7f)), one = _mm512_set1_epi8(1);
+    const __m512i value =
+        _mm512_mask_sub_epi8(magnitude, _mm512_movepi8_mask(stored), _mm512_setzero_si512(), magnitude);
+    const __m512i above = _mm512_maskz_mov_epi8(_mm512_cmpgt_epi8_mask(value, _mm512_set1_epi8(-41)), one);
+    const __m512i highest =
+        _mm512_mask_add_epi8(above, _mm512_cmpgt_epi8_mask(value, _mm512_set1_epi8(40)), above, one);
+    f.template operator()<4>(highest);
+    const __m512i rest = _mm512_add_epi8(value, _mm512_shuffle_epi8(without, highest)), upper = ninths(rest);
+    f.template operator()<3>(_mm512_shuffle_epi8(second, upper));
+    f.template operator()<2>(_mm512_shuffle_epi8(first, upper));
+    const __m512i lower = _mm512_sub_epi8(rest, _mm512_shuffle_epi8(nines, upper));
+    f.template operator()<1>(_mm512_shuffle_epi8(second, lower));
+    f.template operator()<0>(_mm512_shuffle_epi8(first, lower));
+}
+#endif
 
 EI_INLINE __m512i broadcast_4_bytes(const void* p) {
     int32_t four;

@@ -173,6 +173,41 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8x16_t x) { return vshlq_n_u8(x, N); }, v);
 }
 
+// The highest digit by comparing, the two pairs of others by a division and tables.
+template <class F>
+EI_INLINE void unpack_base_three(U8 stored, const F& f) {
+    constexpr uint8_t kFirst[16] = {0, 1, 2, 0, 1, 2, 0, 1, 2}, kSecond[16] = {0, 0, 0, 1, 1, 1, 2, 2, 2};
+    const uint8x16_t first = vld1q_u8(kFirst), second = vld1q_u8(kSecond);
+    const auto in = [](uint8x16_t table, U8 index) {
+        return map<U8>([table](uint8x16_t i) { return vqtbl1q_u8(table, i); }, index);
+    };
+    const U8 value = map<U8>(  // of the codes, which are one above the weights: 0..242
+        [](uint8x16_t v) {
+            const uint8x16_t magnitude = vandq_u8(v, vdupq_n_u8(0x7f)), none = vdupq_n_u8(121);
+            return vbslq_u8(vcgtq_u8(v, vdupq_n_u8(0x7f)), vsubq_u8(none, magnitude), vaddq_u8(none, magnitude));
+        },
+        stored);
+    const U8 highest = map<U8>(
+        [](uint8x16_t v) {
+            const uint8x16_t two = vcgtq_u8(v, vdupq_n_u8(161)), one = vcgtq_u8(v, vdupq_n_u8(80));
+            return vsubq_u8(vdupq_n_u8(0), vaddq_u8(two, one));
+        },
+        value);
+    f.template operator()<4>(highest);
+    const U8 rest = map<U8>([](uint8x16_t v, uint8x16_t h) { return vmlsq_u8(v, h, vdupq_n_u8(81)); }, value, highest);
+    const U8 upper = map<U8>(  // ninths: 57 / 512 of what is below 81
+        [](uint8x16_t v) {
+            const uint16x8_t low = vmull_u8(vget_low_u8(v), vdup_n_u8(57)), high = vmull_high_u8(v, vdupq_n_u8(57));
+            return vshrq_n_u8(vuzp2q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high)), 1);
+        },
+        rest);
+    f.template operator()<3>(in(second, upper));
+    f.template operator()<2>(in(first, upper));
+    const U8 lower = map<U8>([](uint8x16_t v, uint8x16_t u) { return vmlsq_u8(v, u, vdupq_n_u8(9)); }, rest, upper);
+    f.template operator()<1>(in(second, lower));
+    f.template operator()<0>(in(first, lower));
+}
+
 EI_INLINE int8x16_t broadcast_4_bytes(const int8_t* a) {
     int32_t four;
     std::memcpy(&four, a, 4);

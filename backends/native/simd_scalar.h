@@ -196,6 +196,26 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8_t x) { return static_cast<uint8_t>(x << N); }, v);
 }
 
+// Bytes of five ternary weights in base three, sign and magnitude: calls f<J>(codes) for J = 0..4 in any order, with the
+// codes, one above the weights, that count 3^J.
+template <class F>
+EI_INLINE void unpack_base_three(U8 stored, const F& f) {
+    U8 codes[5];
+    for (int i = 0; i < 64; i++) {
+        const int magnitude = stored.v[i] & 127;
+        int value = 121 + (stored.v[i] > 127 ? -magnitude : magnitude);  // of the codes
+        for (U8& each : codes) {
+            each.v[i] = static_cast<uint8_t>(value % 3);
+            value /= 3;
+        }
+    }
+    f.template operator()<0>(codes[0]);
+    f.template operator()<1>(codes[1]);
+    f.template operator()<2>(codes[2]);
+    f.template operator()<3>(codes[3]);
+    f.template operator()<4>(codes[4]);
+}
+
 // sum + the dot product of each lane's four unsigned codes, up to 127, with the four signed activations at a.
 EI_INLINE I32 dot4(I32 sum, U8 codes, const int8_t* a) {
     for (int i = 0; i < 16; i++) {

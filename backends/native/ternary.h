@@ -6,67 +6,109 @@
 
 namespace {
 
-// 64 sums of two codes times two activations, at most 508 each, fit into 16 bits; of codes that stand two bits up, 16.
-constexpr int kTritLines = 16, kUnshiftedLines = 8;
-
-// How often dot_trits counts each product.
+// What a dot product of few columns has several sums for: each waits some cycles for the one before.
 template <int NC>
-constexpr int kCounted = kDots<8> == 1 && NC <= 2 ? 4 : 1;
+constexpr int kParts = kDots<8> == 1 || NC >= 4 ? 1 : 4 / NC;
 
 template <int NC>
-EI_INLINE F32 counted_once(I32 sum) {
-    return kCounted<NC> == 1 ? to_f32(sum) : mul_f32(to_f32(sum), set_f32(1.0f / kCounted<NC>));
-}
+struct Parts {
+    Dot sum[kParts<NC>][NC];
 
-// Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time. And
-// enough of it that the hardware's prefetchers, left alone, would not keep up with two threads.
-template <int NC>
-EI_INLINE void dot_unshifted(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-    for (int first = 0; first < n_lines; first += kUnshiftedLines) {
-        Dot once[NC], fourfold[NC];
-        for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
-        for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
-            __builtin_prefetch(lines + 64 * i + kPrefetch);
-            const U8 line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
-            for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
-            for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
-            for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(upper, 0x03), a[c] + 16 * i + 8);
-            for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(upper, 0x0c), a[c] + 16 * i + 12);
+    EI_INLINE Parts() {
+        for (auto& part : sum) {
+            for (Dot& s : part) s = dot_zero();
         }
+    }
+    // Codes of four inputs a row, the jth of a line; their activations stand at a[c] + k.
+    EI_INLINE void add(int j, U8 codes, const int8_t* const (&a)[NC], int k) {
         for (int c = 0; c < NC; c++) {
-            sum[c] = add_i32(sum[c], shl_i32(add_dot(set_i32(0), once[c]), 2));
-            sum[c] = add_dot(sum[c], fourfold[c]);
+            Dot& s = sum[j % kParts<NC>][c];
+            s = dot(s, codes, a[c] + k);
         }
     }
-}
+    EI_INLINE void add_to(I32 (&total)[NC]) const {
+        for (const auto& part : sum) {
+            for (int c = 0; c < NC; c++) total[c] = add_dot(total[c], part[c]);
+        }
+    }
+};
 
-// Adds the products of up to kTritLines lines of 16 inputs with NC columns; a[c] points at the activations of column c.
-template <int NC>
-EI_INLINE void dot_trits(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-    if constexpr (kCounted<NC> == 4) return dot_unshifted<NC>(lines, n_lines, a, sum);
-    constexpr int kParts = kDots<8> == 1 || NC >= 4 ? 1 : 4 / NC;  // where a sum waits some cycles for the one before
-    Dot part[kParts][NC];
-    for (auto& sums : part) {
-        for (Dot& s : sums) s = dot_zero();
+// Two bits a weight, lines of 16 inputs.
+struct TwoBits {
+    // 64 sums of two codes times two activations, at most 508 each, fit into 16 bits; of codes that stand two bits up, 16.
+    static constexpr int kInputs = 16, kLines = 16, kUnshiftedLines = 8;
+
+    // How often dot_lines counts each product.
+    template <int NC>
+    static constexpr int kCounted = kDots<8> == 1 && NC <= 2 ? 4 : 1;
+
+    // Adds the products of up to kLines lines with NC columns; a[c] points at the activations of column c.
+    template <int NC>
+    static EI_INLINE void dot_lines(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
+        if constexpr (kCounted<NC> == 4) return dot_unshifted<NC>(lines, n_lines, a, sum);
+        Parts<NC> parts;
+        for (int i = 0; i < n_lines; i++) {
+            prefetch<NC>(lines + 64 * i, 1);
+            const U8 line = load_u8(lines + 64 * i);
+            const auto quarter = [&]<int J>() {
+                parts.add(J, and_u8(shr_u16<2 * J>(line), 3), a, kInputs * i + 4 * J);
+            };
+            for_each<4>(quarter);
+        }
+        parts.add_to(sum);
     }
-    for (int i = 0; i < n_lines; i++) {
-        prefetch<NC>(lines + 64 * i, 1);
-        const U8 line = load_u8(lines + 64 * i);
-        const auto quarter = [&]<int J>() {
-            const U8 codes = and_u8(shr_u16<2 * J>(line), 3);
-            for (int c = 0; c < NC; c++) {
-                Dot& s = part[J % kParts][c];
-                s = dot(s, codes, a[c] + 16 * i + 4 * J);
+
+    // Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time.
+    // And enough of it that the hardware's prefetchers, left alone, would not keep up with two threads.
+    template <int NC>
+    static EI_INLINE void dot_unshifted(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC],
+                                        I32 (&sum)[NC]) {
+        for (int first = 0; first < n_lines; first += kUnshiftedLines) {
+            Dot once[NC], fourfold[NC];
+            for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
+            for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
+                __builtin_prefetch(lines + 64 * i + kPrefetch);
+                const U8 line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
+                for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
+                for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
+                for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(upper, 0x03), a[c] + 16 * i + 8);
+                for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(upper, 0x0c), a[c] + 16 * i + 12);
             }
-        };
-        for_each<4>(quarter);
+            for (int c = 0; c < NC; c++) {
+                sum[c] = add_i32(sum[c], shl_i32(add_dot(set_i32(0), once[c]), 2));
+                sum[c] = add_dot(sum[c], fourfold[c]);
+            }
+        }
     }
-    for (const auto& sums : part) {
-        for (int c = 0; c < NC; c++) sum[c] = add_dot(sum[c], sums[c]);
+};
+
+// Five weights a byte, lines of 20 inputs. A fifth less to read, and more to unpack.
+struct BaseThree {
+    static constexpr int kInputs = 20, kLines = 12;  // 60 sums fit into 16 bits, and 64 do
+
+    template <int NC>
+    static constexpr int kCounted = 1;
+
+    template <int NC>
+    static EI_INLINE void dot_lines(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
+        Parts<NC> parts;
+        for (int i = 0; i < n_lines; i++) {
+            __builtin_prefetch(lines + 64 * i + kPrefetch);
+            unpack_base_three(load_u8(lines + 64 * i),
+                              [&]<int J>(U8 codes) { parts.add(J, codes, a, kInputs * i + 4 * J); });
+        }
+        parts.add_to(sum);
     }
+};
+
+template <class Trits, int NC>
+EI_INLINE F32 counted_once(I32 sum) {
+    constexpr int kCounted = Trits::template kCounted<NC>;
+    return kCounted == 1 ? to_f32(sum) : mul_f32(to_f32(sum), set_f32(1.0f / kCounted));
 }
 
 // I2_S: a scale a row, and activations with a scale a token.
+template <class Trits>
 struct TernaryRows {
     template <int NC>
     static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
@@ -74,17 +116,19 @@ struct TernaryRows {
         I32 sum[NC];
         for (int c = 0; c < NC; c++) {
             a[c] = x.q_token + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
-            sum[c] = set_i32(-kCounted<NC> * x.sum_token[c0 + c]);
+            sum[c] = set_i32(-Trits::template kCounted<NC> * x.sum_token[c0 + c]);
         }
         const uint8_t* lines = group + 64;
-        for (int left = x.n_in / 16; left > 0; left -= kTritLines) {
-            dot_trits<NC>(lines, left < kTritLines ? left : kTritLines, a, sum);
-            lines += 64 * kTritLines;
-            for (int c = 0; c < NC; c++) a[c] += 16 * kTritLines;
+        for (int left = (x.n_in + Trits::kInputs - 1) / Trits::kInputs; left > 0; left -= Trits::kLines) {
+            Trits::template dot_lines<NC>(lines, left < Trits::kLines ? left : Trits::kLines, a, sum);
+            lines += 64 * Trits::kLines;
+            for (int c = 0; c < NC; c++) a[c] += Trits::kInputs * Trits::kLines;
         }
         const F32 scale = load_f32(reinterpret_cast<const float*>(group));
-        for (int c = 0; c < NC; c++)
-            f[c] = mul_f32(mul_f32(counted_once<NC>(sum[c]), scale), set_f32(x.scale_token[c0 + c]));
+        for (int c = 0; c < NC; c++) {
+            const F32 product = mul_f32(counted_once<Trits, NC>(sum[c]), scale);
+            f[c] = mul_f32(product, set_f32(x.scale_token[c0 + c]));
+        }
     }
 };
 
@@ -110,10 +154,10 @@ struct TernaryBlocks {
             }
             const F32 d = load_f16(scales + b % 4 / 2 * 32);
             I32 sum[NC];
-            for (int c = 0; c < NC; c++) sum[c] = set_i32(-kCounted<NC> * as[c][b]);
-            dot_trits<NC>(group, 2, a, sum);
+            for (int c = 0; c < NC; c++) sum[c] = set_i32(-TwoBits::kCounted<NC> * as[c][b]);
+            TwoBits::dot_lines<NC>(group, 2, a, sum);
             for (int c = 0; c < NC; c++) {
-                f[c] = fma_f32(mul_f32(counted_once<NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
+                f[c] = fma_f32(mul_f32(counted_once<TwoBits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 32;
             }
             group += 2 * 64;
@@ -122,9 +166,11 @@ struct TernaryBlocks {
 };
 
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
+template <class Trits>
 struct TernaryTiles {
     template <int NC>
     static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+        constexpr int kTileLines = (256 + Trits::kInputs - 1) / Trits::kInputs;
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -143,16 +189,16 @@ struct TernaryTiles {
             for (int c = 0; c < NC; c++) {
                 int32_t of_tile = 0;
                 for (int j = 0; j < 8; j++) of_tile += as[c][j];
-                sum[c] = set_i32(-kCounted<NC> * of_tile);
+                sum[c] = set_i32(-Trits::template kCounted<NC> * of_tile);
                 as[c] += 8;
             }
-            dot_trits<NC>(tile, kTritLines, a, sum);
+            Trits::template dot_lines<NC>(tile, kTileLines, a, sum);
             const F32 d = load_f16(scales);
             for (int c = 0; c < NC; c++) {
-                f[c] = fma_f32(mul_f32(counted_once<NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
+                f[c] = fma_f32(mul_f32(counted_once<Trits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 256;
             }
-            tile += 64 * kTritLines;
+            tile += 64 * kTileLines;
         }
     }
 };

@@ -2,7 +2,8 @@
 
 Both are made of row groups, 16 rows each, one contiguous run of bytes a group. A group begins with the 16 scales as
 little-endian float32, 64 bytes; lines of 64 bytes follow, 4 bytes a row, so that a vector lane of 32 bits sums one row
-and nothing is summed across a vector. Rows past n_out have trits 0 and scale 0, inputs past n_in have trits 0.
+and nothing is summed across a vector. Rows past n_out have trits 0 and scale 0. Inputs past n_in have trits -1, whose
+code is 0: whatever activations stand there count nothing.
 
 Two bits a weight, a line has 16 inputs (for dot products of unsigned bytes: vpdpbusd, usdot, sdot)::
 
@@ -81,6 +82,7 @@ def _pack(trits: Trits, scales: Scales, inputs_of_line: int, bytes_of: Callable[
     n_lines = (group_bytes - _SCALE_BYTES) // LINE_BYTES
     padded = np.zeros((n_groups * ROWS, n_lines * inputs_of_line), dtype=np.int8)
     padded[:n_out, :n_in] = trits
+    padded[:n_out, n_in:] = -1
     padded_scales = np.zeros(n_groups * ROWS, dtype="<f4")
     padded_scales[:n_out] = scales
     lines = bytes_of(padded.reshape(n_groups, ROWS, n_lines, inputs_of_line // 4, 4)).transpose(0, 2, 1, 3)

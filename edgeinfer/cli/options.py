@@ -46,6 +46,13 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Numbers of the KV cache; q8_0 takes a little over half, and changes the text.",
     ),
+    variable_option(
+        "--ternary-bits",
+        type=click.Choice(["auto", "2", "1.6"]),
+        default="auto",
+        show_default=True,
+        help="Bits of a weight of a ternary model in memory, the same text; auto is what is faster here.",
+    ),
     threads_option,
     variable_option(
         "-md",
@@ -102,7 +109,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c -t --cache-type -md --draft --draft-device --draft-max --backend; see open_engine."""
+    """Adds -m -c --cache-type --ternary-bits -t -md --draft --draft-device --draft-max --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -128,6 +135,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             n_threads=flags["n_threads"],
             backend=flags["backend"],
             cache_type=flags["cache_type"],
+            ternary_bits=flags["ternary_bits"],
             draft=_draft(flags),
             draft_device=flags["draft_device"],
             progress=bar,

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
 
+if TYPE_CHECKING:
+    from edgeinfer.types import TernaryBits
+
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
-def pack(model: Path) -> None:
+@click.option(
+    "--ternary-bits",
+    type=click.Choice(["auto", "2", "1.6"]),
+    default="auto",
+    show_default=True,
+    help="Bits of a weight of a ternary model; auto is what is faster here.",
+)
+def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"]) -> None:
     """Make a model load in milliseconds.
 
     Writes its packed weights beside it, as MODEL.packed. From then on MODEL is mapped instead of packed when it is
@@ -27,7 +38,7 @@ def pack(model: Path) -> None:
     with ModelFile.open(model) as file, ProgressBar("packing") as bar:
         target = packed_path(file.path)
         try:
-            n_bytes = NativeBackend().pack(file, read_spec(file), target, bar)
+            n_bytes = NativeBackend(ternary_bits=ternary_bits).pack(file, read_spec(file), target, bar)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{error}; only the native engine reads packed weights") from error
     note(f"{target}: {n_bytes / 1e6:.0f} MB")

@@ -338,5 +338,6 @@ def _costs(
     """The costs of a session, from disk or measured now. facts: what else they depend on."""
     isa = device.isa or best_isa()
     is_short = plan.n_ctx < MAX_TOKENS
-    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), plan.cache_type, is_short, *facts)
+    of_plan = (plan.cache_type, plan.ternary_bits, is_short)
+    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), *of_plan, *facts)
     return kept_costs(key, lambda: measure_costs(session, calibration_seconds))

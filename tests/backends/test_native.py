@@ -20,8 +20,9 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
+from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
 from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.session import BASE_THREE, faster_bits
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -34,7 +35,7 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.gguf import ModelFile
+from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.types import CacheType, Device
 
@@ -470,6 +471,76 @@ def test_packed_weights_of_another_file_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError):
             opener(path)()
     assert list(tmp_path.glob("*.partial*")) == []
+
+
+@pytest.mark.parametrize("format", ["TQ1_0", "TQ2_0", "I2_S"])
+def test_ternary_weights_in_fewer_bits_give_the_same_bits(
+    tmp_path: Path, rng: np.random.Generator, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", "bitnet-b1.58" if format == "I2_S" else "llama", format)
+    tokens = rng.integers(0, 200, 40).astype(np.int32)
+    logits, plans = {}, {}
+    with ModelFile.open(path) as file:
+        spec = read_spec(file)
+        for bits in ("2", "1.6"):
+            backend = NativeBackend(ternary_bits=bits)
+            plans[bits] = backend.plan(file, spec, 64)
+            session = backend.load(file, spec, plans[bits], Device(2))
+            assert session.memory().weights == plans[bits].use.weights
+            logits[bits] = session.forward(tokens, logits="all").logits
+        assert same_bits(logits["1.6"], logits["2"])
+        assert plans["1.6"].use.weights < plans["2"].use.weights
+
+        # "auto" is what is faster, where nothing is packed; then it is what is packed.
+        for faster in ("1.6", "2"):
+            times = {int(GGMLType.I2_S): 2.0, BASE_THREE[GGMLType.I2_S]: 1.0 if faster == "1.6" else 3.0}
+            monkeypatch.setattr(_core, "time_format", lambda kind, *_, times=times: times[kind])
+            faster_bits.cache_clear()
+            assert NativeBackend().plan(file, spec, 64) == plans[faster]
+            NativeBackend().pack(file, spec, packed_path(path))
+            packed_as = "1.6" if faster == "2" else "2"
+            NativeBackend(ternary_bits=packed_as).pack(file, spec, packed_path(path))
+            plan = NativeBackend().plan(file, spec, 64)
+            assert plan == plans[packed_as]
+            assert same_bits(
+                NativeBackend().load(file, spec, plan, Device(1)).forward(tokens, logits="all").logits, logits["2"]
+            )
+            with pytest.raises(
+                ModelFileError, match=f"{packed_as} bits there, {faster} are wanted; .* --ternary-bits {faster}"
+            ):
+                NativeBackend().load(file, spec, plans[faster], Device(1))
+            packed_path(path).unlink()
+    faster_bits.cache_clear()
+
+
+def test_fewer_bits_for_ternary_weights_change_nothing_where_there_are_none(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf")
+    with ModelFile.open(path) as file:
+        spec, dense = read_spec(file), NativeBackend(ternary_bits="1.6")
+        assert dense.plan(file, spec, 64) == NativeBackend().plan(file, spec, 64)
+        NativeBackend().pack(file, spec, packed_path(path))
+        dense.load(file, spec, dense.plan(file, spec, 64), Device(1))  # mapped, not refused
+
+
+def test_which_ternary_bits_are_faster_is_measured() -> None:
+    assert faster_bits(available_isas()[-1], 1, 1 << 20) in ("2", "1.6")
+    faster_bits.cache_clear()
+
+
+def test_packed_weights_of_another_version_are_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf")
+    with ModelFile.open(path) as file:
+        NativeBackend().pack(file, read_spec(file), packed_path(path))
+    for words, others in [(b'"layout": 3', b'"layout": 2'), (b'"ternary_bits": "2"', b'"ternary_bits": "7"')]:
+        whole = packed_path(path).read_bytes()
+        assert whole.count(words) == 1
+        packed_path(path).write_bytes(whole.replace(words, others))
+        with pytest.raises(
+            ModelFileError, match="packed layout 2, .*pack it again" if words[1:2] == b"l" else "broken"
+        ):
+            opener(path)()
+        packed_path(path).write_bytes(whole)
+    opener(path)()
 
 
 def test_a_ternary_matrix_with_another_code_is_refused_by_name(tmp_path: Path) -> None:

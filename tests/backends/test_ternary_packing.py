@@ -42,14 +42,15 @@ def test_a_matrix_of_any_shape_comes_back(
 
 
 @pytest.mark.parametrize("pack, unpack, inputs", FORMATS.values(), ids=FORMATS)
-def test_what_fills_up_is_zero(pack: Pack, unpack: Unpack, inputs: int) -> None:
+def test_what_fills_up_counts_nothing(pack: Pack, unpack: Unpack, inputs: int) -> None:
     trits, scales = a_matrix(17, 21, 1)
     whole, whole_scales = unpack(pack(trits, scales), 32, 2 * inputs)
-    assert not whole[17:].any() and not whole[:, 21:].any() and not whole_scales[17:].any()
+    assert not whole[17:].any() and not whole_scales[17:].any()
+    assert (whole[:17, 21:] == -1).all()  # code 0
 
 
 def test_two_bits_lie_where_the_drawing_has_them() -> None:
-    trits = np.zeros((3, 35), dtype=np.int8)
+    trits = np.zeros((3, 48), dtype=np.int8)
     trits[2, 32 + 0 + 1] = 1  # line 2, bits 1:0 of byte 4 * 2 + 1
     trits[2, 16 + 8 + 3] = -1  # line 1, bits 5:4 of byte 4 * 2 + 3
     trits[0, 12] = 1  # line 0, bits 7:6 of byte 0
@@ -61,7 +62,7 @@ def test_two_bits_lie_where_the_drawing_has_them() -> None:
 
 
 def test_five_trits_lie_where_the_drawing_has_them() -> None:
-    trits = np.zeros((2, 25), dtype=np.int8)
+    trits = np.zeros((2, 40), dtype=np.int8)
     trits[1, [1, 5, 9, 13, 17]] = [1, 0, -1, 0, 1]  # line 0, byte 4 * 1 + 1: 1 - 9 + 81
     trits[0, 20] = -1  # line 1, byte 0
     lines = np.zeros((2, 64), dtype=np.uint8)

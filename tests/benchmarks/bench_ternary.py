@@ -5,9 +5,10 @@
 
 The matrices are the linears of BitNet b1.58 2B4T (30 layers: 2560x2560 twice, 640x2560 twice, 6912x2560 twice,
 2560x6912) with random trits; some of the layers, more than any cache holds, stand for all. For each number of threads
-and columns: milliseconds for the 30 layers, of ours in I2_S and of ggml in TQ2_0 and TQ1_0, the order swapped each
-round, medians. ggml rounds the activations within that time, ours are rounded before: some microseconds a matrix. The
-process is pinned to as many cores as there are threads. One JSON line on stdout at the end.
+and columns: milliseconds for the 30 layers, of ours in I2_S, held in 2 bits a weight and in 1.6, and of ggml in TQ2_0
+and TQ1_0, the order swapped each round, medians. ggml rounds the activations within that time, ours are rounded before:
+some microseconds a matrix. The process is pinned to as many cores as there are threads. One JSON line on stdout at the
+end.
 
 --peer-dir adds those whose libggml.so, built as a shared library, lies there in the folder bitnet.cpp (I2_S) or
 ik_llama.cpp (IQ2_BN, IQ2_BN_R4).
@@ -39,8 +40,10 @@ from bench_engine import measure as whole_passes
 from machine import machine
 
 from edgeinfer.backends.native import MachineLimits, _core, best_isa
+from edgeinfer.backends.native.session import BASE_THREE
 from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, MetadataValue
+from edgeinfer.types import TernaryBits
 
 SHAPES = [(2560, 2560), (640, 2560), (640, 2560), (2560, 2560), (6912, 2560), (6912, 2560), (2560, 6912)]
 N_LAYERS = 30
@@ -73,11 +76,15 @@ def _any_bytes(n_bytes: int, rng: np.random.Generator) -> np.ndarray:
 
 
 class Ours:
-    def __init__(self, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
+    """bits: that a weight takes."""
+
+    def __init__(self, bits: TernaryBits, n_layers: int, n_threads: int, rng: np.random.Generator) -> None:
         self.n_threads = n_threads
+        kind = GGMLType.I2_S
+        packed_as = BASE_THREE[kind] if bits == "1.6" else None
         self.layers = [
             [
-                _core.PackedMatrix(int(GGMLType.I2_S), *shape, random_bytes(GGMLType.I2_S, shape[0] * shape[1], rng))
+                _core.PackedMatrix(int(kind), *shape, random_bytes(kind, shape[0] * shape[1], rng), 1.0, packed_as)
                 for shape in SHAPES
             ]
             for _ in range(n_layers)
@@ -239,8 +246,9 @@ def measure(contenders: dict[str, Any], n: int, n_layers: int, rounds: int) -> d
 def bench(n_threads: int, rounds: int, n_layers: int, peer_dir: Path | None) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     rng = np.random.default_rng(1)
-    ours = Ours(n_layers, n_threads, rng)
-    contenders: dict[str, Any] = {"edgeinfer I2_S": ours}
+    ours = Ours("2", n_layers, n_threads, rng)
+    dense = Ours("1.6", n_layers, n_threads, rng)
+    contenders: dict[str, Any] = {"edgeinfer I2_S": ours, "edgeinfer I2_S in 1.6 bits": dense}
     libraries = [(Library.of_llama_cpp(), [Kind.of(GGMLType.TQ2_0), Kind.of(GGMLType.TQ1_0)])]
     for name, kinds in PEERS.items():
         if peer_dir is not None and (peer_dir / name / "libggml.so").exists():
@@ -260,6 +268,7 @@ def bench(n_threads: int, rounds: int, n_layers: int, peer_dir: Path | None) -> 
                 "ms": {name: round(value, 2) for name, value in ms.items()},
                 "speedup": {name: round(value / mine, 2) for name, value in ms.items() if value != mine},
                 "gb_s": round(ours.n_bytes / 1e6 / mine, 1),
+                "gb_s_in_1.6_bits": round(dense.n_bytes / 1e6 / ms["edgeinfer I2_S in 1.6 bits"], 1),
                 "gmac_s": round(MULTIPLY_ADDS * n / 1e6 / mine),
             }
         )

@@ -44,6 +44,7 @@ void report(const Kernels& kernels, const std::string& what, const std::vector<T
 constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
                                Format::Q4_1, Format::Q5_0,  Format::Q5_1,  Format::Q4_K, Format::Q5_K,
                                Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S};
+constexpr Format kBaseThree[] = {Format::TQ_BASE_THREE, Format::I2_S_BASE_THREE};
 
 // A matrix of random codes as GGUF stores it, with every f16 and float in it small and finite.
 std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numbers) {
@@ -65,7 +66,9 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
             }
             case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
             case Format::Q6_K: small_f16(p + 208); break;
-            case Format::I2_S: break;
+            case Format::I2_S:
+            case Format::TQ_BASE_THREE:
+            case Format::I2_S_BASE_THREE: break;
             case Format::TQ1_0:
             case Format::TQ2_0: small_f16(p + n_bytes - 2); break;
             case Format::Q4_K:
@@ -86,7 +89,7 @@ struct InputArrays {
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
-        q32.resize(size), q256.resize(size), q_token.resize(size);
+        q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
         centre16.resize(size / 16), sums32.resize(size / 32);
@@ -102,22 +105,27 @@ struct InputArrays {
     }
 };
 
+void matrix_product(const Kernels& kernels, Format of, Format as, Numbers& numbers) {
+    const int n_out = 40, n_in = 512, n = 11;
+    const std::vector<uint8_t> source = source_of(of, n_out, n_in, numbers);
+    Matrix m{as, n_out, n_in, packed_group_bytes(as, n_in), nullptr};
+    std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
+    for (int g = 0; g < 3; g++) {
+        pack_group(of, as, source.data(), 0.3f, n_out, n_in, g, packed.data() + m.group_bytes * static_cast<size_t>(g));
+    }
+    m.data = packed.data();
+    InputArrays arrays;
+    const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
+    std::vector<float> y(static_cast<size_t>(n * n_out));
+    kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, y.data(), n_out);
+    report(kernels, "matmul-" + std::to_string(static_cast<int>(as)), y);
+}
+
 void matrices(const Kernels& kernels) {
     Numbers numbers;
-    for (const Format format : kFormats) {
-        const int n_out = 40, n_in = 512, n = 11;
-        const std::vector<uint8_t> source = source_of(format, n_out, n_in, numbers);
-        Matrix m{format, n_out, n_in, packed_group_bytes(format, n_in), nullptr};
-        std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
-        for (int g = 0; g < 3; g++)
-            pack_group(format, source.data(), 0.3f, n_out, n_in, g,
-                       packed.data() + m.group_bytes * static_cast<size_t>(g));
-        m.data = packed.data();
-        InputArrays arrays;
-        const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
-        std::vector<float> y(static_cast<size_t>(n * n_out));
-        kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, y.data(), n_out);
-        report(kernels, "matmul-" + std::to_string(static_cast<int>(format)), y);
+    for (const Format format : kFormats) matrix_product(kernels, format, format, numbers);
+    for (const Format as : kBaseThree) {
+        matrix_product(kernels, as == Format::TQ_BASE_THREE ? Format::TQ2_0 : Format::I2_S, as, numbers);
     }
 }
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from dumped_bits import ROOT, build_dump, hashes_of  # noqa: E402
 
 BOOT_FILES = (Path("/usr/lib/ISOLINUX/isolinux.bin"), Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"))
-ISAS = ("avx512vnni", "avx512", "avxvnni")
+ISAS = ("avx512vbmi", "avx512vnni", "avx512", "avxvnni")
 # What newer kernels use and the emulator or its clock does not carry.
 WITHOUT = (
     "umip fsrm erms tsc_deadline_timer rdpid smap smep pku ibt user_shstk rdseed rdrand sha_ni gfni vaes fsgsbase "

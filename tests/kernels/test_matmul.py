@@ -6,23 +6,28 @@ from tiny_models import quantize
 
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import _core, available_isas
+from edgeinfer.backends.native.session import BASE_THREE
 from edgeinfer.backends.reference import round_activations
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
 BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128, "Q2_0": 64}
+BLOCKS |= {"TQ1_0 in base three": 256, "I2_S in base three": 128}
 FORMATS = list(BLOCKS)
 
 
 def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.ndarray]:
     """The matrix as the engine has it, and its weights as float32."""
+    format, _, dense = format.partition(" in ")
     data = np.ascontiguousarray(quantize(format, weights)).reshape(-1).view(np.uint8)
     kind = GGMLType[format]
     floats = dequantize(kind, data, weights.shape)
+    scale = 1.0
     if format == "I2_S":  # whose scale stands behind the rows
-        scale = float(data[-I2_S_TAIL_BYTES:].view("<f4")[0])
-        return _core.PackedMatrix(int(kind), *weights.shape, data[:-I2_S_TAIL_BYTES], scale), floats
-    return _core.PackedMatrix(int(kind), *weights.shape, data), floats
+        data, tail = data[:-I2_S_TAIL_BYTES], data[-I2_S_TAIL_BYTES:]
+        scale = float(tail.view("<f4")[0])
+    as_what = BASE_THREE[kind] if dense else None
+    return _core.PackedMatrix(int(kind), *weights.shape, data, scale, as_what), floats
 
 
 def multiply(matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int) -> np.ndarray:
@@ -39,7 +44,7 @@ def test_a_product_equals_plain_arithmetic(format: str, n_out: int, n_blocks: in
     n_in -= n_in % block
     matrix, weights = packed(format, rng.standard_normal((n_out, n_in), dtype=np.float32))
     x = rng.standard_normal((5, n_in), dtype=np.float32)
-    seen = x if block == 1 else round_activations(x, {"I2_S": n_in, "Q2_0": 32}.get(format, block))
+    seen = x if block == 1 else round_activations(x, {"I2_S": n_in, "Q2_0": 32}.get(format.split()[0], block))
     expected = seen.astype(np.float64) @ weights.astype(np.float64).T
     # Only the sums over blocks are rounded, to float32: a few ulp of the largest partial sum.
     tolerance = 4e-7 * (np.abs(seen).astype(np.float64) @ np.abs(weights).astype(np.float64).T)
@@ -123,3 +128,7 @@ def test_a_matrix_of_another_size_is_refused() -> None:
         _core.PackedMatrix(int(GGMLType.Q4_K), 16, 64, np.zeros(7, dtype=np.uint8))
     with pytest.raises(ValueError, match="no kernel"):
         _core.packed_bytes(int(GGMLType.Q2_K), 16, 256)
+    with pytest.raises(ValueError, match="cannot be packed so"):
+        _core.PackedMatrix(int(GGMLType.Q4_0), 16, 128, np.zeros(7, dtype=np.uint8), 1.0, BASE_THREE[GGMLType.I2_S])
+    with pytest.raises(ValueError, match="no type that a file could have"):
+        _core.PackedMatrix(BASE_THREE[GGMLType.I2_S], 16, 128, np.zeros(7, dtype=np.uint8))

@@ -6,12 +6,14 @@ from numpy.testing import assert_array_equal
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.backends.ternary.packing import pack_two_bit
+from edgeinfer.backends.native.session import BASE_THREE
+from edgeinfer.backends.ternary.packing import pack_base_three, pack_two_bit
 from edgeinfer.gguf import GGMLType
 
 # Columns that hold their largest magnitude, 127, are rounded to themselves: what comes out is a sum of integers, exact
 # in float32 below 2^24. Scales are powers of two.
 ANY_COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
+ROWS, TILES = ["I2_S", "I2_S in base three"], ["TQ1_0", "TQ2_0", "TQ1_0 in base three", "TQ2_0 in base three"]
 
 
 def i2_s(trits: np.ndarray) -> np.ndarray:
@@ -40,7 +42,10 @@ def source_of(format: str, trits: np.ndarray) -> np.ndarray:
 
 
 def product(format: str, trits: np.ndarray, x: np.ndarray, isa: str) -> np.ndarray:
-    matrix = _core.PackedMatrix(int(GGMLType[format]), *trits.shape, source_of(format, trits), 0.25)
+    format, _, dense = format.partition(" in ")
+    kind = GGMLType[format]
+    as_what = BASE_THREE[kind] if dense else None
+    matrix = _core.PackedMatrix(int(kind), *trits.shape, source_of(format, trits), 0.25, as_what)
     y = np.full((len(x), len(trits)), np.nan, dtype=np.float32)
     matrix.multiply(isa, x.astype(np.float32), y)
     return y
@@ -54,7 +59,7 @@ def integers(rng: np.random.Generator, n: int, n_in: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@pytest.mark.parametrize("format", ["I2_S", "TQ1_0", "TQ2_0", "Q2_0"])
+@pytest.mark.parametrize("format", [*ROWS, *TILES, "Q2_0"])
 @pytest.mark.parametrize("n_out, n_in", [(1, 256), (16, 1280), (37, 2560), (50, 6912)])
 def test_a_product_of_integers_is_exact(format: str, isa: str, n_out: int, n_in: int, rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (n_out, n_in), dtype=np.int8)
@@ -65,19 +70,20 @@ def test_a_product_of_integers_is_exact(format: str, isa: str, n_out: int, n_in:
 
 
 @pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", ROWS)
 @pytest.mark.parametrize("n_in", [128, 384, 6912, 8576])
 @pytest.mark.parametrize("trit", [-1, 1])
 @pytest.mark.parametrize("activation", [-127, 127])
-def test_the_largest_sums_do_not_overflow(isa: str, n_in: int, trit: int, activation: int) -> None:
+def test_the_largest_sums_do_not_overflow(isa: str, format: str, n_in: int, trit: int, activation: int) -> None:
     """16-bit sums over a whole row would, from 130 inputs on."""
     trits = np.full((20, n_in), trit, dtype=np.int8)
     for n in ANY_COLUMNS:
         x = np.full((n, n_in), activation)
-        assert_array_equal(product("I2_S", trits, x, isa), np.full((n, 20), 0.25 * trit * activation * n_in))
+        assert_array_equal(product(format, trits, x, isa), np.full((n, 20), 0.25 * trit * activation * n_in))
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@pytest.mark.parametrize("format", ["TQ1_0", "TQ2_0", "Q2_0"])
+@pytest.mark.parametrize("format", [*TILES, "Q2_0"])
 def test_the_largest_sums_of_a_tile_do_not_overflow(format: str, isa: str) -> None:
     for trit in (-1, 1):
         trits = np.full((20, 6912), trit, dtype=np.int8)
@@ -91,6 +97,43 @@ def test_i2_s_is_packed_as_packing_draws_it(n_out: int, n_in: int, rng: np.rando
     trits = rng.integers(-1, 2, (n_out, n_in), dtype=np.int8)
     matrix = _core.PackedMatrix(int(GGMLType.I2_S), n_out, n_in, i2_s(trits), 0.37)
     assert_array_equal(matrix.data, pack_two_bit(trits, np.full(n_out, 0.37, dtype=np.float32)).reshape(-1))
+
+
+@pytest.mark.parametrize("n_out, n_in", [(1, 128), (16, 640), (37, 256)])
+def test_base_three_is_packed_as_packing_draws_it(n_out: int, n_in: int, rng: np.random.Generator) -> None:
+    trits = rng.integers(-1, 2, (n_out, n_in), dtype=np.int8)
+    as_what = BASE_THREE[GGMLType.I2_S]
+    matrix = _core.PackedMatrix(int(GGMLType.I2_S), n_out, n_in, i2_s(trits), 0.37, as_what)
+    drawn = pack_base_three(trits, np.full(n_out, 0.37, dtype=np.float32))
+    assert_array_equal(matrix.data, drawn.reshape(-1))
+    tiles = rng.integers(-1, 2, (33, 512), dtype=np.int8)
+    matrix = _core.PackedMatrix(int(GGMLType.TQ2_0), 33, 512, tq("TQ2_0", tiles, 0.5), 1.0, BASE_THREE[GGMLType.TQ2_0])
+    lines = matrix.data.reshape(3, -1)[:, 64:].reshape(3, 2, -1)
+    for tile in range(2):
+        drawn = pack_base_three(tiles[:, 256 * tile : 256 * tile + 256], np.ones(33, dtype=np.float32))
+        assert_array_equal(lines[:2, tile], drawn[:2, 64:])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_every_byte_of_base_three_is_unpacked(isa: str) -> None:
+    """Each of the 243 fives of weights, in each of the places of a line."""
+    fives = np.stack(np.unravel_index(np.arange(243), (3,) * 5), axis=1).astype(np.int8) - np.int8(1)
+    for c in range(4):
+        trits = np.zeros((243, 128), dtype=np.int8)
+        trits[:, c:20:4] = fives
+        x = np.zeros((5, 128))
+        x[np.arange(5), c + 4 * np.arange(5)] = 127
+        assert_array_equal(product("I2_S in base three", trits, x, isa), 0.25 * 127 * fives.T)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", ["I2_S", "TQ1_0", "TQ2_0"])
+def test_both_ways_to_hold_a_weight_give_the_same_bits(format: str, isa: str, rng: np.random.Generator) -> None:
+    trits = rng.integers(-1, 2, (37, 1280), dtype=np.int8)
+    x = rng.standard_normal((9, 1280), dtype=np.float32)
+    for n in ANY_COLUMNS[:9]:
+        two, dense = (product(name, trits, x[:n], isa) for name in (format, f"{format} in base three"))
+        assert_array_equal(two.view(np.uint32), dense.view(np.uint32))
 
 
 def test_the_ternary_formats_give_the_same_trits(rng: np.random.Generator) -> None:

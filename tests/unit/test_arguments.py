@@ -39,6 +39,7 @@ LOADING = {
     "n_threads": [*COUNTS, *ZERO_D, None],
     "n_batch": [*COUNTS, *ZERO_D],
     "cache_type": [],
+    "ternary_bits": ["auto"],
     "backend": ["auto"],
     "draft": [*TEXTS, *FILES, *LISTS_OF_TEXTS[:1], *EMPTY, None],
     "draft_max": [*INTEGERS, *HUGE],

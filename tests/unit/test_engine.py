@@ -193,6 +193,13 @@ def test_a_q8_0_cache_takes_less_and_gives_a_text_of_its_own(fresh):
         fresh(cache_type="q4")
 
 
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_the_bits_of_a_ternary_weight_are_checked(fresh):
+    assert fresh(n_ctx=64, ternary_bits="1.6").memory_plan.ternary_bits == "2"  # this model is not ternary
+    with pytest.raises(InvalidArgument, match="ternary_bits must be auto, 2 or 1.6: found '3'"):
+        fresh(ternary_bits="3")
+
+
 @pytest.mark.parametrize("backend", ["llama.cpp"], indirect=True)
 def test_a_session_that_is_not_exact_starts_every_text_anew(engine, fresh):
     for prompt in (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT):
