@@ -31,7 +31,7 @@ from edgeinfer.types import Features, Logits
 _ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
 _GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _LEAST_CREDIT = 0.25  # of a pass of one token: what a free drafter that lost lately may cost the next text
-_ANSWER = 256  # tokens that an answer is taken to have where nothing says how long it will be
+_ANSWER = 256  # tokens that an answer is taken to have before there was one
 _PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
@@ -45,7 +45,7 @@ class Job:
 
     text: the tokens so far, the last of which is not committed; extended by what is drawn.  limit: most to draw.
     draw: the target's way to draw.  is_greedy: it takes the likeliest.  stop_ids: tokens that end the text.  is_plain:
-    see Context.
+    see Context.  n_drawn: so far.
     """
 
     text: list[int]
@@ -54,6 +54,12 @@ class Job:
     is_greedy: bool
     stop_ids: Container[int]
     is_plain: bool = False
+    n_drawn: int = 0
+
+    @property
+    def n_left(self) -> int:
+        """Most tokens to draw from here on."""
+        return self.limit - self.n_drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class Speculator:
         self._seats = [self._seat(drafter) for drafter in drafters]
         self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
+        self._usual = float(_ANSWER)  # tokens of an answer: the mean of the last ones, each counting half of the next
         self._timeline: Timeline | None = None
 
     @property
@@ -186,13 +193,14 @@ class Speculator:
         """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
         context = self._start(job, logits, tally)
         yield job.text[-1]
-        n_left = job.limit
         try:
-            while n_left > 0:
-                new = self._step(job, context, n_left, tally)
-                n_left -= len(new)
+            while job.n_left > 0:
+                new = self._step(job, context, tally)
+                job.n_drawn += len(new)
                 yield from new
         finally:
+            # An answer that came to its limit would have gone on.
+            self._usual = (self._usual + (job.n_drawn if job.n_left else max(job.n_drawn, self._usual))) / 2
             for seat in self._seats:
                 if seat.ahead:  # it would draft on behind the answer
                     seat.ahead.interrupt()
@@ -228,7 +236,7 @@ class Speculator:
         for seat in self._seats:
             context.outlook = seat.table
             with seat.working(tally):
-                if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job.limit):
+                if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job):
                     seat.costly.read(context)
         return context
 
@@ -251,15 +259,15 @@ class Speculator:
             place = self._seats.index(seat)
             self._seats[place : place + 1] = spares
 
-    def _step(self, job: Job, context: Context, n_left: int, tally: Tally) -> list[int]:
+    def _step(self, job: Job, context: Context, tally: Tally) -> list[int]:
         """Draft, check, take; gives the new tokens, at least one."""
         started = perf_counter()
         n_past = self._session.n_past
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
-        proposals, choice = self._draft(context, milliseconds, max_nodes, n_left, tally)
-        self._recheck(n_past, len(choice.tokens), n_left)
-        if n_left > len(choice.path) + 1:
+        proposals, choice = self._draft(job, context, milliseconds, max_nodes, tally)
+        self._recheck(n_past, len(choice.tokens), job.n_left)
+        if job.n_left > len(choice.path) + 1:
             self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
         parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
@@ -303,10 +311,10 @@ class Speculator:
             self._session.commit(())
 
     def _draft(
-        self, context: Context, milliseconds: Sequence[float], max_nodes: int, n_left: int, tally: Tally
+        self, job: Job, context: Context, milliseconds: Sequence[float], max_nodes: int, tally: Tally
     ) -> tuple[list[Proposal], Choice]:
         """What the drafters propose, and the tree to check."""
-        if max_nodes < 1 or n_left < 2:
+        if max_nodes < 1 or job.n_left < 2:
             return [], Choice()
         proposals: list[Proposal] = []
         floor = floor_of(milliseconds)
@@ -314,7 +322,7 @@ class Speculator:
             if not seat.costly and seat.is_awake:
                 seat.table.floor = floor
                 self._ask(seat, context, max_nodes, proposals, tally)
-        max_depth = n_left - 1
+        max_depth = job.n_left - 1
         choice = choose(proposals, milliseconds, max_nodes, max_depth, floor) if proposals else Choice()
         rate = choice.expected / milliseconds[len(choice.tokens) + 1]
         started = perf_counter()
@@ -323,7 +331,7 @@ class Speculator:
                 asked = perf_counter()
                 seat.table.floor, seat.table.patience = floor, _PATIENCE * milliseconds[1]
                 with seat.working(tally):
-                    was_asked, seat.is_asked = seat.is_asked, self._pays(seat, context, rate, milliseconds, n_left)
+                    was_asked, seat.is_asked = seat.is_asked, self._pays(seat, context, rate, milliseconds, job)
                     if not seat.is_asked:
                         if seat.ahead and was_asked:
                             seat.ahead.interrupt()
@@ -362,15 +370,17 @@ class Speculator:
             if not seat.ahead:  # else it notes what it does
                 self._timeline.add("draft", started, ended, 0)
 
-    def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], n_left: int) -> bool:
+    def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], job: Job) -> bool:
         """Whether a drafter that takes time is worth it against that many tokens a millisecond.
 
-        What it has to read first must be earned back by the tokens that are left.
+        What it has to read first must be earned back by the tokens that are still to come: those that an answer usually
+        has, or as many again as there are.
         """
         if seat.costly is None or seat.is_dropped or self._draft_max < 1:
             return False
         own_rate, before = seat.rate(context, milliseconds, self._draft_max)
-        return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * min(n_left, _ANSWER) > before
+        n_left = min(job.n_left, max(self._usual - job.n_drawn, job.n_drawn))
+        return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * n_left > before
 
     def _learn(
         self, proposals: Sequence[Proposal], choice: Choice, accepted: Sequence[int], new: Sequence[int]

@@ -647,6 +647,50 @@ def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(ope
         opened(model, backend="reference", draft="suffix")
 
 
+class ReadsFirst(FunctionDrafter):
+    """Drafts one token for little, once it has read the text, which takes as long as some passes."""
+
+    def __init__(self, milliseconds):
+        super().__init__(lambda context, limit: DraftTree([1], [-1], [0.9], [0]), "slow")
+        self.milliseconds = milliseconds
+        self.read_at = []  # numbers of tokens
+
+    def start(self, context):
+        self.has_read = False
+
+    def cost(self, context):
+        return 1.0, 0.0 if self.has_read else self.milliseconds
+
+    def read(self, context):
+        self.has_read = True
+        self.read_at.append(len(context.tokens))
+
+    def propose(self, context, limit):
+        if not self.has_read:
+            self.read(context)
+        return super().propose(context, limit)
+
+    def interrupt(self):
+        pass
+
+
+def test_what_a_drafter_reads_first_is_to_be_earned_back_by_an_answer_as_long_as_the_last_ones(opened, plain, model):
+    # A right token saves most of a pass of 10 s, so that 50 tokens earn back what reading takes.
+    engine = with_drafters(opened(model), drafter := ReadsFirst(50 * 9e3))
+    n_prompt = len(engine.tokenize(PROMPT))
+    has_read = []
+    for _ in range(6):
+        with engine.stream(PROMPT, max_tokens=150, temperature=0.0) as stream:
+            for _ in range(5):
+                next(stream)
+        has_read.append(drafter.has_read)
+    assert has_read == sorted(has_read, reverse=True) and has_read[0] and not has_read[3], "short ones were learnt"
+    drafter.read_at.clear()
+    assert tokens_of(engine, REQUESTS[0], 150) == tokens_of(plain, REQUESTS[0], 150)
+    (n,) = drafter.read_at
+    assert 40 <= n - n_prompt <= 80, "an answer that has come so far may come as far again"
+
+
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model):
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
