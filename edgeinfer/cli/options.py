@@ -154,7 +154,8 @@ def _draft(flags: dict[str, Any]) -> str | list[str]:
         return str(draft)
     if draft == "none":
         raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
-    return str(model) if draft == "auto" else [draft, str(model)]
+    file = os.path.join(".", model)  # a file always, also one that is called as a drafter is
+    return file if draft == "auto" else [draft, file]
 
 
 @contextmanager

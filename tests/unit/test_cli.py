@@ -191,6 +191,8 @@ def test_drafts_change_no_text_and_can_be_chosen(run, model):
 
 
 def test_a_draft_model_that_is_not_there_is_a_note_and_the_answer_comes(run):
+    named = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "suffix")
+    assert "drafting goes on without model: suffix: no such file" in named.stderr, "not the drafter of that name"
     result = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "nowhere.gguf")
     assert "drafting goes on without model" in result.stderr and "nowhere.gguf" in result.stderr
 
