@@ -194,10 +194,14 @@ uint8_t code_of_q2(const uint8_t* block, int k) { return (block[2 + k / 4] >> (k
 
 uint8_t code_of_i2(const uint8_t* row, int k) { return (row[32 * (k / 128) + k % 32] >> (6 - k % 128 / 32 * 2)) & 3; }
 
-// Writes 16 codes of one row into its line.
-void place_trits(const uint8_t* codes, int row, uint8_t* line) {
-    for (int c = 0; c < 4; c++) {
-        line[4 * row + c] = static_cast<uint8_t>(codes[c] | codes[4 + c] << 2 | codes[8 + c] << 4 | codes[12 + c] << 6);
+// Writes n codes of one row, a multiple of 16, in two bits.
+template <class CodeAt>
+void place_two_bits(int n, const CodeAt& code_at, int row, uint8_t* lines) {
+    for (int first = 0; first < n; first += 16, lines += 64) {
+        for (int k = first; k < first + 4; k++) {
+            lines[4 * row + k - first] =
+                static_cast<uint8_t>(code_at(k) | code_at(k + 4) << 2 | code_at(k + 8) << 4 | code_at(k + 12) << 6);
+        }
     }
 }
 
@@ -217,14 +221,6 @@ void place_base_three(int n, const CodeAt& code_at, int row, uint8_t* lines) {
             value -= 121;  // of the weights, one below the codes
             lines[4 * row + c] = static_cast<uint8_t>(value < 0 ? 0x80 | -value : value);
         }
-    }
-}
-
-void pack_row_i2(const uint8_t* source, int n_in, int row, uint8_t* lines) {
-    for (int k = 0; k < n_in; k += 16) {
-        uint8_t codes[16];
-        for (int i = 0; i < 16; i++) codes[i] = code_of_i2(source, k + i);
-        place_trits(codes, row, lines + 4 * k);
     }
 }
 
@@ -260,11 +256,10 @@ void pack_row_ternary(const TernaryBlock& layout, const uint8_t* source, int n_i
         std::memcpy(group + layout.scales_at(b) + 2 * row, source + layout.scale_at, 2);
         uint8_t* lines = group + layout.lines_at(b);
         const auto code_at = [&](int k) { return layout.code_of(source, k); };
-        if (layout.base_three) place_base_three(layout.n_inputs, code_at, row, lines);
-        for (int k = 0; k < layout.n_inputs && !layout.base_three; k += 16) {
-            uint8_t codes[16];
-            for (int i = 0; i < 16; i++) codes[i] = code_at(k + i);
-            place_trits(codes, row, lines + 4 * k);
+        if (layout.base_three) {
+            place_base_three(layout.n_inputs, code_at, row, lines);
+        } else {
+            place_two_bits(layout.n_inputs, code_at, row, lines);
         }
         source += layout.n_bytes;
     }
@@ -279,10 +274,11 @@ void pack_group_i2(Format as, const uint8_t* source, float scale, int n_out, int
     for (int r = 0; r < kRows && g * kRows + r < n_out; r++) {
         const uint8_t* row = source + static_cast<size_t>(g * kRows + r) * row_bytes;
         std::memcpy(group + 4 * r, &scale, 4);
+        const auto code_at = [row](int k) { return code_of_i2(row, k); };
         if (base_three) {
-            place_base_three(n_in, [row](int k) { return code_of_i2(row, k); }, r, group + 64);
+            place_base_three(n_in, code_at, r, group + 64);
         } else {
-            pack_row_i2(row, n_in, r, group + 64);
+            place_two_bits(n_in, code_at, r, group + 64);
         }
     }
 }
