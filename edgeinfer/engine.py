@@ -183,11 +183,16 @@ def plan_model(
         spec = backend.read_spec(file)
         wanted = min(spec.n_ctx_train, DEFAULT_N_CTX) if n_ctx is None else n_ctx
 
-        def plan_of(n_ctx: int) -> MemoryPlan:
-            return backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
+        def within_budget(backend: Backend) -> MemoryPlan:
+            def plan_of(n_ctx: int) -> MemoryPlan:
+                return backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
+
+            return plan_within(file.path, plan_of, wanted, devices.available_memory())
 
         wanted = check_integer("n_ctx", wanted, 1, MAX_INT32)
-        return Loadable(file, backend, spec, plan_within(file.path, plan_of, wanted, devices.available_memory()))
+        if backend.name == "native" and ternary_bits == "auto":  # which is tried out: not for what does not fit at all
+            within_budget(open_backend("native", "1.6"))
+        return Loadable(file, backend, spec, within_budget(backend))
 
     n_batch = check_integer("n_batch", n_batch, 1, MAX_INT32)
     if check_text("cache_type", cache_type) not in get_args(CacheType):

@@ -177,8 +177,11 @@ class NativeBackend:
 
 @cache
 def faster_bits(isa: str, n_threads: int, n_weights: int) -> TernaryBits:
-    """Which way to hold ternary weights passes one token and four, as when drafts are checked, sooner."""
-    n_bytes = min(n_weights // 4, TRIAL_BYTES)
+    """Which way to hold ternary weights passes one token and four, as when drafts are checked, sooner.
+
+    Takes no more memory meanwhile than the weights will.
+    """
+    n_bytes = min(n_weights // 5, TRIAL_BYTES)
     two, three = (
         sum(_core.time_format(int(kind), isa, n_threads, n, n_bytes) for n in (1, 4))
         for kind in (GGMLType.I2_S, BASE_THREE[GGMLType.I2_S])

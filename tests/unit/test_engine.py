@@ -200,6 +200,15 @@ def test_the_bits_of_a_ternary_weight_are_checked(fresh):
         fresh(ternary_bits="3")
 
 
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_ternary_weights_that_do_not_fit_are_refused_before_anything_is_tried_out(backend, tmp_path, monkeypatch):
+    path = write_tiny_model(tmp_path / "m.gguf", "bitnet-b1.58", "I2_S")
+    monkeypatch.setattr(devices, "available_memory", lambda: 1000)
+    monkeypatch.setattr("edgeinfer.backends.native._core.time_format", lambda *_: pytest.fail("tried out"))
+    with pytest.raises(BudgetExceeded):
+        edgeinfer.load(path)
+
+
 @pytest.mark.parametrize("backend", ["llama.cpp"], indirect=True)
 def test_a_session_that_is_not_exact_starts_every_text_anew(engine, fresh):
     for prompt in (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT):
