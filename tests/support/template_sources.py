@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 import re
 
+# Seconds of the processor: twenty times and more what a template is allowed, so that whatever takes as long was not
+# stopped, on however slow a machine.
+MAX_SECONDS = 60.0
+
 # The ways of templates in use, written for the tests: which models have them stands before each.
 FEATURES = {
     # Llama 2, Mistral: the system message within the first question, roles that must take turns.

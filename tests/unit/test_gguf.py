@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -296,15 +295,14 @@ def test_metadata_without_end_is_refused(opened: Any, monkeypatch: pytest.Monkey
         opened(of_array_a(U8, 2000, bytes(2000)))
 
 
-def test_a_declared_length_costs_neither_time_nor_memory(opened: Any) -> None:
+def test_a_declared_length_costs_no_memory(opened: Any) -> None:
     content = document([key("a.b", ARRAY, array(U32, 2**63, b""))])  # gguf-py takes gigabytes and minutes for this one
     tracemalloc.start()
-    start = time.perf_counter()
     with pytest.raises(InvalidGGUF):
         opened(content)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.perf_counter() - start < 1 and peak < 1 << 20
+    assert peak < 1 << 20
 
 
 def test_control_characters_in_names_do_not_reach_the_message(opened: Any) -> None:

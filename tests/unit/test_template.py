@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_jinja import CONVERSATIONS, Message, plainly_rendered
+from template_sources import MAX_SECONDS
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
@@ -145,10 +146,10 @@ def test_message_nested_too_deep_is_refused() -> None:
     ],
 )
 def test_broken_template_is_refused_when_it_is_made(source: str, says: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TemplateError, match=says):
         ChatTemplate(source)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < MAX_SECONDS
 
 
 def test_what_is_no_function_of_a_template_is_not_called() -> None:
@@ -270,7 +271,7 @@ def test_bomb_is_refused_in_time_and_without_its_memory(reason: str, source: str
     start = time.process_time()
     with pytest.raises(TemplateError, match=reason):
         render(source)
-    assert time.process_time() - start <= 2
+    assert time.process_time() - start < MAX_SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
 
 
