@@ -192,6 +192,28 @@ class HeadSession(Protocol):
         ...
 
 
+@runtime_checkable
+class DraftingHead(HeadSession, Protocol):
+    """A head whose device makes drafts by itself, without a round trip for each level."""
+
+    def draft(
+        self,
+        tokens: ArrayLike,
+        features: ArrayLike,
+        n_levels: int,
+        width: int = 1,
+        assumed: ArrayLike = (),
+        n_vocab: int | None = None,
+    ) -> Nodes:
+        """A tree of what is likely behind tokens, of ids that the head has logits for; see DraftingSession.draft.
+
+        What `commit` can keep are rows as of a forward of tokens and features, and of all nodes but those of the last
+        level behind the features that the head predicts.  assumed: (m,) int, tokens that the tree follows although no
+        feature of theirs is known: they are read behind predicted ones too, and may be kept as the nodes.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Loads model files for one kind of device."""
 

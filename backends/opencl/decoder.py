@@ -139,10 +139,7 @@ class Decoder:
         out: (len(rows), n_logits), for the logits of these rows.  tapped: (len(taps), n, n_embd), for outputs of
         layers.
         """
-        self._write(batch)
-        self._embed(self._buffers["ids"], len(batch))
-        self._fuse(len(batch))
-        self._run_layers(batch, taps, tapped)
+        self._pass(batch, taps, tapped)
         for first in range(0, len(rows), HEAD_ROWS):
             here = rows[first : first + HEAD_ROWS]
             self._head(here)
@@ -150,25 +147,32 @@ class Decoder:
         if not len(rows):
             self.device.finish()
 
-    def draft(self, batch: Batch, n_levels: int, width: int, n_vocab: int) -> Nodes:
+    def draft(self, batch: Batch, n_levels: int, width: int, n_vocab: int, assumed: Sequence[int] = ()) -> Nodes:
         """Run a chain, then levels of a tree behind it, all chosen on the device; see OpenCLSession.draft.
 
-        Nothing is read before the end, so that the host waits for the device once.
+        n_vocab: rows of the output matrix that nodes are chosen from.  assumed: see DraftingHead.draft. Nothing is read
+        before the end, so that the host waits for the device once.
         """
         buffers, n_nodes = self._buffers, n_levels * width
-        self._write(batch)
-        self._embed(buffers["ids"], len(batch))
-        rows, before = np.array([len(batch) - 1], dtype=np.int32), 0
+        self._pass(batch)
+        for token in assumed:
+            self._hand_on(len(batch) - 1)
+            place = np.array([batch.n_past + len(batch)], dtype=np.int32)
+            batch = Batch(np.array([token], dtype=np.int32), place, None, int(place[0]))
+            self._pass(batch)
+        last, n_past = len(batch) - 1, batch.n_past + len(batch)
+        rows, before = np.array([last], dtype=np.int32), -1 - last  # the first level follows "node" -1, in that row
         for first in range(0, n_nodes, width):
-            self._run_layers(batch, (), None)
             self._head(rows)
             self._choose(len(rows), width, before, first, n_nodes, n_vocab)
             if first + width < n_nodes:
-                n_past = batch.n_past if first else batch.n_past + len(batch)
                 places = np.arange(first + width, dtype=np.int32) // width + np.int32(n_past)
                 batch = Batch(np.zeros(width, dtype=np.int32), places, None, n_past, n_nodes, first)
                 self._write_places(batch)
+                self._hand_on_to_level(first, width, before)
                 self._embed(buffers["node_ids"], width, first)
+                self._fuse(width)
+                self._run_layers(batch, (), None)
                 rows, before = np.arange(width, dtype=np.int32), first
         n_rows = n_nodes - width + 1  # the text, and the nodes that were passed
         shapes = {"node_ids": (n_nodes,), "parents": (n_nodes,), "candidates": (n_rows, TOP)}
@@ -195,6 +199,13 @@ class Decoder:
         self._run("keep_path", items, group, *cache, self._buffers["rows"], len(rows), self._n_ctx, n_past)
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    def _pass(self, batch: Batch, taps: Sequence[int] = (), tapped: HiddenStates | None = None) -> None:
+        """Run a batch through the layers. Without features of its own a head's are those that were handed on."""
+        self._write(batch)
+        self._embed(self._buffers["ids"], len(batch))
+        self._fuse(len(batch))
+        self._run_layers(batch, taps, tapped)
 
     def _write(self, batch: Batch) -> None:
         """What the kernels need to know of a batch."""
@@ -231,6 +242,20 @@ class Decoder:
         self._run("silu", items, group, pairs, size)
         gate.mix.multiply(self._inputs(pairs, n, gate.mix), buffers["added"], n)
         self._run("blend", items, group, pairs, buffers["added"], buffers["x"], size)
+
+    def _hand_on(self, row: int) -> None:
+        """Let that row of the last batch, which a head gave, be the feature of the next token."""
+        if self._gate is not None:
+            buffers, size = self._buffers, self.spec.n_embd
+            self.device.write(buffers["rows"], np.array([row], dtype=np.int32))
+            self._run("take_rows", [size, 1], [16, 1], buffers["x"], buffers["rows"], buffers["features"], size)
+
+    def _hand_on_to_level(self, first: int, width: int, before: int) -> None:
+        """Let rows of the last batch, from node `before` on, be the features of the nodes from `first` on."""
+        if self._gate is not None:
+            buffers, size = self._buffers, self.spec.n_embd
+            nodes = buffers["x"], buffers["parents"], buffers["features"], size, first, before
+            self._run("take_parents", [size, width], [16, 1], *nodes)
 
     def _run_layers(self, batch: Batch, taps: Sequence[int], tapped: HiddenStates | None) -> None:
         for index, layer in enumerate(self._layers):
@@ -341,8 +366,11 @@ class Decoder:
         """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
         buffers, group = self._buffers, [self._group, 1]
         candidates, first_row = (buffers["candidates"], buffers["chances"]), before + 1 if first else 0
-        items = [self._group, n_rows]
-        self._run("likeliest", items, group, buffers["logits"], *candidates, n_vocab, self.spec.n_logits, first_row)
+        items, names = [self._group, n_rows], buffers["ids"] if self._draft_vocab is None else self._draft_vocab
+        self._run(
+            *("likeliest", items, group, buffers["logits"], *candidates, names, int(self._draft_vocab is not None)),
+            *(n_vocab, self.spec.n_logits, first_row),
+        )
         nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
         self._run("choose_level", [1], [1], *candidates, *nodes, first_row, n_rows, width, before, first, n_nodes)
 
@@ -362,7 +390,7 @@ class Decoder:
             "TOP": TOP,
         }
         names = "rms_norm quantise turn_and_store attend gate add take_rows cap_logits keep_path likeliest choose_level"
-        names += " silu blend" if spec.gate is not None else ""
+        names += " silu blend take_parents" if spec.gate is not None else ""
         return {name: self.device.kernel(name, ["decoder.cl"], defines) for name in names.split()}
 
     def _load(self, parts: ModelParts, progress: Progress | None) -> None:
@@ -379,6 +407,7 @@ class Decoder:
         self._output = self._token_embd if parts.output is None else Linear(self.device, parts.output)
         loaded(2)
         self._output_norm = None if parts.output_norm is None else self.device.upload(parts.output_norm)
+        self._draft_vocab = None if parts.draft_vocab is None else self.device.upload(parts.draft_vocab)
         self._gate = None if parts.gate is None else self._load_gate(parts.gate)
         self._layers: list[Layer] = []
         for layer in parts.layers:

@@ -12,6 +12,7 @@ from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vecto
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
+from edgeinfer.models.draft_head import read_head
 
 TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
 MAX_NODES = 128  # of a tree that it chooses
@@ -60,7 +61,8 @@ class GateParts:
 class ModelParts:
     """What a model or a draft head is made of, in the file; output is None where it is the embedding.
 
-    output_norm, gate: None where there is none.
+    output_norm, gate: None where there is none.  draft_vocab: (n_draft,) int32, tokens that the rows of output are
+    for; None where they are for the first ones.
     """
 
     token_embd: LinearParts
@@ -68,6 +70,7 @@ class ModelParts:
     output_norm: NDArray[np.float32] | None
     layers: tuple[LayerParts, ...]
     gate: GateParts | None = None
+    draft_vocab: NDArray[np.int32] | None = None
 
     @classmethod
     def read(cls, model: ModelFile, spec: ModelSpec) -> ModelParts:
@@ -97,11 +100,14 @@ class ModelParts:
                 token=_linear(head, [names.token]),
                 mix=_linear(head, [names.mix]),
             ),
+            draft_vocab=read_head(head).draft_vocab,
         )
 
     def buffer_bytes(self) -> Iterator[int]:
         """Bytes of each buffer."""
         yield from (norm.nbytes for norm in self._norms())
+        if self.draft_vocab is not None:
+            yield self.draft_vocab.nbytes
         for linear in self._linears():
             for of_codes, of_scales in linear.matrix_bytes:
                 yield of_codes

@@ -184,6 +184,45 @@ class OpenCLDecoder:
         self._parents = links
         return Output(out, tapped if taps else None)
 
+    def _draft(
+        self,
+        ids: TokenIds,
+        n_levels: int,
+        width: int,
+        n_rows: int,
+        features: Features | None = None,
+        assumed: Sequence[int] = (),
+    ) -> Nodes:
+        """Make a tree of the first n_rows logits; see DraftingSession.draft and DraftingHead.draft."""
+        decoder = self._open()
+        n = len(ids) + len(assumed)
+        self._check_tree(n, n_levels, width)
+        self._stopped = False
+        self._parents = np.empty(0, dtype=np.int32)
+        for first in range(0, len(ids), self.n_batch):
+            last = min(first + self.n_batch, len(ids))
+            batch = self._chain(ids[first:last], first)
+            if features is not None:
+                batch = replace(batch, features=features[first:last])
+            if last < len(ids):
+                nothing = np.empty((0, self.spec.n_logits), dtype=np.float32)
+                decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
+        nodes = decoder.draft(batch, n_levels, width, n_rows, assumed)
+        passed = nodes.parents[: (n_levels - 1) * width] + np.int32(n)
+        self._parents = np.concatenate([check_parents(None, n), passed])
+        return nodes
+
+    def _check_tree(self, n_before: int, n_levels: int, width: int) -> None:
+        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted behind that many tokens."""
+        widest = min(TOP, self.n_batch)
+        if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
+            raise InvalidArgument(
+                f"a drafted tree has levels of 1..{widest} nodes, {MAX_NODES} in all: found {n_levels} of {width}"
+            )
+        n_past = self._n_past + n_before + (n_levels - 1) * width
+        if n_past > self.n_ctx:
+            raise ContextOverflow(n_past, self.n_ctx)
+
     def _open(self) -> Decoder:
         if self._decoder is None:
             raise EdgeInferError("this session is closed")
@@ -246,36 +285,14 @@ class OpenCLSession(OpenCLDecoder):
         n_levels: as many as make MAX_NODES nodes.  width: 1 .. TOP, and n_batch at most.  n_vocab: at least TOP, the
         number of candidates. Raises BackendLost if the device fails.
         """
-        decoder = self._open()
+        self._open()
         n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
-        self._check_tree(len(ids), n_levels, width, n_vocab)
-        self._stopped = False
-        self._parents = np.empty(0, dtype=np.int32)
-        n_before = (len(ids) - 1) // self.n_batch * self.n_batch
-        for first in range(0, n_before, self.n_batch):
-            nothing = np.empty((0, self.spec.n_vocab), dtype=np.float32)
-            batch = self._chain(ids[first : first + self.n_batch], first)
-            decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
-        nodes = decoder.draft(self._chain(ids[n_before:], n_before), n_levels, width, n_vocab)
-        passed = nodes.parents[: (n_levels - 1) * width] + np.int32(len(ids))
-        self._parents = np.concatenate([check_parents(None, len(ids)), passed])
-        return nodes
+        if not TOP <= n_vocab <= self.spec.n_vocab:
+            raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
+        return self._draft(ids, n_levels, width, n_vocab)
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
         self.truncate(0)
         return 0
-
-    def _check_tree(self, n_tokens: int, n_levels: int, width: int, n_vocab: int) -> None:
-        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted."""
-        widest = min(TOP, self.n_batch)
-        if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
-            raise InvalidArgument(
-                f"a drafted tree has levels of 1..{widest} nodes, {MAX_NODES} in all: found {n_levels} of {width}"
-            )
-        if not TOP <= n_vocab <= self.spec.n_vocab:
-            raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
-        n_past = self._n_past + n_tokens + (n_levels - 1) * width
-        if n_past > self.n_ctx:
-            raise ContextOverflow(n_past, self.n_ctx)

@@ -3,7 +3,8 @@
 The head's cache holds what was computed from the target's own features alone; a draft's rows, which come from features
 that the head predicts, are dropped. So each token of the text is read once, behind the features of the step that
 accepted it, and the tree grows from there, level by level: the likeliest nodes of a level in one pass (EAGLE-2, Li et
-al., arXiv:2406.16858).
+al., arXiv:2406.16858). A device that makes trees by itself is asked for all levels at once where that is the cheaper
+way to tokens that will be right.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import HeadSession
+from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.choices import choices
-from edgeinfer.errors import Interrupted, ShapeError
-from edgeinfer.speculation.cost import CostModel
+from edgeinfer.drafters.chains import Chains
+from edgeinfer.drafters.choices import choices, likeliest_choices
+from edgeinfer.errors import Interrupted, NumericalError, ShapeError
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Features, Logits, Output
+from edgeinfer.types import Features, Logits, Nodes, Output
 
 _WIDTH = 4  # nodes of a level that are gone on from, at most
 _CHILDREN = 3  # of a node
-_USUAL_WIDTH = 2
+USUAL_WIDTH = 2  # and of one that a device makes by itself
 
 
 class _Node(NamedTuple):
@@ -65,7 +67,8 @@ class _Growth:
 class HeadDrafter:
     """A draft head, its KV cache, and the target's features of the text.
 
-    n_vocab: tokens that the target has.  draft_vocab, taps: see DraftHeadSpec.
+    n_vocab: tokens that the target has.  draft_vocab, taps: see DraftHeadSpec.  chains: of that session, with levels of
+    USUAL_WIDTH nodes, if it makes any.
     """
 
     name = "head"
@@ -77,9 +80,12 @@ class HeadDrafter:
         n_vocab: int,
         costs: CostModel,
         taps: bool | tuple[int, ...] = True,
+        chains: Chains[DraftingHead] | None = None,
     ) -> None:
         self.session = session
         self.taps = taps
+        self._n_vocab = n_vocab
+        self._chains = chains
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
@@ -124,8 +130,9 @@ class HeadDrafter:
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
         n_past = self.session.n_past
-        now = self._costs.milliseconds(n_past)
-        return now[_USUAL_WIDTH], max(0.0, self._costs.of_chain(self._n_unread(context), n_past) - now[1])
+        now, n = self._costs.milliseconds(n_past), self._n_at_once(context, MAX_TOKENS)
+        each = now[USUAL_WIDTH] if n == 1 or self._chains is None else self._chains.milliseconds()[n] / n
+        return each, max(0.0, self._costs.of_chain(self._n_unread(context), n_past) - now[1])
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
@@ -141,10 +148,12 @@ class HeadDrafter:
         if limit < 1 or not context.outlook.goes_on(()):
             return no_draft()
         with self._sound():
-            level, chain = self._first(growth), list[float]()
-            while level:
-                chain.append(level[0].reach)
-                level = self._deeper(growth, level, len(chain)) if context.outlook.goes_on(chain) else []
+            n = self._n_at_once(context, min(self._n_levels(context), limit))
+            n = n if n == 1 or self._chains is None else self._chains.n_wanted(n, (), context.outlook)
+            if n > 1 and self._chains is not None:
+                self._at_once(self._chains, growth, n)
+            else:
+                self._level_by_level(growth)
         return growth.tree()
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
@@ -157,6 +166,8 @@ class HeadDrafter:
     def close(self) -> None:
         """Give the head's memory back, and keep what was learnt of its costs."""
         self._costs.close()
+        if self._chains is not None:
+            self._chains.costs.close()
         self.session.close()
 
     # ---- The text ----------------------------------------------------------------------------------------------------
@@ -169,6 +180,13 @@ class HeadDrafter:
         if not self.session.spec.n_layers:  # sees nothing but its own position
             return 1
         return len(self._tokens) - self._start - self.session.n_past
+
+    def _with_last(self, context: Context) -> int:
+        """Rows to read, at least the last one, whose outcome is not known."""
+        n = self._n_unread(context)
+        if not n:
+            self.session.truncate(self.session.n_past - 1)
+        return max(1, n)
 
     def _read(self, context: Context, n: int) -> tuple[Features, Logits]:
         """Read and keep the next n rows; the feature and the logits of the last."""
@@ -200,9 +218,69 @@ class HeadDrafter:
 
     # ---- The tree ----------------------------------------------------------------------------------------------------
 
+    def _level_by_level(self, growth: _Growth) -> None:
+        """Let a tree grow as deep as it pays."""
+        level, chain = self._first(growth), list[float]()
+        while level:
+            chain.append(level[0].reach)
+            if self._chains is not None:
+                self._chains.learn(chain[-1] / (chain[-2] if len(chain) > 1 else 1.0))
+            level = self._deeper(growth, level, len(chain)) if growth.context.outlook.goes_on(chain) else []
+
+    def _n_at_once(self, context: Context, most: int) -> int:
+        """Levels that the device best makes in one call, 1 for levels that are chosen here. most: levels."""
+        if self._chains is None or not context.is_plain:
+            return 1
+        return self._chains.n_best(self._costs.milliseconds(self.session.n_past)[USUAL_WIDTH], most)
+
+    def _n_levels(self, context: Context) -> int:
+        """Levels of a tree that the head's context has room for."""
+        room = self.session.n_ctx - self.session.n_past - self._n_unread(context) - context.n_assumed
+        return max(0, room // USUAL_WIDTH) + 1  # the last level is not read
+
+    def _at_once(self, chains: Chains[DraftingHead], growth: _Growth, n_levels: int) -> None:
+        """Read what is new in the text, and let the device make the levels of a tree behind it."""
+        context = growth.context
+        n = self._with_last(context)
+        first, n_past, started = len(self._tokens) - n, self.session.n_past, perf_counter()
+        self._last = None
+        nodes = chains.session.draft(
+            context.tokens[first + 1 : first + 1 + n],
+            self._features[first : first + n],
+            n_levels,
+            USUAL_WIDTH,
+            context.tokens[len(context.tokens) - context.n_assumed :],
+            self._n_vocab,
+        )
+        if n == 1 and not context.n_assumed:
+            chains.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
+        if not np.isfinite(nodes.p).all():
+            raise NumericalError("the head's logits are no numbers")
+        self.session.commit(range(n) if self.session.spec.n_layers else ())
+        self._take(chains, growth, nodes)
+
+    def _take(self, chains: Chains[DraftingHead], growth: _Growth, nodes: Nodes) -> None:
+        """Add the likeliest tokens behind the text, and behind each node that is in the tree itself."""
+        passed = [(-1, -1), *zip(nodes.parents.tolist(), nodes.tokens.tolist(), strict=True)]
+        known = {passed[0]: (-1, 1.0, 0)}  # by parent and token: place, reach, depth of the children
+        best: dict[int, float] = {}  # reach by depth
+        rows = zip(nodes.candidates[:, :_CHILDREN].tolist(), nodes.chances[:, :_CHILDREN].tolist(), strict=True)
+        for row, (ids, chances) in enumerate(rows):
+            place, reach, depth = known.get(passed[row], (-1, 0.0, 0))
+            if reach:  # else it was too unlikely beside its siblings
+                found = likeliest_choices(list(zip(ids, chances, strict=True)))
+                for child, of_child in self._add(growth, place, reach, depth, found):
+                    known[row - 1, growth.tokens[child]] = child, of_child, depth + 1
+                    best[depth] = max(of_child, best.get(depth, 0.0))
+        above = 1.0
+        for reach in filter(None, best.values()):
+            chains.learn(reach / above)
+            above = reach
+
     def _first(self, growth: _Growth) -> list[_Node]:
         """Read what is new in the text; gives the nodes right behind it, likeliest first."""
-        context, n = growth.context, self._n_unread(growth.context)
+        context = growth.context
+        n = self._n_unread(context) or (self._with_last(context) if self._last is None else 0)
         with self._timed(n):
             feature, logits = self._read(context, n) if n or self._last is None else self._last
         root = _Node(-1, 1.0, [], -1, feature)
@@ -255,17 +333,31 @@ class HeadDrafter:
 
         above: as its children know it.  is_drawn: with the target's noise, which takes more time.
         """
-        context, new = growth.context, []
         logits = logits[: len(self._ids)]
         drawn = self._draw(growth, above, logits) if is_drawn else None
-        for index, p, kind in choices(logits, drawn, context.is_greedy, _CHILDREN)[: growth.limit - len(growth.tokens)]:
-            token, reach = int(self._ids[index]), above.reach * context.outlook.chance(kind, depth, p)
-            new.append(above._replace(place=len(growth.tokens), reach=reach, path=[*above.path, token]))
+        found = choices(logits, drawn, growth.context.is_greedy, _CHILDREN)
+        named = [(int(self._ids[index]), p, kind) for index, p, kind in found]
+        new = [
+            above._replace(place=place, reach=reach, path=[*above.path, growth.tokens[place]])
+            for place, reach in self._add(growth, above.place, above.reach, depth, named)
+        ]
+        return sorted(new, key=lambda node: -node.reach)
+
+    def _add(
+        self, growth: _Growth, above: int, reach: float, depth: int, found: Sequence[tuple[int, float, int]]
+    ) -> list[tuple[int, float]]:
+        """Add tokens, with p and kind, behind a node; gives place and reach of each that there is room for.
+
+        above, reach: place and reach of that node.  depth: of the new ones.
+        """
+        new: list[tuple[int, float]] = []
+        for token, p, kind in found[: growth.limit - len(growth.tokens)]:
+            new.append((len(growth.tokens), reach * growth.context.outlook.chance(kind, depth, p)))
             growth.tokens.append(token)
-            growth.parents.append(above.place)
+            growth.parents.append(above)
             growth.p.append(p)
             growth.kinds.append(kind)
-        return sorted(new, key=lambda node: -node.reach)
+        return new
 
     def _draw(self, growth: _Growth, above: _Node, logits: Logits) -> int:
         """Index in logits of what the target's way to draw takes there."""

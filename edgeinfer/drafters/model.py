@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.drafters.base import Context, Outlook
+from edgeinfer.drafters.chains import CALL, Chains
 from edgeinfer.drafters.choices import choices, likeliest_choices
 from edgeinfer.errors import NumericalError
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
@@ -23,9 +24,6 @@ from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
 
 _CHOICES = 2  # of a level
-_CALL = 100.0  # milliseconds that a call for several levels may take, as nothing may stop it
-_DECAY = 0.98  # of the chances of levels, with each new one
-_USUAL = (3.4, 4.0)  # sum of the chances of levels, and their number, before any is known
 _Level: TypeAlias = list[tuple[int, float, int]]  # token, probability and kind of its nodes
 
 
@@ -56,25 +54,18 @@ class _Chain:
         return chance
 
 
-@dataclass(frozen=True)
-class Chains:
-    """Chains that a session's device makes by itself, and what they cost by number of levels."""
-
-    session: DraftingSession
-    costs: CostModel
-
-
 class ModelDrafter:
     """A draft model and its KV cache. n_vocab: tokens that the target has.  chains: of that session, if it has any."""
 
     name = "model"
 
-    def __init__(self, session: Session, n_vocab: int, costs: CostModel, chains: Chains | None = None) -> None:
+    def __init__(
+        self, session: Session, n_vocab: int, costs: CostModel, chains: Chains[DraftingSession] | None = None
+    ) -> None:
         self.session = session
         self._n_vocab = n_vocab
         self._costs = costs
         self._chains = chains
-        self._usual = _USUAL
         self._tokens: list[int] = []  # those behind session.n_past are not committed
         self._n_agreed = 0  # how many of them are known to be the text's
 
@@ -86,7 +77,7 @@ class ModelDrafter:
         """See CostlyDrafter."""
         each, before = self._cost_of(context.tokens, context.n_assumed)
         n = self._n_at_once(context, MAX_TOKENS)
-        return each if n == 1 else self._of_chains()[n] / n, before
+        return each if n == 1 or self._chains is None else self._chains.milliseconds()[n] / n, before
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
@@ -103,13 +94,14 @@ class ModelDrafter:
             for level in self._levels(context, chain, unread, limit):
                 if len(chain.tokens) < limit:
                     chance = chain.add(level[: limit - len(chain.tokens)], outlook)
-                    self._usual = _DECAY * self._usual[0] + chance, _DECAY * self._usual[1] + 1.0
+                    if self._chains is not None:
+                        self._chains.learn(chance)
             unread = chain.text[-1:]
         return DraftTree(chain.tokens, chain.parents, chain.p, chain.kinds)
 
     def n_at_once(self, context: Context, milliseconds: float) -> int:
         """See DraftsInCalls."""
-        return self._n_at_once(context, MAX_TOKENS, min(milliseconds, _CALL))
+        return self._n_at_once(context, MAX_TOKENS, min(milliseconds, CALL))
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """Nothing to do: the cache is aligned when it is needed."""
@@ -132,34 +124,22 @@ class ModelDrafter:
     def _levels(self, context: Context, chain: _Chain, unread: list[int], limit: int) -> list[_Level]:
         """The next levels of a chain: one, or as many as are best made at once, but no more than will be wanted."""
         n = self._n_at_once(context, self._room(chain, limit))
-        if n > 1:
-            reach, (right, all_) = list(chain.reach), self._usual
-            while len(reach) < len(chain.reach) + n and context.outlook.goes_on(reach):
-                reach.append((reach[-1] if reach else 1.0) * right / all_)
-            n = len(reach) - len(chain.reach)
         if n > 1 and self._chains is not None:
-            return self._at_once(self._chains, unread, n)
+            n = self._chains.n_wanted(n, chain.reach, context.outlook)
+            if n > 1:
+                return self._at_once(self._chains, unread, n)
         logits = self._forward(unread)
         return [choices(logits, context.draw(logits, chain.text), context.is_greedy, _CHOICES)]
 
-    def _n_at_once(self, context: Context, most: int, milliseconds: float = _CALL) -> int:
-        """Levels of which one that will be right costs least, 1 for a pass whose logits come here.
+    def _n_at_once(self, context: Context, most: int, milliseconds: float = CALL) -> int:
+        """Levels that are best made in one call, 1 for a pass whose logits come here.
 
         most: levels.  milliseconds: that they may take.
         """
         if self._chains is None or not context.is_plain:
             return 1
-        chains, (right, all_) = self._of_chains(), self._usual
-        n_best, best, expected = 1, self._costs.milliseconds(self.session.n_past)[1], 1.0
-        for n in range(2, min(most, MAX_TOKENS) + 1):
-            expected += (right / all_) ** (n - 1)
-            if chains[n] < best * expected and chains[n] <= milliseconds:
-                n_best, best = n, chains[n] / expected
-        return n_best
-
-    def _of_chains(self) -> list[float]:
-        """Milliseconds of chains by number of levels."""
-        return [] if self._chains is None else self._chains.costs.milliseconds(self.session.n_past)
+        one = self._costs.milliseconds(self.session.n_past)[1]
+        return self._chains.n_best(one, most, milliseconds)
 
     def _text(self, context: Context) -> tuple[list[int], int]:
         """The text in the draft model's tokens, and how many at its end may come otherwise."""
@@ -197,7 +177,7 @@ class ModelDrafter:
         self._keep(tokens)
         return rows[0, : self._n_vocab]
 
-    def _at_once(self, chains: Chains, tokens: Sequence[int], n_levels: int) -> list[_Level]:
+    def _at_once(self, chains: Chains[DraftingSession], tokens: Sequence[int], n_levels: int) -> list[_Level]:
         """Read tokens, and make levels behind them on the device; keeps what was passed."""
         n_past, started = self.session.n_past, perf_counter()
         nodes = chains.session.draft(tokens, n_levels, n_vocab=min(self._n_vocab, self.session.spec.n_vocab))

@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from edgeinfer.backends.base import Session, common_length
+from edgeinfer.backends.base import DraftingSession, Session, common_length
 from edgeinfer.drafters.base import Context
+from edgeinfer.drafters.chains import Chains
 from edgeinfer.drafters.choices import class_of
-from edgeinfer.drafters.model import Chains, ModelDrafter
+from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import likeliest
 from edgeinfer.errors import NumericalError
 from edgeinfer.gguf import ModelFile
@@ -198,7 +199,7 @@ def model_drafter(
     target: ModelFile,
     n_vocab: int,
     costs: CostModel,
-    chains: Chains | None = None,
+    chains: Chains[DraftingSession] | None = None,
 ) -> ModelDrafter:
     """The drafter of a draft model that is open, by its vocabulary. n_vocab: tokens that the target has.
 

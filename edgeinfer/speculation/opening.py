@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer import devices
-from edgeinfer.backends.base import HeadSession, Session
+from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
-from edgeinfer.drafters.head import HeadDrafter
-from edgeinfer.drafters.model import Chains, ModelDrafter
+from edgeinfer.drafters.chains import Chains
+from edgeinfer.drafters.head import USUAL_WIDTH, HeadDrafter
+from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.drafters.translated import check_vocabulary, model_drafter
@@ -26,7 +27,7 @@ from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
 from edgeinfer.speculation.pipeline import Placed, Speculator
-from edgeinfer.speculation.placement import Draft, DraftDevice, candidates, open_on
+from edgeinfer.speculation.placement import Draft, DraftDevice, Levels, candidates, open_on
 from edgeinfer.speculation.policy import beats
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
@@ -85,20 +86,20 @@ class DraftPlan:
     ) -> tuple[Drafter, Placed]:
         if isinstance(self.spec, ModelSpec):
 
-            def of_model(own: Session, costs: CostModel, chains: Chains | None) -> CostlyDrafter:
+            def of_model(own: Session, costs: CostModel, chains: Chains[DraftingSession] | None) -> CostlyDrafter:
                 return model_drafter(own, file, target, self.n_vocab, costs, chains)
 
-            draft = Draft(file, self.spec, of_model, lambda own: own)
+            draft = Draft(file, self.spec, of_model, lambda own: own, _levels_of_model)
             on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, device)
             return self._open_placed(draft, on_cpu, device, costs)
         if self.spec is None or not isinstance(session, NativeSession):
             raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
         head = self.spec
 
-        def of_head(own: HeadSession, costs: CostModel, chains: Chains | None) -> CostlyDrafter:
-            return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps)
+        def of_head(own: HeadSession, costs: CostModel, chains: Chains[DraftingHead] | None) -> CostlyDrafter:
+            return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps, chains)
 
-        draft = Draft(file, head.decoder, of_head, _WithoutFeatures)
+        draft = Draft(file, head.decoder, of_head, _WithoutFeatures, _levels_of_head)
         on_cpu = None if self.plan is None else partial(_open_head, draft, self.plan, session, device)
         return self._open_placed(draft, on_cpu, device, costs)
 
@@ -330,6 +331,21 @@ class _WithoutFeatures:
 
     def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
         return self._head.forward(tokens, np.ones((len(tokens), self.spec.n_embd), np.float32), logits=logits)
+
+
+def _levels_of_model(session: Session) -> Levels | None:
+    """Chains, where the session's device makes drafts by itself."""
+    if not isinstance(session, DraftingSession):
+        return None
+    return Levels(lambda token, n_levels: session.draft([token], n_levels), 1)
+
+
+def _levels_of_head(head: HeadSession) -> Levels | None:
+    """Trees, where the head's device makes drafts by itself; behind a feature of ones."""
+    if not isinstance(head, DraftingHead) or head.n_batch < USUAL_WIDTH:
+        return None
+    ones = np.ones((1, head.spec.n_embd), np.float32)
+    return Levels(lambda token, n_levels: head.draft([token], ones, n_levels, USUAL_WIDTH), USUAL_WIDTH)
 
 
 def _costs(

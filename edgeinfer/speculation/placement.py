@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from edgeinfer import devices
-from edgeinfer.backends.base import DraftingSession
 from edgeinfer.drafters.ahead import drafting_ahead
 from edgeinfer.drafters.base import CostlyDrafter
-from edgeinfer.drafters.model import Chains
+from edgeinfer.drafters.chains import Chains
 from edgeinfer.drafters.worker import Worker, watched
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.gguf import ModelFile
@@ -72,17 +71,30 @@ class DraftDevice:
 
 
 @dataclass(frozen=True)
+class Levels:
+    """How a session's device makes drafts by itself.
+
+    make: that many levels behind a token, in one call.  width: nodes of a level.
+    """
+
+    make: Callable[[int, int], object]
+    width: int
+
+
+@dataclass(frozen=True)
 class Draft:
     """A draft model or a head that is to be opened somewhere.
 
     spec: of the model, or of the head's decoder.  make: its drafter, from its session, the costs of its passes, and the
-    chains that it makes by itself.  timed: its session as measure_costs knows sessions.
+    chains that it makes by itself.  timed: its session as measure_costs knows sessions.  levels: those that its session
+    makes by itself, None where it makes none.
     """
 
     file: ModelFile
     spec: ModelSpec
-    make: Callable[[Any, CostModel, Chains | None], CostlyDrafter]
+    make: Callable[[Any, CostModel, Chains[Any] | None], CostlyDrafter]
     timed: Callable[[Any], Timed]
+    levels: Callable[[Any], Levels | None]
 
 
 Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
@@ -129,7 +141,7 @@ def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) 
     BackendLost and what the backend raises.
     """
 
-    def open_session() -> tuple[Any, CostModel, Chains | None]:
+    def open_session() -> tuple[Any, CostModel, Chains[Any] | None]:
         session = place.backend.load(draft.file, draft.spec, plan, Device(n_threads))
         timed = draft.timed(session)
         facts = *place.facts, plan.n_ctx < MAX_TOKENS
@@ -137,7 +149,7 @@ def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) 
             timed.forward([0])  # it works, and what takes time once has taken it
             timed.commit(())
             costs = kept_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
-            return session, costs, _chains_of(session, cost_key(draft.file, *facts, "chains"))
+            return session, costs, _chains_of(draft, session, cost_key(draft.file, *facts, "chains"))
         except BaseException:
             session.close()
             raise
@@ -157,29 +169,32 @@ def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) 
 
 
 class _ByLevels:
-    """A session as measure_costs knows it, whose passes of n tokens are chains of n levels that its device makes."""
+    """A session as measure_costs knows it, whose passes of n tokens are drafts of n levels that its device makes."""
 
-    def __init__(self, session: DraftingSession) -> None:
-        self._session = session
-        self.spec = session.spec
-        self.n_ctx = self.n_batch = session.n_ctx  # a level is a pass of one token
-        self.commit = session.commit
-        self.truncate = session.truncate
+    def __init__(self, timed: Timed, levels: Levels) -> None:
+        self._timed, self._levels = timed, levels
+        self.spec = timed.spec
+        self.n_ctx = self.n_batch = timed.n_ctx // levels.width  # a level is a pass of its own
+        self.commit = timed.commit
+        self.truncate = timed.truncate
 
     @property
     def n_past(self) -> int:
-        return self._session.n_past
+        return self._timed.n_past
 
     def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
-        self._session.draft(tokens[:1], len(tokens))
+        if logits == ():  # only the cache is to be filled
+            return self._timed.forward(tokens, logits=logits)
+        self._levels.make(tokens[0], len(tokens))
         return Output(np.empty((0, self.spec.n_vocab), dtype=np.float32))
 
 
-def _chains_of(session: object, key: str) -> Chains | None:
-    """The chains that a session makes by itself, their costs from disk or measured now; None where it makes none."""
-    if not isinstance(session, DraftingSession):
+def _chains_of(draft: Draft, session: Any, key: str) -> Chains[Any] | None:
+    """The drafts that a session makes by itself, their costs from disk or measured now; None where it makes none."""
+    levels = draft.levels(session)
+    if levels is None:
         return None
-    timed = _ByLevels(session)
+    timed = _ByLevels(draft.timed(session), levels)
     costs = kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), of_two=_LEVELS_OF_TWO)
     return Chains(session, costs)
 

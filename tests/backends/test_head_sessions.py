@@ -7,18 +7,26 @@ from typing import Literal
 import numpy as np
 import pytest
 from draft_sessions import KINDS, Kind, difference, head_backend_of, open_head
-from drafting import FixedCosts, cost_model
+from drafting import FixedCosts, cost_model, tree_of_head
 from exactness import LEAVES, TREE, branch_to
 from interrupts import interrupted_every
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.backends.base import HeadSession
+from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.drafters.head import HeadDrafter
-from edgeinfer.errors import BackendLost, ContextOverflow, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
+from edgeinfer.errors import (
+    BackendLost,
+    ContextOverflow,
+    EdgeInferError,
+    Interrupted,
+    InvalidArgument,
+    ShapeError,
+    UnsupportedModel,
+)
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
@@ -248,6 +256,71 @@ def test_the_plan_is_what_a_head_on_opencl_takes(
     assert head.memory() == plan.use and device.n_allocated - n_before == plan.use.total
     head.forward(*rows(60))
     assert device.n_allocated - n_before == plan.use.total
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize(
+    "n_layers, n_levels, width, assumed",
+    [(0, 4, 2, ()), (1, 1, 3, ()), (1, 6, 1, (7, 8)), (2, 5, 3, ()), (2, 3, 8, (9, 9, 4))],
+)
+def test_a_tree_made_on_the_device_is_the_one_of_single_levels(
+    n_layers: int,
+    n_levels: int,
+    width: int,
+    assumed: tuple[int, ...],
+    is_cpu: bool,
+    tmp_path: Path,
+    opencl_device: OpenCLDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OpenCLDevice, "is_cpu", is_cpu)
+    heads = heads_of(tmp_path, "F32", n_layers, "opencl")
+    with ModelFile.open(heads.head) as file:
+        vocabulary = read_head(file).draft_vocab
+    made, alone, (tokens, features) = heads.open(n_batch=8), heads.open(), rows(30)
+    assert isinstance(made, DraftingHead)
+    for head in (made, alone):
+        head.forward(tokens[:9], features[:9])
+        head.commit(range(9))
+    text, of_text = tokens[9:], features[9:]
+    n_vocab = int(vocabulary[-20])  # not all
+    ours = made.draft(text, of_text, n_levels, width, assumed, n_vocab)
+    theirs = tree_of_head(alone, vocabulary, text.tolist(), of_text, n_levels, width, assumed, n_vocab)
+    assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.parents.tolist() == theirs.parents.tolist()
+    assert set(ours.candidates.ravel().tolist()) <= set(vocabulary[:-20].tolist())
+    assert (ours.candidates[:, 0] == theirs.candidates[:, 0]).all() and len(ours.candidates) == len(theirs.candidates)
+    for a, b in ((ours.p, theirs.p), (ours.chances, theirs.chances)):
+        np.testing.assert_allclose(a, b, rtol=2e-3)
+
+    path = [*range(21 + len(assumed))]
+    if n_levels > 1:
+        leaf = (n_levels - 1) * width - 1  # the last node that was passed on
+        path += [len(path) + node for node in branch_to(leaf, ours.parents.tolist())]
+    for head in (made, alone):
+        head.commit(path)
+    assert made.n_past == 9 + len(path)
+    behind = [head.forward(tokens[:3], features[:3], logits="all").logits for head in (made, alone)]
+    assert difference(*behind) < 1e-4
+
+
+def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: OpenCLDevice) -> None:
+    head, (tokens, features) = heads_of(tmp_path, "F16", 1, "opencl").open(), rows(250)
+    assert isinstance(head, DraftingHead)
+    with pytest.raises(ShapeError, match="features must be"):
+        head.draft(tokens[:2], features[:3], 2)
+    with pytest.raises(ShapeError, match="token ids must be"):
+        head.draft(tokens[:2], features[:2], 2, 1, [-1])
+    with pytest.raises(InvalidArgument, match="levels of 1..8 nodes, 128 in all: found 2 of 9"):
+        head.draft(tokens[:2], features[:2], 2, 9)
+    with pytest.raises(InvalidArgument, match="8 of the head's tokens must be below n_vocab 4: found 2"):
+        head.draft(tokens[:2], features[:2], 2, 1, (), 4)
+    for assumed, n_levels in (((), 8), ((1,), 7), ((1,) * 7, 1)):
+        with pytest.raises(ContextOverflow):
+            head.draft(tokens, features, n_levels, 1, assumed)
+    assert len(head.draft(tokens, features, 7).tokens) == 7 and head.n_past == 0
+    head.close()
+    with pytest.raises(EdgeInferError, match="closed"):
+        head.draft(tokens, features, 1)
 
 
 def test_a_device_that_fails_is_a_lost_backend(tmp_path: Path, opencl_device: OpenCLDevice) -> None:

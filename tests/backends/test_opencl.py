@@ -190,7 +190,8 @@ def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
         device, buffers = decoder.device, decoder._buffers
         device.write(buffers["logits"], logits.astype(np.float32))
         group = [decoder._group, 1]
-        decoder._run("likeliest", group, group, *(buffers[x] for x in ("logits", "candidates", "chances")), 200, n, 0)
+        places = (buffers[x] for x in ("logits", "candidates", "chances", "ids"))
+        decoder._run("likeliest", group, group, *places, 0, 200, n, 0)
         assert device.read(buffers["candidates"], np.empty(8, dtype=np.int32)).tolist() == expected, what
 
 

@@ -1,12 +1,13 @@
 """An OpenCL device as a drafter's: what a pass costs there, beside the native engine on the CPU in the same run.
 
-    python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--device N] [--rounds 7]
+    python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--head HEAD.gguf] [--device N] [--rounds 7]
 
 Milliseconds, medians: of passes of some tokens behind 128 others with the logits of the last read back; of a level of
 a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a token of a chain of 8, made one
-by one as logits come back and all at once, in turns; of a copy of 4 bytes there and back; and of ternary products with
-two matrices of BitNet b1.58 2B4T in each way that the device has, transfers included. Through PoCL these are figures of
-the CPU, and say nothing about a GPU. One JSON line on stdout at the end.
+by one as logits come back and all at once, in turns; the same of a level of a tree of a draft head for that model, of
+two nodes; of a copy of 4 bytes there and back; and of ternary products with two matrices of BitNet b1.58 2B4T in each
+way that the device has, transfers included. Through PoCL these are figures of the CPU, and say nothing about a GPU. One
+JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,22 @@ from machine import machine
 
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLSession, choose_device, measure_ways
+from edgeinfer.backends.opencl import (
+    OpenCLBackend,
+    OpenCLDevice,
+    OpenCLHead,
+    OpenCLHeadBackend,
+    OpenCLSession,
+    choose_device,
+    measure_ways,
+)
 from edgeinfer.devices import default_n_threads
 from edgeinfer.drafters.choices import choices
+from edgeinfer.drafters.head import USUAL_WIDTH
 from edgeinfer.engine import default_model
 from edgeinfer.gguf import ModelFile
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8, 16)
@@ -74,7 +87,31 @@ def drafted_tokens(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> d
             chain.append(choices(row, int(row.argmax()), is_greedy=True, n=2)[0][0])
         session.truncate(N_PAST)
 
-    ways = {"one_by_one": one_by_one, "at_once": lambda: session.draft(tokens[-1:], N_LEVELS)}
+    return in_turns({"one_by_one": one_by_one, "at_once": lambda: session.draft(tokens[-1:], N_LEVELS)}, rounds)
+
+
+def drafted_levels(head: OpenCLHead, rounds: int) -> dict[str, float]:
+    """Of a level of USUAL_WIDTH nodes of a head's tree, by the way in which it is made."""
+    ones = np.ones((1, head.spec.n_embd), dtype=np.float32)
+    head.forward([1] * N_PAST, ones.repeat(N_PAST, axis=0), logits=())
+    head.commit(range(N_PAST) if head.spec.n_layers else ())
+
+    def one_by_one() -> None:
+        out, n_pending = head.forward([1], ones), 1
+        for _ in range(N_LEVELS - 1):
+            assert out.hidden is not None
+            found = [id for row in out.logits for id, _, _ in choices(row, int(row.argmax()), is_greedy=True, n=3)]
+            features = out.hidden[0, -1:].repeat(USUAL_WIDTH, axis=0)
+            parents = [n_pending - 1] * USUAL_WIDTH
+            out = head.forward([found[0]] * USUAL_WIDTH, features, parents, n_pending=n_pending, logits="all")
+            n_pending += USUAL_WIDTH
+
+    at_once = partial(head.draft, [1], ones, N_LEVELS, USUAL_WIDTH)
+    return in_turns({"one_by_one": one_by_one, "at_once": at_once}, rounds)
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Of one of N_LEVELS, medians, by the way in which they are made; in turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -95,7 +132,7 @@ def round_trip(device: OpenCLDevice, rounds: int) -> float:
     return milliseconds(there_and_back, rounds)
 
 
-def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]:
+def measure(model: str, head: str | None, device_index: int | None, rounds: int) -> dict[str, Any]:
     info = choose_device(device_index)
     device = OpenCLDevice(info)
     result: dict[str, Any] = {"device": vars(info), "model": model, "round_trip": round_trip(device, 10 * rounds)}
@@ -110,6 +147,12 @@ def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]
                 result["opencl_levels"] = levels(session, tokens[:1], rounds)
                 result["opencl_drafted"] = drafted_tokens(session, tokens, rounds)
             session.close()
+        if head is not None:
+            with ModelFile.open(head) as of_head:
+                decoder, heads = read_head(of_head).decoder, OpenCLHeadBackend(info, file, read_spec(file))
+                opened = heads.load(of_head, decoder, heads.plan(of_head, decoder, 256), Device(1))
+            result["opencl_head_drafted"] = drafted_levels(opened, rounds)
+            opened.close()
     for shape in TERNARY_SHAPES:
         for n in TERNARY_SIZES:
             seconds = measure_ways(device, n, shape)
@@ -120,10 +163,11 @@ def measure(model: str, device_index: int | None, rounds: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--head", help="a draft head for the model")
     parser.add_argument("--device", type=int)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    result = measure(arguments.model or str(default_model()), arguments.device, arguments.rounds)
+    result = measure(arguments.model or str(default_model()), arguments.head, arguments.device, arguments.rounds)
     for name, value in result.items():
         print(f"{name:<22}{value}", file=sys.stderr)
     print(json.dumps(result))

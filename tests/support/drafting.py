@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session
+from edgeinfer.backends.base import HeadSession, Session
 from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.cost import CostCurve, CostModel
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Logits, Nodes, Output
+from edgeinfer.types import Features, Logits, Nodes, Output
 
 
 def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
@@ -56,6 +57,74 @@ def let_draft(session: Session) -> list[int]:
         )
 
     session.draft = draft  # type: ignore[attr-defined]
+    return asked
+
+
+def tree_of_head(
+    head: HeadSession,
+    draft_vocab: NDArray[np.int32],
+    tokens: Sequence[int],
+    features: Features,
+    n_levels: int,
+    width: int = 1,
+    assumed: Sequence[int] = (),
+    n_vocab: int | None = None,
+) -> Nodes:
+    """What `DraftingHead.draft` is to give, made level by level; what is pending behind it is the same too."""
+    ids = draft_vocab if n_vocab is None else draft_vocab[draft_vocab < n_vocab]
+    out, n_pending = head.forward(tokens, features), len(tokens)
+    row = n_pending - 1
+    for token in assumed:
+        assert out.hidden is not None
+        out = head.forward([token], out.hidden[0, -1:], [row], n_pending=n_pending)
+        row, n_pending = n_pending, n_pending + 1
+    assert out.hidden is not None
+    level = [(-1, 1.0, row, out.logits[-1], out.hidden[0, -1])]  # node, reach, its row, what that gave
+    nodes: list[tuple[int, int, float]] = []  # token, parent, p
+    candidates, of_candidates = [], []
+    for depth in range(n_levels):
+        options = []
+        for node, reach, row, logits, feature in level:
+            chances = np.exp((logits - logits.max())[: len(ids)].astype(np.float64))
+            chances /= chances.sum()
+            best = np.argsort(-chances, kind="stable")[:8]
+            candidates.append(ids[best])
+            of_candidates.append(chances[best])
+            options += [(reach * chances[place], node, row, feature, place) for place in best]
+        options.sort(key=lambda option: -option[0])
+        reaches, parents, rows, before, places = zip(*options[:width], strict=True)
+        first, drafted = len(nodes), [int(ids[place]) for place in places]
+        chances_of = {node: reach for node, reach, *_ in level}
+        nodes += [
+            (token, parent, reach / chances_of[parent])
+            for token, parent, reach in zip(drafted, parents, reaches, strict=True)
+        ]
+        if depth + 1 < n_levels:
+            out = head.forward(drafted, np.stack(before), rows, n_pending=n_pending, logits="all")
+            assert out.hidden is not None
+            level = [
+                (first + i, reaches[i], n_pending + i, out.logits[i], out.hidden[0, i]) for i in range(len(drafted))
+            ]
+            n_pending += len(drafted)
+    found, links, p = zip(*nodes, strict=True)
+    return Nodes(
+        np.array(found, dtype=np.int32),
+        np.array(links, dtype=np.int32),
+        np.array(p, dtype=np.float32),
+        np.stack(candidates).astype(np.int32),
+        np.stack(of_candidates).astype(np.float32),
+    )
+
+
+def let_head_draft(head: HeadSession, draft_vocab: NDArray[np.int32]) -> list[int]:
+    """Give a head a `draft`, as DraftingHead has it; gives the numbers of levels asked for."""
+    asked: list[int] = []
+
+    def draft(tokens: Sequence[int], features: Features, n_levels: int, *options: Any) -> Nodes:
+        asked.append(n_levels)
+        return tree_of_head(head, draft_vocab, tokens, features, n_levels, *options)
+
+    head.draft = draft  # type: ignore[attr-defined]
     return asked
 
 

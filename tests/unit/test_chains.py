@@ -9,14 +9,15 @@ from edgeinfer.backends.base import DraftingSession
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.drafters.ahead import _Chain, _levels_of, drafting_ahead
 from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.model import Chains
+from edgeinfer.drafters.chains import Chains
 from edgeinfer.errors import NumericalError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.speculation import opening
 from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.opening import _levels_of_model
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.placement import _chains_of
+from edgeinfer.speculation.placement import Draft, _chains_of
 from edgeinfer.speculation.policy import ChanceTable, Reward
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Device
@@ -180,9 +181,10 @@ def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
         session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
-        assert _chains_of(session, "no chains") is None
+        draft = Draft(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
+        assert _chains_of(draft, session, "no chains") is None
         asked = let_draft(session)
-        chains = _chains_of(session, "chains")
+        chains = _chains_of(draft, session, "chains")
         assert chains is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
         of_chains = chains.costs.milliseconds(0)
         assert 0 < of_chains[1] < of_chains[8]

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import FixedCosts
+from drafting import FixedCosts, let_head_draft
 from exactness import same_bits
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
+from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import plan_head
 from edgeinfer.drafters.base import Context, FeatureDrafter
+from edgeinfer.drafters.chains import Chains
 from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.errors import Interrupted, NumericalError
 from edgeinfer.gguf import ModelFile
@@ -140,6 +142,119 @@ def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, te
     assert 1 <= len(drafter.propose(context, limit)) <= limit
     context.outlook.reward = Reward([float(n) for n in range(40)], draft=1.0)
     assert len(drafter.propose(context, limit)) == 0
+
+
+# ---- Trees that a device makes by itself -----------------------------------------------------------------------------
+
+
+def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
+    """Let a drafter have them at that price, where a level made here takes 1.02; the numbers of levels asked for."""
+    with ModelFile.open(head) as file:
+        asked = let_head_draft(drafter.session, read_head(file).draft_vocab)
+    assert isinstance(drafter.session, DraftingHead)
+    drafter._costs = FixedCosts(lambda n: 1e-3 * (1.0 + 0.01 * n))
+    drafter._chains = Chains(drafter.session, FixedCosts(lambda n: 1e-3 * (of_call + of_level * n)))
+    return asked
+
+
+def behind(drafter, engine, text, n_assumed=0, is_plain=True):
+    """A context behind a text of which the target has read all but what is assumed."""
+    engine.generate(text[: len(text) - n_assumed - 1], max_tokens=1, **GREEDY)
+    drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
+    draw = SamplingParams(**GREEDY)
+    context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_assumed, is_plain)
+    context.outlook = ChanceTable()
+    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    return context
+
+
+def paths_of(tree):
+    """What each node of a tree stands for, and its p and kind."""
+    paths = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, zip(tree.p, tree.kinds, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("request_", [GREEDY, DRAWN, {**GREEDY, "repeat_penalty": 1.3}], ids=str)
+def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(drafting, plain, head, request_):
+    asked = make_trees_at_once(drafter_of(drafting), head)
+    for prompt in (PROMPT, PROMPT + " again", "something else"):
+        completion = drafting.generate(prompt, max_tokens=60, **request_)
+        assert completion.tokens == tokens_of(plain, request_, prompt=prompt)
+        assert completion.timings.speculation.dropped == {}
+        if prompt == PROMPT and "repeat_penalty" not in request_:
+            assert completion.timings.speculation.by_drafter["head"].accepted > 25
+    assert bool(asked) == (request_ is GREEDY) and min(asked, default=2) > 1
+
+
+@pytest.mark.parametrize("n_assumed", [0, 1, 3])
+@pytest.mark.parametrize("limit", [2, 5, 31])
+def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, head, texts, limit, n_assumed):
+    drafter, text = drafter_of(drafting), texts[0][:40]
+    asked = make_trees_at_once(drafter, head)
+    chains, drafter._chains = drafter._chains, None
+    level_by_level = drafter.propose(behind(drafter, drafting, text, n_assumed), 31)
+    drafter._chains = chains
+    context = behind(drafter, drafting, text, n_assumed)
+    at_once = drafter.propose(context, limit)
+    assert asked == [min(asked[0], limit)] and 2 <= len(at_once) <= limit
+    assert checked(at_once, drafting.tokenizer.n_vocab, limit) == at_once
+    known = paths_of(level_by_level)
+    depth = max(map(len, known))
+    for path, (p, kind) in paths_of(at_once).items():
+        if len(path) <= depth:
+            assert known[path] == (pytest.approx(p, rel=1e-4), kind), path
+    assert drafter.propose(context, limit) == at_once, "what is read already is not missing"
+    drafter._chains = None
+    again = drafter.propose(context, 31)
+    assert paths_of(again).keys() == known.keys()
+
+
+@pytest.mark.parametrize("of_level, is_used", [(0.3, True), (0.6, True), (0.97, False), (1.2, False)])
+def test_trees_are_made_at_once_where_levels_that_will_be_right_cost_less(drafting, head, texts, of_level, is_used):
+    """With 85 % of the levels right, two give 1.85 for the price of two."""
+    drafter = drafter_of(drafting)
+    asked = make_trees_at_once(drafter, head, of_level)
+    context = behind(drafter, drafting, texts[0][:40])
+    assert drafter.cost(context)[0] == pytest.approx(of_level if is_used else 1.02)
+    drafter.propose(context, 12)
+    assert bool(asked) == is_used
+
+
+def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, texts):
+    drafter = drafter_of(drafting)
+    asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
+    context = behind(drafter, drafting, texts[0][:40])
+    context.outlook.reward = Reward(FixedCosts().milliseconds(0), room=3)
+    drafter.propose(context, 31)
+    assert asked == [3]
+
+
+@pytest.mark.parametrize("room", range(1, 12, 2))
+def test_trees_made_at_once_fit_into_the_context(opened, plain, model, head, room):
+    n_prompt = len(plain.tokenize(PROMPT))
+    small = always(opened(model, draft=[str(head)], n_ctx=n_prompt + room))
+    make_trees_at_once(drafter_of(small), head)
+    completion = small.generate(PROMPT, temperature=0.0)
+    assert completion.tokens == tokens_of(plain, n=room)
+    assert completion.finish_reason == "length" and completion.timings.speculation.dropped == {}
+
+
+def test_a_tree_made_at_once_of_no_numbers_is_dropped_with_the_reason(drafting, plain, head):
+    drafter = drafter_of(drafting)
+    make_trees_at_once(drafter, head)
+    draft = drafter.session.draft
+
+    def failing(*arguments):
+        nodes = draft(*arguments)
+        nodes.p[:] = np.nan
+        return nodes
+
+    drafter.session.draft = failing
+    completion = drafting.generate(PROMPT, max_tokens=40, **GREEDY)
+    assert completion.tokens == tokens_of(plain, n=40)
+    assert NumericalError.__name__ in completion.timings.speculation.dropped["head"]
 
 
 # ---- What it reads ---------------------------------------------------------------------------------------------------
