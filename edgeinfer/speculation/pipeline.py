@@ -36,7 +36,7 @@ _PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts
 _GAIN = 1.05  # by how much a drafter that takes time must be better than the others
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
 _IDLE, _LATER = 32, 4
-_RECHECKED = (2, 4)  # tokens of the passes
+_RECHECKED = (2, 4)  # tokens that the next passes are filled up to
 
 
 @dataclass(slots=True)
@@ -156,6 +156,7 @@ class Speculator:
         self._seats = [self._seat(drafter) for drafter in drafters]
         self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
+        self._to_recheck: list[int] = []  # sizes of passes
         self._usual = float(_ANSWER)  # tokens of an answer: the mean of the last ones, each counting half of the next
         self._timeline: Timeline | None = None
 
@@ -266,11 +267,12 @@ class Speculator:
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         proposals, choice = self._draft(job, context, milliseconds, max_nodes, tally)
-        self._recheck(n_past, len(choice.tokens), job.n_left)
         if job.n_left > len(choice.path) + 1:
             self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
         parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
+        n_filled = self._n_filled(len(choice.tokens), max_nodes)
+        batch += [0] * n_filled  # nobody looks at what comes of them
         drafted = perf_counter()
         follows = any(seat.follower and not seat.is_dropped for seat in self._seats)
         out = self._session.forward(batch, parents, logits="all", hidden=self.taps if follows else False)
@@ -287,6 +289,8 @@ class Speculator:
         features = None if features is None else features[path]
         self._observe(context, new, [rows[row] for row in path], tally, features)
         self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
+        if n_filled:
+            self.costs.correct(len(batch), n_past, 1e3 * (passed - drafted))
         tally.count(len(new), choice.depths, choice.owners, accepted)
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
@@ -297,18 +301,14 @@ class Speculator:
         tally.step_seconds += ended - started
         return new
 
-    def _recheck(self, n_past: int, n_nodes: int, n_left: int) -> None:
-        """Time passes of a few tokens now and then where none pays: a wrong measurement would otherwise stay."""
+    def _n_filled(self, n_nodes: int, max_nodes: int) -> int:
+        """Tokens to fill a pass up with, to time it: wrong costs of passes that none needs would otherwise stay."""
         self._n_idle = 0 if n_nodes else self._n_idle + 1
-        room = min(self._draft_max + 1, self._session.n_ctx - n_past)
-        if self._n_idle < self._idle_limit or not self.costs.is_doubtful or room < max(_RECHECKED) or n_left < 2:
-            return
-        self._n_idle, self._idle_limit = 0, _LATER * self._idle_limit
-        for n in _RECHECKED:
-            started = perf_counter()
-            self._session.forward([0] * n, logits="all")
-            self.costs.correct(n, n_past, 1e3 * (perf_counter() - started))
-            self._session.commit(())
+        if self._n_idle >= self._idle_limit and self.costs.is_doubtful:
+            self._n_idle, self._idle_limit, self._to_recheck = 0, _LATER * self._idle_limit, list(_RECHECKED)
+        if n_nodes or not self._to_recheck or self._to_recheck[0] > max_nodes + 1:
+            return 0
+        return self._to_recheck.pop(0) - 1
 
     def _draft(
         self, job: Job, context: Context, milliseconds: Sequence[float], max_nodes: int, tally: Tally

@@ -30,7 +30,7 @@ from edgeinfer.speculation.cost import (
 )
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.policy import ChanceTable, Proposal, Reward, choose, rate_of_chain
-from edgeinfer.speculation.tree import DraftTree, checked
+from edgeinfer.speculation.tree import DraftTree, checked, no_draft
 from edgeinfer.speculation.verify import accept
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -489,6 +489,27 @@ def test_a_measurement_that_was_disturbed_does_not_end_drafting(opened, plain, m
     assert list(completion.tokens) == text[-200:]
     assert completion.timings.speculation.tokens_per_step > 1.2
     assert not disturbed.is_doubtful
+
+
+def test_doubtful_costs_are_measured_by_passes_that_are_made_anyway(opened, plain, model):
+    engine, sizes = opened(model), []
+    with_drafters(engine, FunctionDrafter(lambda context, limit: no_draft()), costs=doubtful())
+    forward = engine.session.forward
+    engine.session.forward = lambda tokens, *given, **options: (
+        sizes.append(len(tokens)) or forward(tokens, *given, **options)
+    )
+    completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)
+    assert completion.tokens == tokens_of(plain, REQUESTS[0], n=200)
+    of_steps = sizes[-completion.timings.speculation.steps :]
+    assert len(of_steps) == 199 and {1, 2, 4} == set(of_steps) and of_steps.count(1) > 190
+    assert completion.timings.speculation.by_drafter == completion.timings.speculation.dropped == {}
+
+
+def doubtful():
+    """Costs that stay in doubt whatever is measured."""
+    costs = cost_model(lambda n: 0.05 * n)
+    costs.observe = costs.correct = lambda n, n_past, milliseconds: None
+    return costs
 
 
 def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypatch):
