@@ -8,6 +8,7 @@ from edgeinfer.backends.native.session import (
     available_isas,
     best_isa,
     build_id,
+    likeliest,
 )
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "available_isas",
     "best_isa",
     "build_id",
+    "likeliest",
     "plan_head",
 ]

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "decoder.h"
+#include "likeliest.h"
 #include "machine_limits.h"
 #include "packing.h"
 
@@ -341,6 +342,14 @@ NB_MODULE(_core, m) {
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def("packed_bytes", &packed_bytes, "format"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
+
+    m.def(
+        "likeliest",
+        [](Floats logits, int k) {
+            if (logits.size() == 0) throw nb::value_error("likeliest: a row has at least one logit");
+            return likeliest(logits.data(), static_cast<int>(logits.size()), k);
+        },
+        "logits"_a, "k"_a, "(id, probability) of about the k likeliest tokens, likeliest first. logits: (n_vocab,).");
 
     m.def(
         "holds_trits",

@@ -41,6 +41,7 @@ from edgeinfer.types import (
     CacheType,
     Device,
     Features,
+    Logits,
     LogitsRows,
     MemoryPlan,
     MemoryUse,
@@ -84,6 +85,16 @@ def best_isa() -> str:
             f"EDGEINFER_ISA={wanted}, but this CPU and this build have: {', '.join(available)}; unset it or name one"
         )
     return wanted or available[0]
+
+
+def likeliest(logits: Logits, k: int) -> list[tuple[int, float]]:
+    """(id, probability) of about the k likeliest tokens, likeliest first; for drafts.
+
+    logits: (n_vocab,) float32, n_vocab >= 1. In a large vocabulary only the best of each of 1024 groups is looked at:
+    one in some hundred of the ids is missed, and probabilities are a little too large. They are NaN where the largest
+    logit is no finite number.
+    """
+    return _core.likeliest(logits, k)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgeinfer.drafters.recycling import likeliest
+from edgeinfer.backends.native import likeliest
 from edgeinfer.types import Logits
 
 # Kinds: class of the drafted token's probability, for greedy texts and for drawn ones; the same for second choices.

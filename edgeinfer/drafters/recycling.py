@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgeinfer.backends.native import likeliest
 from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
@@ -20,7 +21,6 @@ from edgeinfer.types import Logits
 _N_ROWS = 65_536
 _N_KEPT = 3  # successors in a row
 _AT_ROOT, _BELOW = 3, 2  # of them looked at
-_N_GROUPS = 1024
 # Kinds: by what was looked behind, the rank, and the class of the probability that the successor had, int(8 p). What is
 # believed of each before anything is learnt.
 _N_CLASSES = 8
@@ -112,22 +112,3 @@ def _key(before: int, last: int) -> int:
 
 def _prior(kind: int) -> float:
     return _PRIORS[kind // _N_CLASSES][kind % _N_CLASSES]
-
-
-def likeliest(logits: Logits, k: int) -> list[tuple[int, float]]:
-    """(id, probability) of about the k likeliest tokens, likeliest first.
-
-    logits: (n_vocab,). In a large vocabulary only the best of each of 1024 groups is looked at: one in some hundred of
-    the ids is missed, and probabilities are a little too large; it takes 15 us for 49,000 tokens.
-    """
-    n_groups = _N_GROUPS if logits.size >= 8 * _N_GROUPS else logits.size
-    in_groups = logits[: logits.size - logits.size % n_groups].reshape(-1, n_groups)
-    best = in_groups.max(axis=0)
-    weights = np.exp(best - best.max())
-    total = float(weights.sum())
-    found = []
-    for _ in range(min(k, n_groups)):  # several times faster than argpartition
-        group = int(weights.argmax())
-        found.append((int(in_groups[:, group].argmax()) * n_groups + group, float(weights[group]) / total))
-        weights[group] = -1.0
-    return found

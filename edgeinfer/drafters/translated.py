@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from edgeinfer.backends.base import DraftingSession, Session, common_length
+from edgeinfer.backends.native import likeliest
 from edgeinfer.drafters.base import Context
 from edgeinfer.drafters.chains import Chains
 from edgeinfer.drafters.choices import class_of
 from edgeinfer.drafters.model import ModelDrafter
-from edgeinfer.drafters.recycling import likeliest
 from edgeinfer.errors import NumericalError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.speculation.cost import CostModel

@@ -20,7 +20,7 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
+from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas, likeliest
 from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.backends.native.session import BASE_THREE, faster_bits
 from edgeinfer.backends.reference import ReferenceBackend
@@ -590,3 +590,31 @@ def test_an_i2_s_file_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[: info.offset + info.n_bytes - 4])
     with pytest.raises(ModelFileError, match=f"tensor .{info.name}. offset"):
         ModelFile.open(path)
+
+
+@pytest.mark.parametrize("n_vocab", [5, 300, 8192, 49152, 151_936])
+def test_the_likeliest_ids_come_with_their_probabilities(n_vocab: int) -> None:
+    logits = np.random.default_rng(n_vocab).normal(0, 4, n_vocab).astype(np.float32)
+    order = np.argsort(-logits)
+    p = np.exp(logits.astype(float) - logits.max())
+    p /= p.sum()
+    found = likeliest(logits, 3)
+    assert found[0][0] == order[0] and [of_id for _, of_id in found] == sorted((of_id for _, of_id in found))[::-1]
+    if n_vocab < 8192:
+        assert [id for id, _ in found] == order[:3].tolist()
+        assert [of_id for _, of_id in found] == pytest.approx(p[order[:3]].tolist(), rel=1e-4)
+    else:
+        assert p[order[0]] <= found[0][1] < 2 * p[order[0]]
+    for id in (0, n_vocab - 1):  # the ends
+        logits[id] = 40.0
+        (first, p_first), *_ = likeliest(logits, 3)
+        assert first == id and p_first == pytest.approx(1.0, abs=1e-3)
+        logits[id] = -40.0
+
+
+def test_of_what_is_no_number_nothing_is_likely() -> None:
+    for value in (np.nan, np.inf, -np.inf):
+        assert all(np.isnan(p) for _, p in likeliest(np.full(300, value, dtype=np.float32), 3))
+    with pytest.raises(ValueError, match="at least one logit"):
+        likeliest(np.empty(0, dtype=np.float32), 3)
+    assert len(likeliest(np.zeros(2, dtype=np.float32), 3)) == 2

@@ -8,7 +8,7 @@ import pytest
 from drafting import cost_model
 
 from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.recycling import RecyclingDrafter, likeliest
+from edgeinfer.drafters.recycling import RecyclingDrafter
 from edgeinfer.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
 from edgeinfer.speculation.policy import ChanceTable, floor_of
 from edgeinfer.speculation.tree import checked
@@ -185,21 +185,6 @@ def test_the_first_token_of_a_text_has_none_before_it():
     context = context_of([4, 5])
     drafter.observe(context, 1, [logits_with(50, 5)])
     assert drafter.propose(context_of([4]), 1).tokens == [5]
-
-
-@pytest.mark.parametrize("n_vocab", [5, 300, 8192, 49152])
-def test_the_likeliest_ids_come_with_their_probabilities(n_vocab):
-    logits = np.random.default_rng(n_vocab).normal(0, 4, n_vocab).astype(np.float32)
-    order = np.argsort(-logits)
-    p = np.exp(logits.astype(float) - logits.max())
-    p /= p.sum()
-    found = likeliest(logits, 3)
-    assert found[0][0] == order[0] and [of_id for _, of_id in found] == sorted((of_id for _, of_id in found))[::-1]
-    if n_vocab < 8192:
-        assert [id for id, _ in found] == order[:3].tolist()
-        assert [of_id for _, of_id in found] == pytest.approx(p[order[:3]].tolist(), rel=1e-4)
-    else:
-        assert p[order[0]] <= found[0][1] < 2 * p[order[0]]
 
 
 def test_the_floor_is_what_a_further_token_costs_at_least():
