@@ -91,8 +91,8 @@ def likeliest(logits: Logits, k: int) -> list[tuple[int, float]]:
     """(id, probability) of about the k likeliest tokens, likeliest first; for drafts.
 
     logits: (n_vocab,) float32, n_vocab >= 1. In a large vocabulary only the best of each of 1024 groups is looked at:
-    one in some hundred of the ids is missed, and probabilities are a little too large. They are NaN where the largest
-    logit is no finite number.
+    one in some hundred of the ids is missed, and probabilities are a little too large. They are NaN where a logit is,
+    and where the largest is infinite.
     """
     return _core.likeliest(logits, k)
 

@@ -147,10 +147,10 @@ class Decoder:
         if not len(rows):
             self.device.finish()
 
-    def draft(self, batch: Batch, n_levels: int, width: int, n_vocab: int, assumed: Sequence[int] = ()) -> Nodes:
+    def draft(self, batch: Batch, n_levels: int, width: int, n_logits: int, assumed: Sequence[int] = ()) -> Nodes:
         """Run a chain, then levels of a tree behind it, all chosen on the device; see OpenCLSession.draft.
 
-        n_vocab: rows of the output matrix that nodes are chosen from.  assumed: see DraftingHead.draft. Nothing is read
+        n_logits: the first of a row, that nodes are chosen from.  assumed: see DraftingHead.draft. Nothing is read
         before the end, so that the host waits for the device once.
         """
         buffers, n_nodes = self._buffers, n_levels * width
@@ -164,7 +164,7 @@ class Decoder:
         rows, before = np.array([last], dtype=np.int32), -1 - last  # the first level follows "node" -1, in that row
         for first in range(0, n_nodes, width):
             self._head(rows)
-            self._choose(len(rows), width, before, first, n_nodes, n_vocab)
+            self._choose(len(rows), width, before, first, n_nodes, n_logits)
             if first + width < n_nodes:
                 places = np.arange(first + width, dtype=np.int32) // width + np.int32(n_past)
                 batch = Batch(np.zeros(width, dtype=np.int32), places, None, n_past, n_nodes, first)
@@ -362,14 +362,14 @@ class Decoder:
             n_logits = n * spec.n_logits
             self._run("cap_logits", [n_logits], [16], buffers["logits"], spec.logit_soft_cap, n_logits)
 
-    def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_vocab: int) -> None:
+    def _choose(self, n_rows: int, width: int, before: int, first: int, n_nodes: int, n_logits: int) -> None:
         """Choose the level of a tree that begins with node `first`, by the logits of that which begins `before`."""
         buffers, group = self._buffers, [self._group, 1]
         candidates, first_row = (buffers["candidates"], buffers["chances"]), before + 1 if first else 0
         items, names = [self._group, n_rows], buffers["ids"] if self._draft_vocab is None else self._draft_vocab
         self._run(
             *("likeliest", items, group, buffers["logits"], *candidates, names, int(self._draft_vocab is not None)),
-            *(n_vocab, self.spec.n_logits, first_row),
+            *(n_logits, self.spec.n_logits, first_row),
         )
         nodes = (buffers[name] for name in ("node_ids", "parents", "node_chances", "reach", "sees"))
         self._run("choose_level", [1], [1], *candidates, *nodes, first_row, n_rows, width, before, first, n_nodes)

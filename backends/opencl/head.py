@@ -10,12 +10,11 @@ from numpy.typing import ArrayLike
 from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
-from edgeinfer.backends.opencl.parts import TOP, ModelParts
+from edgeinfer.backends.opencl.parts import ModelParts
 from edgeinfer.backends.opencl.session import OpenCLDecoder, plan_parts
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Nodes, Output
 
 
@@ -58,7 +57,8 @@ class OpenCLHead(OpenCLDecoder):
         parts = ModelParts.read_head(head, spec, target, target_spec)
         scaled = replace(spec, embedding_scale=target_spec.embedding_scale)
         super().__init__(parts, scaled, plan, device, progress)
-        self._draft_vocab = read_head(head).draft_vocab
+        assert parts.draft_vocab is not None  # heads have one
+        self._draft_vocab = parts.draft_vocab
 
     def forward(
         self,
@@ -90,20 +90,19 @@ class OpenCLHead(OpenCLDecoder):
     ) -> Nodes:
         """See DraftingHead.draft. Only the tree is read back, once for all levels.
 
-        n_levels, width: see OpenCLSession.draft; of the head's tokens TOP must be below n_vocab. Raises BackendLost if
-        the device fails.
+        n_levels, width: see OpenCLSession.draft. Of a head with fewer tokens than TOP the candidates that are not
+        there have p 0. Raises BackendLost if the device fails.
         """
         self._open()
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
         rows = check_features(features, len(ids), self.spec.n_embd)
-        path = np.asarray(assumed, dtype=np.int32)
-        if path.size:
-            path = check_tokens(path, self.spec.n_vocab, self._n_past + len(ids), self.n_ctx)
-        n_vocab = self.spec.n_vocab if n_vocab is None else n_vocab
-        n_rows = int(np.searchsorted(self._draft_vocab, n_vocab))
-        if n_rows < TOP:
-            raise InvalidArgument(f"{TOP} of the head's tokens must be below n_vocab {n_vocab}: found {n_rows}")
-        return self._draft(ids, n_levels, width, n_rows, rows, path.tolist())
+        path: list[int] = []
+        if np.size(np.asarray(assumed)):
+            path = check_tokens(assumed, self.spec.n_vocab, self._n_past + len(ids), self.n_ctx).tolist()
+        n_logits = len(self._draft_vocab) if n_vocab is None else int(np.searchsorted(self._draft_vocab, n_vocab))
+        if not n_logits:
+            raise InvalidArgument(f"one of the head's tokens must be below n_vocab {n_vocab}: found none")
+        return self._draft(ids, n_levels, width, n_logits, rows, path)
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine: the rows themselves."""

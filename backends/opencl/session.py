@@ -189,11 +189,11 @@ class OpenCLDecoder:
         ids: TokenIds,
         n_levels: int,
         width: int,
-        n_rows: int,
+        n_logits: int,
         features: Features | None = None,
         assumed: Sequence[int] = (),
     ) -> Nodes:
-        """Make a tree of the first n_rows logits; see DraftingSession.draft and DraftingHead.draft."""
+        """Make a tree of the first n_logits logits; see DraftingSession.draft and DraftingHead.draft."""
         decoder = self._open()
         n = len(ids) + len(assumed)
         self._check_tree(n, n_levels, width)
@@ -207,7 +207,7 @@ class OpenCLDecoder:
             if last < len(ids):
                 nothing = np.empty((0, self.spec.n_logits), dtype=np.float32)
                 decoder.forward(batch, np.empty(0, dtype=np.int32), nothing, (), None)
-        nodes = decoder.draft(batch, n_levels, width, n_rows, assumed)
+        nodes = decoder.draft(batch, n_levels, width, n_logits, assumed)
         passed = nodes.parents[: (n_levels - 1) * width] + np.int32(n)
         self._parents = np.concatenate([check_parents(None, n), passed])
         return nodes

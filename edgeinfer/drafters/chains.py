@@ -49,7 +49,7 @@ class Chains(Generic[_Session]):
         return n_best
 
     def n_wanted(self, n: int, reach: Sequence[float], outlook: Outlook) -> int:
-        """Of n levels behind those of a chain, those that will pay if they are as likely as others were."""
+        """Of n levels behind those of a chain, how many will pay if they are as likely as others were."""
         longer = list(reach)
         while len(longer) < len(reach) + n and outlook.goes_on(longer):
             longer.append((longer[-1] if longer else 1.0) * self._right / self._all)

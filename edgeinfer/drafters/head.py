@@ -29,7 +29,7 @@ from edgeinfer.types import Features, Logits, Nodes, Output
 
 _WIDTH = 4  # nodes of a level that are gone on from, at most
 _CHILDREN = 3  # of a node
-USUAL_WIDTH = 2  # and of one that a device makes by itself
+USUAL_WIDTH = 2  # nodes of a usual level, and of each that a device makes by itself
 
 
 class _Node(NamedTuple):
@@ -58,6 +58,16 @@ class _Growth:
     parents: list[int] = field(default_factory=list)
     p: list[float] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+
+    def keep(self, whole: _Growth, reaches: Sequence[float]) -> None:
+        """Become the likeliest nodes of another tree, as many as there may be. reaches: of its nodes."""
+        # A node is never likelier than its parent, and stands behind it; the sort is stable: what is kept is a tree.
+        kept = sorted(sorted(range(len(reaches)), key=reaches.__getitem__, reverse=True)[: self.limit])
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        self.tokens = [whole.tokens[node] for node in kept]
+        self.parents = [place[whole.parents[node]] for node in kept]
+        self.p = [whole.p[node] for node in kept]
+        self.kinds = [whole.kinds[node] for node in kept]
 
     def tree(self) -> DraftTree:
         """As it is now."""
@@ -148,8 +158,7 @@ class HeadDrafter:
         if limit < 1 or not context.outlook.goes_on(()):
             return no_draft()
         with self._sound():
-            n = self._n_at_once(context, min(self._n_levels(context), limit))
-            n = n if n == 1 or self._chains is None else self._chains.n_wanted(n, (), context.outlook)
+            n = self._n_at_once(context, self._n_wanted(context, limit))
             if n > 1 and self._chains is not None:
                 self._at_once(self._chains, growth, n)
             else:
@@ -233,10 +242,13 @@ class HeadDrafter:
             return 1
         return self._chains.n_best(self._costs.milliseconds(self.session.n_past)[USUAL_WIDTH], most)
 
-    def _n_levels(self, context: Context) -> int:
-        """Levels of a tree that the head's context has room for."""
+    def _n_wanted(self, context: Context, limit: int) -> int:
+        """Levels of a tree that will pay, and that the head's context has room for."""
+        if self._chains is None:
+            return 1
         room = self.session.n_ctx - self.session.n_past - self._n_unread(context) - context.n_assumed
-        return max(0, room // USUAL_WIDTH) + 1  # the last level is not read
+        most = max(0, room // USUAL_WIDTH) + 1  # the last level is not read
+        return self._chains.n_wanted(min(most, limit), (), context.outlook)
 
     def _at_once(self, chains: Chains[DraftingHead], growth: _Growth, n_levels: int) -> None:
         """Read what is new in the text, and let the device make the levels of a tree behind it."""
@@ -254,24 +266,27 @@ class HeadDrafter:
         )
         if n == 1 and not context.n_assumed:
             chains.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
-        if not np.isfinite(nodes.p).all():
+        if not np.isfinite(nodes.chances).all():
             raise NumericalError("the head's logits are no numbers")
         self.session.commit(range(n) if self.session.spec.n_layers else ())
         self._take(chains, growth, nodes)
 
     def _take(self, chains: Chains[DraftingHead], growth: _Growth, nodes: Nodes) -> None:
-        """Add the likeliest tokens behind the text, and behind each node that is in the tree itself."""
+        """Make a tree of the likeliest tokens behind the text, and behind each node that is in the tree itself."""
         passed = [(-1, -1), *zip(nodes.parents.tolist(), nodes.tokens.tolist(), strict=True)]
         known = {passed[0]: (-1, 1.0, 0)}  # by parent and token: place, reach, depth of the children
         best: dict[int, float] = {}  # reach by depth
+        whole, reaches = _Growth(growth.context, growth.text, nodes.candidates.size), list[float]()
         rows = zip(nodes.candidates[:, :_CHILDREN].tolist(), nodes.chances[:, :_CHILDREN].tolist(), strict=True)
         for row, (ids, chances) in enumerate(rows):
             place, reach, depth = known.get(passed[row], (-1, 0.0, 0))
             if reach:  # else it was too unlikely beside its siblings
-                found = likeliest_choices(list(zip(ids, chances, strict=True)))
-                for child, of_child in self._add(growth, place, reach, depth, found):
-                    known[row - 1, growth.tokens[child]] = child, of_child, depth + 1
+                found = likeliest_choices([(id, p) for id, p in zip(ids, chances, strict=True) if p > 0.0])
+                for child, of_child in self._add(whole, place, reach, depth, found):
+                    known[row - 1, whole.tokens[child]] = child, of_child, depth + 1
                     best[depth] = max(of_child, best.get(depth, 0.0))
+                    reaches.append(of_child)
+        growth.keep(whole, reaches)
         above = 1.0
         for reach in filter(None, best.values()):
             chains.learn(reach / above)
@@ -280,7 +295,7 @@ class HeadDrafter:
     def _first(self, growth: _Growth) -> list[_Node]:
         """Read what is new in the text; gives the nodes right behind it, likeliest first."""
         context = growth.context
-        n = self._n_unread(context) or (self._with_last(context) if self._last is None else 0)
+        n = self._with_last(context) if self._last is None else self._n_unread(context)
         with self._timed(n):
             feature, logits = self._read(context, n) if n or self._last is None else self._last
         root = _Node(-1, 1.0, [], -1, feature)

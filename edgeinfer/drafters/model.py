@@ -123,9 +123,9 @@ class ModelDrafter:
 
     def _levels(self, context: Context, chain: _Chain, unread: list[int], limit: int) -> list[_Level]:
         """The next levels of a chain: one, or as many as are best made at once, but no more than will be wanted."""
-        n = self._n_at_once(context, self._room(chain, limit))
-        if n > 1 and self._chains is not None:
-            n = self._chains.n_wanted(n, chain.reach, context.outlook)
+        if self._chains is not None:
+            wanted = self._chains.n_wanted(self._room(chain, limit), chain.reach, context.outlook)
+            n = self._n_at_once(context, wanted)
             if n > 1:
                 return self._at_once(self._chains, unread, n)
         logits = self._forward(unread)

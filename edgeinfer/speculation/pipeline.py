@@ -288,9 +288,9 @@ class Speculator:
         features = out.features
         features = None if features is None else features[path]
         self._observe(context, new, [rows[row] for row in path], tally, features)
-        self.costs.observe(len(batch), n_past, 1e3 * (passed - drafted))
-        if n_filled:
-            self.costs.correct(len(batch), n_past, 1e3 * (passed - drafted))
+        # What was doubtful and is corrected does not say that the machine became faster.
+        note_cost = self.costs.correct if n_filled else self.costs.observe
+        note_cost(len(batch), n_past, 1e3 * (passed - drafted))
         tally.count(len(new), choice.depths, choice.owners, accepted)
         tally.verify_seconds += passed - drafted
         tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed

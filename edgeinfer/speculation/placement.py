@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it counts as hanging
 _CALIBRATION_SECONDS = 0.6
-_LEVELS_OF_TWO = 3.0  # chains of one level that one of two may cost; more was measured on a busy machine
 
 
 class Sessions(Protocol):
@@ -149,7 +148,7 @@ def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) 
             timed.forward([0])  # it works, and what takes time once has taken it
             timed.commit(())
             costs = kept_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
-            return session, costs, _chains_of(draft, session, cost_key(draft.file, *facts, "chains"))
+            return session, costs, _chains_of(draft, session, *place.facts)
         except BaseException:
             session.close()
             raise
@@ -189,13 +188,15 @@ class _ByLevels:
         return Output(np.empty((0, self.spec.n_vocab), dtype=np.float32))
 
 
-def _chains_of(draft: Draft, session: Any, key: str) -> Chains[Any] | None:
+def _chains_of(draft: Draft, session: Any, *facts: object) -> Chains[Any] | None:
     """The drafts that a session makes by itself, their costs from disk or measured now; None where it makes none."""
     levels = draft.levels(session)
     if levels is None:
         return None
     timed = _ByLevels(draft.timed(session), levels)
-    costs = kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), of_two=_LEVELS_OF_TWO)
+    key = cost_key(draft.file, *facts, timed.n_ctx < MAX_TOKENS, "levels", levels.width)
+    of_two = 2.0 + levels.width  # one level passes one row, two a level more; what takes longer was disturbed
+    costs = kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), of_two=of_two)
     return Chains(session, costs)
 
 

@@ -312,8 +312,13 @@ def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: Op
         head.draft(tokens[:2], features[:2], 2, 1, [-1])
     with pytest.raises(InvalidArgument, match="levels of 1..8 nodes, 128 in all: found 2 of 9"):
         head.draft(tokens[:2], features[:2], 2, 9)
-    with pytest.raises(InvalidArgument, match="8 of the head's tokens must be below n_vocab 4: found 2"):
-        head.draft(tokens[:2], features[:2], 2, 1, (), 4)
+    with pytest.raises(InvalidArgument, match="one of the head's tokens must be below n_vocab 0: found none"):
+        head.draft(tokens[:2], features[:2], 2, 1, (), 0)
+    few = head.draft(tokens[:2], features[:2], 2, 3, (), 4)
+    assert set(few.candidates.ravel().tolist()) == {0, 2} and (few.chances[:, 2:] == 0).all()
+    assert few.p[:2].sum() == pytest.approx(1) and few.p[2] == 0
+    with pytest.raises(ShapeError, match="1-D array of integers"):
+        head.draft(tokens[:2], features[:2], 2, 1, [1.5])
     for assumed, n_levels in (((), 8), ((1,), 7), ((1,) * 7, 1)):
         with pytest.raises(ContextOverflow):
             head.draft(tokens, features, n_levels, 1, assumed)

@@ -615,6 +615,12 @@ def test_the_likeliest_ids_come_with_their_probabilities(n_vocab: int) -> None:
 def test_of_what_is_no_number_nothing_is_likely() -> None:
     for value in (np.nan, np.inf, -np.inf):
         assert all(np.isnan(p) for _, p in likeliest(np.full(300, value, dtype=np.float32), 3))
+    for n_vocab in (300, 20_000):
+        for id in (0, n_vocab - 1):
+            logits = np.zeros(n_vocab, dtype=np.float32)
+            logits[id] = np.nan
+            assert all(np.isnan(p) for _, p in likeliest(logits, 3))
+    assert likeliest(np.array([-np.inf, 5, -np.inf, -np.inf], dtype=np.float32), 3) == [(1, 1.0)]
     with pytest.raises(ValueError, match="at least one logit"):
         likeliest(np.empty(0, dtype=np.float32), 3)
     assert len(likeliest(np.zeros(2, dtype=np.float32), 3)) == 2

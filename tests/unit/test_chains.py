@@ -182,9 +182,9 @@ def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
         session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
         draft = Draft(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
-        assert _chains_of(draft, session, "no chains") is None
+        assert _chains_of(draft, session) is None
         asked = let_draft(session)
-        chains = _chains_of(draft, session, "chains")
+        chains = _chains_of(draft, session)
         assert chains is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
         of_chains = chains.costs.milliseconds(0)
         assert 0 < of_chains[1] < of_chains[8]

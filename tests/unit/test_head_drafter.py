@@ -176,6 +176,14 @@ def paths_of(tree):
     return dict(zip(paths, zip(tree.p, tree.kinds, strict=True), strict=True))
 
 
+def reaches_of(tree, context):
+    """The chance of each node to be text, by what it stands for."""
+    reaches = {}
+    for path, (p, kind) in paths_of(tree).items():
+        reaches[path] = reaches.get(path[:-1], 1.0) * context.outlook.chance(kind, len(path) - 1, p)
+    return reaches
+
+
 @pytest.mark.parametrize("request_", [GREEDY, DRAWN, {**GREEDY, "repeat_penalty": 1.3}], ids=str)
 def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(drafting, plain, head, request_):
     asked = make_trees_at_once(drafter_of(drafting), head)
@@ -192,22 +200,27 @@ def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(d
 @pytest.mark.parametrize("limit", [2, 5, 31])
 def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, head, texts, limit, n_assumed):
     drafter, text = drafter_of(drafting), texts[0][:40]
-    asked = make_trees_at_once(drafter, head)
+    asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     chains, drafter._chains = drafter._chains, None
-    level_by_level = drafter.propose(behind(drafter, drafting, text, n_assumed), 31)
+    chains.learn = lambda chance: None  # as many levels are wanted each time
+    level_by_level = drafter.propose(behind(drafter, drafting, text, n_assumed), 400)
     drafter._chains = chains
     context = behind(drafter, drafting, text, n_assumed)
     at_once = drafter.propose(context, limit)
-    assert asked == [min(asked[0], limit)] and 2 <= len(at_once) <= limit
+    assert 2 <= asked[0] <= limit and 2 <= len(at_once) <= limit
     assert checked(at_once, drafting.tokenizer.n_vocab, limit) == at_once
     known = paths_of(level_by_level)
-    depth = max(map(len, known))
-    for path, (p, kind) in paths_of(at_once).items():
-        if len(path) <= depth:
-            assert known[path] == (pytest.approx(p, rel=1e-4), kind), path
+    gone_on_from = {path[:-1] for path in known}  # not from what is too unlikely to be worth a row
+    common = {path: drafted for path, drafted in paths_of(at_once).items() if path[:-1] in gone_on_from}
+    assert len(common) > len(at_once) // 2
+    for path, (p, kind) in common.items():
+        assert known[path] == (pytest.approx(p, rel=1e-4), kind), path
     assert drafter.propose(context, limit) == at_once, "what is read already is not missing"
+    whole = reaches_of(drafter.propose(context, 31), context)
+    least = sorted(whole.values())[-limit:][0]
+    assert all(reach >= least for path, reach in reaches_of(at_once, context).items()), "others were likelier"
     drafter._chains = None
-    again = drafter.propose(context, 31)
+    again = drafter.propose(context, 400)
     assert paths_of(again).keys() == known.keys()
 
 
@@ -229,6 +242,10 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     context.outlook.reward = Reward(FixedCosts().milliseconds(0), room=3)
     drafter.propose(context, 31)
     assert asked == [3]
+    drafter._chains = Chains(drafter.session, FixedCosts(lambda n: 1e-3 * (3.0 + 0.1 * n)))  # more would pay, not three
+    assert drafter.cost(context)[0] < 1.02
+    drafter.propose(context, 31)
+    assert asked == [3]
 
 
 @pytest.mark.parametrize("room", range(1, 12, 2))
@@ -248,7 +265,7 @@ def test_a_tree_made_at_once_of_no_numbers_is_dropped_with_the_reason(drafting, 
 
     def failing(*arguments):
         nodes = draft(*arguments)
-        nodes.p[:] = np.nan
+        nodes.chances[-1] = np.nan
         return nodes
 
     drafter.session.draft = failing

@@ -492,8 +492,8 @@ def test_a_measurement_that_was_disturbed_does_not_end_drafting(opened, plain, m
 
 
 def test_doubtful_costs_are_measured_by_passes_that_are_made_anyway(opened, plain, model):
-    engine, sizes = opened(model), []
-    with_drafters(engine, FunctionDrafter(lambda context, limit: no_draft()), costs=doubtful())
+    engine, sizes, costs = opened(model), [], Doubtful()
+    with_drafters(engine, FunctionDrafter(lambda context, limit: no_draft()), costs=costs)
     forward = engine.session.forward
     engine.session.forward = lambda tokens, *given, **options: (
         sizes.append(len(tokens)) or forward(tokens, *given, **options)
@@ -503,13 +503,21 @@ def test_doubtful_costs_are_measured_by_passes_that_are_made_anyway(opened, plai
     of_steps = sizes[-completion.timings.speculation.steps :]
     assert len(of_steps) == 199 and {1, 2, 4} == set(of_steps) and of_steps.count(1) > 190
     assert completion.timings.speculation.by_drafter == completion.timings.speculation.dropped == {}
+    assert set(costs.observed) == {1} and costs.corrected == [2, 4, 2, 4], "a wrong cost says nothing of the others"
 
 
-def doubtful():
-    """Costs that stay in doubt whatever is measured."""
-    costs = cost_model(lambda n: 0.05 * n)
-    costs.observe = costs.correct = lambda n, n_past, milliseconds: None
-    return costs
+class Doubtful(FixedCosts):
+    """Costs that stay in doubt whatever is measured, which is noted."""
+
+    def __init__(self):
+        super().__init__(lambda n: 0.05 * n)
+        self.observed, self.corrected = [], []
+
+    def observe(self, n, n_past, milliseconds):
+        self.observed.append(n)
+
+    def correct(self, n, n_past, milliseconds):
+        self.corrected.append(n)
 
 
 def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypatch):
