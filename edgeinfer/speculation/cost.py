@@ -185,7 +185,7 @@ class CostModel:
         self._drift *= ratio**_DRIFT_RATE
         self._point[n] *= ratio**_POINT_RATE
         now[n] *= ratio**_POINT_RATE
-        if not 0.98 < self._drift < 1.02:  # in steps: a new list each time would cost more than it tells
+        if not 0.95 < self._drift < 1.05:  # in steps: a new list each time would cost more than it tells
             self._point = [point * self._drift for point in self._point]
             self._drift = 1.0
             self._make()
