@@ -206,7 +206,8 @@ kernel void take_rows(global const float* restrict in, global const int* restric
     if (i < n) out[(size_t)row * n + i] = in[(size_t)rows[row] * n + i];
 }
 
-// As take_rows, of the rows of the nodes that nodes `first`, first + 1, ... follow: that of node p is p - before. Items: (n, nodes).
+// As take_rows, of the rows of the nodes that nodes `first`, first + 1, ... follow: that of node p is p - before.
+// Items: (n, nodes).
 kernel void take_parents(global const float* restrict in, global const int* restrict parents,
                          global float* restrict out, int n, int first, int before) {
     int i = get_global_id(0), row = get_global_id(1);
@@ -240,8 +241,8 @@ int is_before(float value, int id, float other, int other_id) {
 }
 
 // The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: rows of ids
-// and probabilities (., TOP) from first_row on. names: the id of each logit, if has_names; else they are in order. Groups:
-// (1, rows).
+// and probabilities (., TOP) from first_row on. names: the id of each logit, if has_names; else they are in order.
+// Groups: (1, rows).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void likeliest(
     global const float* restrict logits, global int* restrict ids, global float* restrict probabilities,
     global const int* restrict names, int has_names, int n, int stride, int first_row) {

@@ -82,6 +82,15 @@ def n_rows_of(drafter):
     return drafter.session.spec.n_embd if combine is None else combine.n_rows
 
 
+def greedy_context(text, n_assumed=0):
+    """A request that takes the likeliest tokens, where nearly every draft pays."""
+    draw = SamplingParams(**GREEDY)
+    context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_assumed, True)
+    context.outlook = ChanceTable()
+    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    return context
+
+
 def tokens_of(engine, request=GREEDY, n=60, prompt=PROMPT):
     return engine.generate(prompt, max_tokens=n, **request).tokens
 
@@ -136,9 +145,7 @@ def test_a_head_that_was_right_too_seldom_to_pay_here_is_not_asked(opened, model
 def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, texts, limit):
     drafter, text = drafter_of(drafting), texts[0][:40]
     drafting.generate(text[:-1], max_tokens=1, **GREEDY)
-    context = Context(list(text), lambda logits, text: sample(logits, SamplingParams(**GREEDY), len(text), text), True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    context = greedy_context(text)
     assert 1 <= len(drafter.propose(context, limit)) <= limit
     context.outlook.reward = Reward([float(n) for n in range(40)], draft=1.0)
     assert len(drafter.propose(context, limit)) == 0
@@ -157,15 +164,11 @@ def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
     return asked
 
 
-def behind(drafter, engine, text, n_assumed=0, is_plain=True):
+def behind(drafter, engine, text, n_assumed=0):
     """A context behind a text of which the target has read all but what is assumed."""
     engine.generate(text[: len(text) - n_assumed - 1], max_tokens=1, **GREEDY)
     drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
-    draw = SamplingParams(**GREEDY)
-    context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_assumed, is_plain)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
-    return context
+    return greedy_context(text, n_assumed)
 
 
 def paths_of(tree):
@@ -456,9 +459,7 @@ def test_features_that_were_no_numbers_are_not_gone_on_with(drafting, texts):
     drafter, text = drafter_of(drafting), texts[0]
     n_rows = n_rows_of(drafter)
     drafter.follow(text, 0, np.full((30, n_rows), np.nan, dtype=np.float32))
-    context = Context(text[:31], lambda logits, text: sample(logits, SamplingParams(**GREEDY), len(text), text), True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    context = greedy_context(text[:31])
     with pytest.raises(NumericalError):
         drafter.propose(context, 8)
     drafter.follow(text, 30, np.ones((5, n_rows), dtype=np.float32))
