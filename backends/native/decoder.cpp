@@ -51,7 +51,8 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites.
 struct Decoder::Buffers {
     size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined, ld_combined;
-    float *x, *h, *q, *k, *v, *attn, *gate, *up;
+    float *x, *h, *q, *k, *v, *attn, *gate;
+    float* up;  // of kColumnsTogether tokens; each task has its own of the n_ff
     float *feature, *x_of_feature, *x_of_token, *joined, *combined;  // of heads
     struct Angles {
         size_t n_pairs;
@@ -84,7 +85,7 @@ struct Decoder::Buffers {
         v = cutter.take<float>(n * ld_kv);
         attn = cutter.take<float>(n * ld_q);
         gate = cutter.take<float>(n * ld_ff);
-        up = cutter.take<float>(n * ld_ff);
+        up = cutter.take<float>(std::min(n, size_t{kColumnsTogether}) * ld_ff);
         for (const Rope& rope : c.ropes) {
             const size_t n_pairs = rope.frequencies.size();
             angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
@@ -679,11 +680,16 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     const Tasks tasks(w.gate, pass.n, pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        kernels_.matmul(w.gate, inputs, pass.n, first, last, b.gate, b.ld_ff);
-        kernels_.matmul(w.up, inputs, pass.n, first, last, b.up, b.ld_ff);
-        for (int c = 0; c < pass.n; c++) {
-            const size_t at = static_cast<size_t>(c) * b.ld_ff + static_cast<size_t>(first * kRows);
-            gated(b.gate + at, b.up + at, (last - first) * kRows);
+        for (int c = 0; c < pass.n; c += kColumnsTogether) {
+            const int n = std::min(kColumnsTogether, pass.n - c);
+            const Inputs columns = inputs.from(c);
+            float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
+            kernels_.matmul(w.gate, columns, n, first, last, gate, b.ld_ff);
+            kernels_.matmul(w.up, columns, n, first, last, b.up, b.ld_ff);
+            for (int i = 0; i < n; i++) {
+                const size_t at = static_cast<size_t>(i) * b.ld_ff + static_cast<size_t>(first * kRows);
+                gated(gate + at, b.up + at, (last - first) * kRows);
+            }
         }
     });
 }

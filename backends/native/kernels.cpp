@@ -290,9 +290,12 @@ EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const
 
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
-    for (int g = first; g < last; g++) {
-        const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
-        all_columns<FORMAT, kColumnsAtOnce>(w, group, g * kRows, x, 0, n, y, ldy);
+    for (int c = 0; c < n; c += kColumnsTogether) {
+        const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
+        for (int g = first; g < last; g++) {
+            const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
+            all_columns<FORMAT, kColumnsAtOnce>(w, group, g * kRows, x, c, end, y, ldy);
+        }
     }
 }
 
@@ -335,6 +338,9 @@ constexpr float kRound = 12582912.0f;
 
 EI_INLINE I32 round_to_i32(F32 v) { return sub_i32(bits_of(add_f32(v, set_f32(kRound))), bits_of(set_f32(kRound))); }
 
+// Of 16 q; of what became of a NaN, something that fits too.
+EI_INLINE int16_t short_sum(I32 q) { return static_cast<int16_t>(sum_of(q)); }
+
 // q = round(x * 127 / max|x|), 16 at a time; gives the scale. Sums of 16 q go to sums.
 template <int N>
 EI_INLINE float quantize(const float* x, int8_t* q, int32_t (&sums)[N / 16]) {
@@ -344,9 +350,7 @@ EI_INLINE float quantize(const float* x, int8_t* q, int32_t (&sums)[N / 16]) {
     for (int i = 0; i < N / 16; i++) {
         const I32 v = round_to_i32(mul_f32(load_f32(x + 16 * i), inverse));
         store_i8(q + 16 * i, v);
-        int32_t sum = 0;
-        for (int k = 0; k < 16; k++) sum += q[16 * i + k];
-        sums[i] = sum;
+        sums[i] = short_sum(v);
     }
     return zero ? 0.0f : most / 127.0f;
 }
@@ -371,7 +375,7 @@ void quantize256(const Inputs& x, int c) {
             quantize<256>(in + 256 * b, x.q256 + column * static_cast<size_t>(x.n_in) + 256 * b, sums);
         int32_t* centre = x.centre16 + (column * n_blocks + b) * 16;
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
-        for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i);
+        for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i, sums[i]);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
     }
 }
@@ -386,8 +390,9 @@ void quantize_token(const Inputs& x, int c) {
     const F32 inverse = set_f32(127.0f / most);
     int32_t sum = 0;
     for (size_t i = 0; i < n_in; i += 16) {
-        store_i8(q + i, round_to_i32(mul_f32(load_f32(in + i), inverse)));
-        for (size_t k = i; k < i + 16; k++) sum += q[k];
+        const I32 v = round_to_i32(mul_f32(load_f32(in + i), inverse));
+        store_i8(q + i, v);
+        sum += short_sum(v);
     }
     x.scale_token[column] = most / 127.0f;
     x.sum_token[column] = sum;

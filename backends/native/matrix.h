@@ -80,13 +80,18 @@ struct Matrix {
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
 };
 
+// So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
+constexpr int kColumnsTogether = 64;
+
 // How many row groups one task of a matrix product with n columns takes. With few columns it is a stream from memory, and
-// a task is long enough for the prefetchers to be worth starting.
+// a task is long enough for the prefetchers to be worth starting. With many it is read again for each kColumnsTogether,
+// from the core's cache.
 inline int groups_of_task(const Matrix& w, int n, int n_threads) {
     constexpr size_t kStreamBytes = size_t{192} << 10;
     const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads), large = n_groups / (4 * n_threads);
     const int stream = static_cast<int>(kStreamBytes / w.group_bytes) + 1;
-    const int wanted = n > 2 || stream < small ? small : stream < large ? stream : large;
+    const int many = n > kColumnsTogether && stream < small ? stream : small;
+    const int wanted = n > 2 || stream < small ? many : stream < large ? stream : large;
     return wanted > 1 ? wanted : 1;
 }
 
@@ -111,6 +116,24 @@ struct Inputs {
     int8_t* q_token = nullptr;     // (n, n_in)
     float* scale_token = nullptr;  // (n,)
     int32_t* sum_token = nullptr;  // (n,)
+
+    // The columns from c on; all arrays must be there.
+    Inputs from(int c) const {
+        const size_t column = static_cast<size_t>(c), n = static_cast<size_t>(n_in);
+        Inputs rest = *this;
+        rest.x += column * ldx;
+        rest.q32 += column * n;
+        rest.scale32 += column * (n / 32);
+        rest.sum32 += column * (n / 32);
+        rest.q256 += column * n;
+        rest.scale256 += column * (n / 256);
+        rest.centre16 += column * (n / 16);
+        rest.sums32 += column * (n / 32);
+        rest.q_token += column * n;
+        rest.scale_token += column;
+        rest.sum_token += column;
+        return rest;
+    }
 };
 
 constexpr InputKind input_kind(Format format) {

@@ -85,6 +85,12 @@ EI_INLINE void store_i8(int8_t* p, I32 v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_unpacklo_epi64(_mm256_castsi256_si128(low), _mm256_castsi256_si128(high)));
 }
+EI_INLINE int32_t sum_of(I32 v) {
+    const __m256i eight = _mm256_add_epi32(v.a, v.b);
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x0e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0x01)));
+}
 EI_INLINE int32_t max_of(I32 v) {
     alignas(32) int32_t lane[8];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lane), _mm256_max_epi32(v.a, v.b));

@@ -60,6 +60,12 @@ EI_INLINE I32 bits_of(F32 v) { return _mm512_castps_si512(v); }
 EI_INLINE F32 as_f32(I32 v) { return _mm512_castsi512_ps(v); }
 EI_INLINE void store_i8(int8_t* p, I32 v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 EI_INLINE int32_t max_of(I32 v) { return _mm512_reduce_max_epi32(v); }
+EI_INLINE int32_t sum_of(I32 v) {
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x0e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0x01)));
+}
 
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -121,6 +121,7 @@ EI_INLINE void store_i8(int8_t* p, I32 v) {
     const int16x8_t high = vcombine_s16(vmovn_s32(v.q[2]), vmovn_s32(v.q[3]));
     vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
+EI_INLINE int32_t sum_of(I32 v) { return vaddvq_s32(vaddq_s32(vaddq_s32(v.q[0], v.q[1]), vaddq_s32(v.q[2], v.q[3]))); }
 EI_INLINE int32_t max_of(I32 v) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(v.q[0], v.q[1]), vmaxq_s32(v.q[2], v.q[3]))); }
 
 EI_INLINE I32 load_u8_as_i32(const uint8_t* p) {

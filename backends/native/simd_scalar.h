@@ -139,6 +139,12 @@ EI_INLINE F32 as_f32(I32 v) {
 EI_INLINE void store_i8(int8_t* p, I32 v) {
     for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(static_cast<uint8_t>(v.v[i] & 0xff));
 }
+// The sum of all lanes; may wrap around.
+EI_INLINE int32_t sum_of(I32 v) {
+    uint32_t r = 0;
+    for (int32_t lane : v.v) r += static_cast<uint32_t>(lane);
+    return static_cast<int32_t>(r);
+}
 EI_INLINE int32_t max_of(I32 v) {
     int32_t r = v.v[0];
     for (int32_t lane : v.v) r = lane > r ? lane : r;

@@ -8,7 +8,9 @@ namespace {
 
 // What a dot product of few columns has several sums for: each waits some cycles for the one before.
 template <int NC>
-constexpr int kParts = kDots<8> == 1 || NC >= 4 ? 1 : 4 / NC;
+constexpr int kParts = kDots<8> == 1 || NC >= 8 ? 1
+                       : NC >= 4                ? 2
+                                                : 4 / NC;
 
 template <int NC>
 struct Parts {
