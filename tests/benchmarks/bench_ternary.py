@@ -322,6 +322,7 @@ def _random(name: str, kind: GGMLType, n_out: int, n_in: int, rng: np.random.Gen
 def bench_model(folder: Path, n_threads: int, sizes: list[int], rounds: int) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     paths = {kind: folder / f"bitnet-2b-{kind.name.lower()}.gguf" for kind in (GGMLType.I2_S, GGMLType.TQ2_0)}
+    folder.mkdir(parents=True, exist_ok=True)
     for kind, path in paths.items():
         if not path.exists():
             write_model(path, kind)
