@@ -149,7 +149,7 @@ class CostModel:
     def __init__(self, curve: CostCurve, keep: Callable[[CostCurve], None] | None = None) -> None:
         self._curve = curve
         self._keep = keep
-        self._n_observed = 0
+        self._n_observed = self._longest = 0
         sizes = sorted(curve.near)
         self._base = _at_all_sizes(sizes, [curve.near[size] for size in sizes])
         self._slope = [0.0] * (MAX_TOKENS + 1)  # milliseconds a token of context
@@ -180,6 +180,7 @@ class CostModel:
         if not 1 <= n <= MAX_TOKENS:
             return
         self._n_observed += 1
+        self._longest = max(self._longest, n)
         now = self.milliseconds(n_past)
         ratio = min(max(milliseconds / now[n], 1 / _LARGEST_RATIO), _LARGEST_RATIO)
         self._drift *= ratio**_DRIFT_RATE
@@ -197,10 +198,18 @@ class CostModel:
         return now[2] > DOUBTFUL * now[1]
 
     def correct(self, n: int, n_past: int, milliseconds: float) -> None:
-        """A pass of n tokens took no longer than that, whatever was believed."""
-        if milliseconds < self.milliseconds(n_past)[n]:
-            self._point[n] = milliseconds / (self._base[n] + self._slope[n] * self._at)
+        """A pass of n tokens took no longer than that, whatever was believed.
+
+        Those with more tokens than any that was seen so far are taken to be as much faster than was believed.
+        """
+        now = self.milliseconds(n_past)
+        if milliseconds < now[n]:
+            last = MAX_TOKENS if n > self._longest else n
+            for size in range(n, last + 1):
+                expected = now[size] * milliseconds / now[n]
+                self._point[size] = expected / (self._base[size] + self._slope[size] * self._at)
             self._make()
+        self._longest = max(self._longest, n)
 
     def close(self) -> None:
         """Give the curve to be kept: what was measured while the machine was busy does not stay."""

@@ -37,6 +37,9 @@ _GAIN = 1.05  # by how much a drafter that takes time must be better than the ot
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
 _IDLE, _LATER = 32, 4
 _RECHECKED = (2, 4)  # tokens that the next passes are filled up to
+# Steps without a long pass after which one is filled up to so many tokens, and the most of them as they grow: what was
+# measured once, on a machine that was busy just then, would else keep drafts short for ever.
+_LONG, _UNTRIED, _SELDOM = 8, 64, 4096
 
 
 @dataclass(slots=True)
@@ -157,6 +160,7 @@ class Speculator:
         self.placed = dict(placed or {})
         self._n_idle, self._idle_limit = 0, _IDLE
         self._to_recheck: list[int] = []  # sizes of passes
+        self._n_short, self._short_limit = 0, _UNTRIED
         self._usual = float(_ANSWER)  # tokens of an answer: the mean of the last ones, each counting half of the next
         self._timeline: Timeline | None = None
 
@@ -270,8 +274,9 @@ class Speculator:
         if job.n_left > len(choice.path) + 1:
             self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
         batch = [job.text[-1], *choice.tokens]
-        parents = [-1, *(parent + 1 for parent in choice.parents)] if choice.tokens else None
+        parents = [-1, *(parent + 1 for parent in choice.parents)]
         n_filled = self._n_filled(len(choice.tokens), max_nodes)
+        parents += range(len(batch) - 1, len(batch) - 1 + n_filled)
         batch += [0] * n_filled  # nobody looks at what comes of them
         drafted = perf_counter()
         follows = any(seat.follower and not seat.is_dropped for seat in self._seats)
@@ -304,6 +309,10 @@ class Speculator:
     def _n_filled(self, n_nodes: int, max_nodes: int) -> int:
         """Tokens to fill a pass up with, to time it: wrong costs of passes that none needs would otherwise stay."""
         self._n_idle = 0 if n_nodes else self._n_idle + 1
+        self._n_short = 0 if n_nodes + 1 >= _LONG else self._n_short + 1
+        if self._n_short >= self._short_limit and max_nodes + 1 >= _LONG:
+            self._n_short, self._short_limit = 0, min(_LATER * self._short_limit, _SELDOM)
+            return _LONG - 1 - n_nodes
         if self._n_idle >= self._idle_limit and self.costs.is_doubtful:
             self._n_idle, self._idle_limit, self._to_recheck = 0, _LATER * self._idle_limit, list(_RECHECKED)
         if n_nodes or not self._to_recheck or self._to_recheck[0] > max_nodes + 1:
