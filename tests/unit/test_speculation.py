@@ -508,7 +508,7 @@ def test_doubtful_costs_are_measured_by_passes_that_are_made_anyway(opened, plai
 
 def test_costs_of_long_passes_are_tried_now_and_then(opened, plain, model):
     engine, sizes = opened(model), []
-    believed = CostCurve(0, {1: 0.02, 4: 0.021, 5: 0.06, 8: 0.12, 16: 0.24}, 0, {})
+    believed = CostCurve(0, {1: 2.0, 4: 2.1, 5: 6.0, 8: 12.0, 16: 24.0}, 0, {})  # far beyond any hiccup
     costs = CostModel(believed)
     text = engine.tokenize(PROMPT) + list(tokens_of(plain, REQUESTS[0], n=200))
     drafter = FunctionDrafter(lambda context, limit: knowing(text, 259, random.Random(1), limit, len(context.tokens)))
