@@ -40,6 +40,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
     inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
     inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);
     inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
+    inputs.narrow256 = cutter.take<uint8_t>(n * n_in / 256 + 1);
     inputs.q_token = cutter.take<int8_t>(n * n_in);
     inputs.scale_token = cutter.take<float>(n);
     inputs.sum_token = cutter.take<int32_t>(n);
@@ -399,15 +400,23 @@ Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, c
 
 namespace {
 
-// A matrix product cut into tasks of some row groups each.
+// A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
+// the other's last task.
 struct Tasks {
-    int n_groups, groups_each;
+    int n_groups, groups_each, n_whole, groups_of_rest;
 
     Tasks(const Matrix& w, int n, int n_threads)
-        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads)) {}
-    int count() const { return (n_groups + groups_each - 1) / groups_each; }
-    int first(int task) const { return task * groups_each; }
-    int last(int task) const { return std::min(n_groups, (task + 1) * groups_each); }
+        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads)) {
+        const int rest = n_threads > 1 ? std::min(n_groups, n_threads * groups_each) : 0;
+        n_whole = (n_groups - rest) / groups_each;
+        groups_of_rest = rest ? std::max(1, groups_each / 4) : groups_each;
+    }
+    int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
+    int first(int task) const {
+        const int whole = std::min(task, n_whole);
+        return std::min(n_groups, whole * groups_each + (task - whole) * groups_of_rest);
+    }
+    int last(int task) const { return first(task + 1); }
 };
 
 // y[c][row] += bias[row] for the rows of groups first..last-1.

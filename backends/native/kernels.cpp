@@ -135,6 +135,18 @@ EI_INLINE void columns_by_256(const Inputs& x, int c0, const Sum* sums, int n_su
     }
 }
 
+// Whether to multiply tile b with columns c0.. in pairs. The first columns wait for the tile to come from memory, and get
+// it sooner when blocks are finished one by one.
+template <int NC>
+EI_INLINE bool may_pair(const Inputs& x, int c0, int b) {
+    if (!kPairs || c0 == 0) return false;
+    const size_t n_tiles = static_cast<size_t>(x.n_in) / 256;
+    const uint8_t* narrow = x.narrow256 + static_cast<size_t>(c0) * n_tiles + b;
+    uint8_t all = 1;
+    for (size_t c = 0; c < NC; c++) all &= narrow[c * n_tiles];
+    return all;
+}
+
 // Q4_K and Q5_K.
 template <int BITS>
 struct Tiles45K {
@@ -151,14 +163,12 @@ struct Tiles45K {
         for (int b = 0; b < n_tiles; b++) {
             I32 total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            const uint8_t* lines = tile + 320;
-            for (int j = 0; j < 8; j++) {
-                prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
-                const Scale scale = load_scale(tile + 64 + 16 * j);
-                dot32<BITS, NC>(lines, a, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
-                for (int c = 0; c < NC; c++) a[c] += 32;
-                lines += kLines32<BITS>;
+            if (BITS == 4 && may_pair<NC>(x, c0, b)) {
+                in_pairs<NC>(tile, a, total);
+            } else {
+                one_by_one<NC>(tile, a, total);
             }
+            for (int c = 0; c < NC; c++) a[c] += 256;
             I32 mins[NC];
             for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
             for (int p = 0; p < 4; p++) {
@@ -172,6 +182,41 @@ struct Tiles45K {
                 as[c] += 8;
             }
             tile += kTile;
+        }
+    }
+
+    // Dot products times scales, of the 256 inputs of a tile.
+    template <int NC>
+    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+        const uint8_t* lines = tile + 320;
+        const int8_t* at[NC];
+        for (int c = 0; c < NC; c++) at[c] = a[c];
+        for (int j = 0; j < 8; j++) {
+            prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
+            const Scale scale = load_scale(tile + 64 + 16 * j);
+            dot32<BITS, NC>(lines, at, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
+            for (int c = 0; c < NC; c++) at[c] += 32;
+            lines += kLines32<BITS>;
+        }
+    }
+
+    // The same where all dot products fit into 16 bits: a dot of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
+    template <int NC>
+    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+        const uint8_t* lines = tile + 320;
+        const int8_t* at[NC];
+        for (int c = 0; c < NC; c++) at[c] = a[c];
+        for (int p = 0; p < 4; p++) {
+            Dot even[NC], odd[NC];
+            dot32<BITS, NC>(lines, at, [&](int c, Dot d) { even[c] = d; });
+            for (int c = 0; c < NC; c++) at[c] += 32;
+            dot32<BITS, NC>(lines + 256, at, [&](int c, Dot d) { odd[c] = d; });
+            const I16 scales = load_scale_pair(tile + 64 + 32 * p);
+            for (int c = 0; c < NC; c++) {
+                total[c] = add_pair_times(total[c], even[c], odd[c], scales);
+                at[c] += 32;
+            }
+            lines += 512;
         }
     }
 };
@@ -190,11 +235,10 @@ struct Tiles6K {
         for (int b = 0; b < n_tiles; b++) {
             I32 total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            for (int p = 0; p < 8; p++) {
-                const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
-                prefetch<NC>(tile + 320 + 384 * p, 6);
-                half<NC>(tile, 2 * p, even_scale(scales), a, centre, total);
-                half<NC>(tile, 2 * p + 1, odd_scale(scales), a, centre, total);
+            if (may_pair<NC>(x, c0, b)) {
+                in_pairs<NC>(tile, a, centre, total);
+            } else {
+                one_by_one<NC>(tile, a, centre, total);
             }
             const F32 d = load_f16(tile);
             for (int c = 0; c < NC; c++) {
@@ -206,10 +250,38 @@ struct Tiles6K {
         }
     }
 
-    // The 16 inputs j of a tile.
+    // Dot products times scales, of the 256 inputs of a tile.
     template <int NC>
-    static EI_INLINE void half(const uint8_t* tile, int j, Scale scale, const int8_t* const (&a)[NC],
-                               const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
+    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* const (&a)[NC],
+                                     const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
+        const auto times = [&](Scale scale) {
+            return [&, scale](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); };
+        };
+        for (int p = 0; p < 8; p++) {
+            const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
+            prefetch<NC>(tile + 320 + 384 * p, 6);
+            half<NC>(tile, 2 * p, a, centre, times(even_scale(scales)));
+            half<NC>(tile, 2 * p + 1, a, centre, times(odd_scale(scales)));
+        }
+    }
+
+    // The same where all dot products fit into 16 bits: a dot of 16 weights of 6 bits is at most 32 * kNarrow.
+    template <int NC>
+    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* const (&a)[NC],
+                                   const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
+        for (int p = 0; p < 8; p++) {
+            Dot even[NC], odd[NC];
+            half<NC>(tile, 2 * p, a, centre, [&](int c, Dot d) { even[c] = d; });
+            half<NC>(tile, 2 * p + 1, a, centre, [&](int c, Dot d) { odd[c] = d; });
+            const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
+            for (int c = 0; c < NC; c++) total[c] = add_pair_times(total[c], even[c], odd[c], scales);
+        }
+    }
+
+    // Calls add(c, dot) with the dot products of the 16 inputs j of a tile.
+    template <int NC, class Add>
+    static EI_INLINE void half(const uint8_t* tile, int j, const int8_t* const (&a)[NC],
+                               const int32_t* const (&centre)[NC], const Add& add) {
         const uint8_t* lines = tile + 320 + 192 * j;
         const U8 l0 = load_u8(lines), l1 = load_u8(lines + 64), l2 = load_u8(lines + 128);
         const U8 v0 = and_u8(l0, 0x3f), v1 = and_u8(l1, 0x3f), v2 = and_u8(l2, 0x3f);
@@ -218,7 +290,7 @@ struct Tiles6K {
         for (int c = 0; c < NC; c++) {
             const int8_t* at = a[c] + 16 * j;
             const Dot d = dot(dot(dot_from(centre[c] + j), v0, at), v1, at + 4);
-            total[c] = add_dot_times(total[c], dot(dot(d, v2, at + 8), v3, at + 12), scale);
+            add(c, dot(dot(d, v2, at + 8), v3, at + 12));
         }
     }
 };
@@ -276,6 +348,8 @@ EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
 template <class FORMAT, int NC>
 void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, float* y, size_t ldy) {
     F32 f[NC];
+    // Stores become visible in order: those of sums that do not fit into registers would wait for lines of y to come.
+    for (int c = 0; NC > 1 && c < NC; c++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row, 1);
     FORMAT::template strip<NC>(group, x, c0, f);
     for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
 }
@@ -377,6 +451,7 @@ void quantize256(const Inputs& x, int c) {
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
         for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i, sums[i]);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
+        x.narrow256[column * n_blocks + b] = kPairs && all_narrow(x.q256 + (column * n_blocks + b) * 256);
     }
 }
 

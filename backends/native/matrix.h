@@ -97,10 +97,11 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads) {
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
-// each 32 q, and for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of
-// the instruction set (centre_16 in simd_*.h).  Int8ByToken: likewise for a whole column. Distances between columns are
+// each 32 q, for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
+// instruction set (centre_16 in simd_*.h), and whether the magnitudes of no 16 add up to more than kNarrow.  Int8ByToken: likewise for a whole column. Distances between columns are
 // those of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
 constexpr int kBehindInputs = 16;
+constexpr int kNarrow = 1023;
 
 struct Inputs {
     int n_in = 0;
@@ -113,6 +114,7 @@ struct Inputs {
     float* scale256 = nullptr;     // (n, n_in / 256)
     int32_t* centre16 = nullptr;   // (n, n_in / 16)
     int16_t* sums32 = nullptr;     // (n, n_in / 32)
+    uint8_t* narrow256 = nullptr;  // (n, n_in / 256)
     int8_t* q_token = nullptr;     // (n, n_in)
     float* scale_token = nullptr;  // (n,)
     int32_t* sum_token = nullptr;  // (n,)
@@ -129,6 +131,7 @@ struct Inputs {
         rest.scale256 += column * (n / 256);
         rest.centre16 += column * (n / 16);
         rest.sums32 += column * (n / 32);
+        rest.narrow256 += column * (n / 256);
         rest.q_token += column * n;
         rest.scale_token += column;
         rest.sum_token += column;

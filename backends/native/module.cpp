@@ -246,6 +246,7 @@ public:
         std::vector<float> scales(n * (n_in / 32 + 1));
         std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1);
         std::vector<int16_t> sums32(n * n_in / 32 + 1);
+        std::vector<uint8_t> narrow256(n * n_in / 256 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
         in.x = x.data();
@@ -255,6 +256,7 @@ public:
         in.sum32 = in.sum_token = sums.data();
         in.centre16 = centre16.data();
         in.sums32 = sums32.data();
+        in.narrow256 = narrow256.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
             if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
@@ -287,11 +289,13 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
     std::vector<int32_t> sums(columns * (most_in / 16 + 1), 5);
     std::vector<int16_t> short_sums(columns * (most_in / 32 + 1), 5);
+    std::vector<uint8_t> narrow(columns * (most_in / 256 + 1));
     Inputs in;
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
     in.sum32 = in.sum_token = in.centre16 = sums.data();
     in.sums32 = short_sums.data();
+    in.narrow256 = narrow.data();
     const auto started = std::chrono::steady_clock::now();
     pool.run([&](int thread) {
         for (const Matrix* m : matrices) {

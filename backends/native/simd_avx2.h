@@ -264,3 +264,4 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 
 }  // namespace
 #endif
+#include "simd_no_pairs.h"

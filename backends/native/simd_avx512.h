@@ -188,6 +188,24 @@ constexpr int kOffset8 = 128;
 EI_INLINE U8 codes8(U8 stored) { return stored; }
 EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
+// vpmulld and vpdpbusd share their units, so half as many products of scales count.
+constexpr bool kPairs = true;
+EI_INLINE bool all_narrow(const int8_t* a) {
+    __m512i most = _mm512_setzero_si512();
+    for (int i = 0; i < 256; i += 64) {
+        const __m512i eights = _mm512_sad_epu8(_mm512_abs_epi8(_mm512_loadu_si512(a + i)), _mm512_setzero_si512());
+        most = _mm512_max_epu32(most, _mm512_add_epi32(eights, _mm512_shuffle_epi32(eights, _MM_PERM_BADC)));
+    }
+    return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(kNarrow)) == 0;
+}
+EI_INLINE I16 pair_i16(I32 low, I32 high) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+}
+EI_INLINE I16 load_scale_pair(const uint8_t* p) { return pair_i16(load_u8_as_i32(p), load_u8_as_i32(p + 16)); }
+EI_INLINE I32 add_pair_times(I32 sum, Dot even, Dot odd, I16 scales) {
+    return _mm512_dpwssd_epi32(sum, pair_i16(even, odd), scales);
+}
+
 }  // namespace
 #else
 #include "simd_dot16.h"
@@ -221,4 +239,6 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 }
 
 }  // namespace
+
+#include "simd_no_pairs.h"
 #endif

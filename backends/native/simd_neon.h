@@ -245,3 +245,5 @@ EI_INLINE U8 codes8(U8 stored) {
 EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
 }  // namespace
+
+#include "simd_no_pairs.h"

@@ -251,3 +251,8 @@ EI_INLINE U8 codes8(U8 stored) { return stored; }
 EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
 }  // namespace
+
+// Two dots at most 32 * kNarrow, and so of 16 bits, each times its scale: kPairs says whether that is faster than one by
+// one. all_narrow: whether no 16 of 256 activations have magnitudes that add up to more than kNarrow. load_scale_pair: of
+// 16 rows the scales of one block, then of the next; as pairs of one row, which add_pair_times takes.
+#include "simd_no_pairs.h"

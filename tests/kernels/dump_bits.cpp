@@ -86,16 +86,28 @@ struct InputArrays {
     std::vector<float> scale32, scale256, scale_token;
     std::vector<int32_t> sum32, centre16, sum_token;
     std::vector<int16_t> sums32;
+    std::vector<uint8_t> narrow256;
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
         q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
-        centre16.resize(size / 16), sums32.resize(size / 32);
-        Inputs in{n_in,           x.data(),           static_cast<size_t>(n_in), q32.data(),      scale32.data(),
-                  sum32.data(),   q256.data(),        scale256.data(),           centre16.data(), sums32.data(),
-                  q_token.data(), scale_token.data(), sum_token.data()};
+        centre16.resize(size / 16), sums32.resize(size / 32), narrow256.resize(size / 256 + 1);
+        Inputs in{n_in,
+                  x.data(),
+                  static_cast<size_t>(n_in),
+                  q32.data(),
+                  scale32.data(),
+                  sum32.data(),
+                  q256.data(),
+                  scale256.data(),
+                  centre16.data(),
+                  sums32.data(),
+                  narrow256.data(),
+                  q_token.data(),
+                  scale_token.data(),
+                  sum_token.data()};
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);
             kernels.quantize256(in, c);

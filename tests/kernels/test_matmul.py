@@ -97,8 +97,35 @@ HALVES |= {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("format", HALVES)
 def test_the_largest_codes_times_the_largest_activations_do_not_overflow(format: str, isa: str) -> None:
+    matrix, weights = of_extremes(format, n_in := 3 * max(BLOCKS[format], 64))
+    signs = np.ones((4, n_in), dtype=np.float32)
+    signs[1] = -1
+    signs[2, ::2] = -1
+    signs[3, (np.arange(n_in) // 2) % 2 == 1] = -1  # each lane of 16 bits has one sign
+    x = np.tile(signs * np.float32(127), (5, 1))  # rounded to 127 exactly
+    expected = x.astype(np.float64) @ weights.T
+    assert np.abs(expected).max() > 5e4
+    np.testing.assert_allclose(multiply(matrix, isa, x, 4), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", ["Q4_K", "Q5_K", "Q6_K"])
+def test_activations_that_just_fit_into_pairs_and_those_that_do_not(format: str, isa: str) -> None:
+    matrix, weights = of_extremes(format, 1024)
+    x = np.empty((64, 64, 16), dtype=np.float32)
+    for column in range(64):  # 16 magnitudes that add up to 1014 .. 1029: 1023 is the limit
+        total, sign = 1014 + column // 4, (-1) ** column
+        x[column] = sign * np.array([127, *np.diff(np.arange(16) * (total - 127) // 15)])
+    x = x.reshape(64, 1024)
+    alone = np.concatenate([multiply(matrix, isa, column[None], 4) for column in x])
+    np.testing.assert_array_equal(multiply(matrix, isa, x, 4).view(np.uint32), alone.view(np.uint32))
+    expected = x.astype(np.float64) @ weights.T
+    np.testing.assert_allclose(alone, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+def of_extremes(format: str, n_in: int) -> tuple[_core.PackedMatrix, np.ndarray]:
+    """A matrix of four rows of the largest and the smallest codes, and its weights as float64."""
     n_bytes, halves = HALVES[format]
-    n_in = 3 * max(BLOCKS[format], 64)
     blocks = np.zeros((4, n_in // BLOCKS[format], n_bytes), dtype=np.uint8)
     blocks[0] = 0xFF
     blocks[1] = 0x7F  # Q8_0: 127; scales of Q6_K likewise
@@ -110,15 +137,7 @@ def test_the_largest_codes_times_the_largest_activations_do_not_overflow(format:
     kind = GGMLType[format]
     data = blocks.reshape(-1)
     matrix = _core.PackedMatrix(int(kind), 4, n_in, data)
-    weights = dequantize(kind, data, (4, n_in)).astype(np.float64)
-    signs = np.ones((4, n_in), dtype=np.float32)
-    signs[1] = -1
-    signs[2, ::2] = -1
-    signs[3, (np.arange(n_in) // 2) % 2 == 1] = -1  # each lane of 16 bits has one sign
-    x = signs * np.float32(127)  # rounded to 127 exactly
-    expected = x.astype(np.float64) @ weights.T
-    assert np.abs(expected).max() > 5e4
-    np.testing.assert_allclose(multiply(matrix, isa, x, 4), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    return matrix, dequantize(kind, data, (4, n_in)).astype(np.float64)
 
 
 def test_a_matrix_of_another_size_is_refused() -> None:
