@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -139,20 +140,37 @@ void share_output(Decoder& decoder, const Decoder& other) {
 }
 
 // Whether the tokens are in the vocabulary, parents come before their rows, and rows that are no chain fit into n_batch.
-bool is_tree(const DecoderConfig& config, const Ints& tokens, const Ints& parents) {
+bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::span<const int32_t> parents) {
     bool chain = true, valid = true;
     for (size_t i = 0; i < parents.size(); i++) {
-        const int parent = parents.data()[i], row = static_cast<int>(i);
+        const int parent = parents[i], row = static_cast<int>(i);
         chain = chain && parent == row - 1;
         valid = valid && parent >= -1 && parent < row;
     }
-    for (size_t i = 0; i < tokens.size(); i++) {
-        valid = valid && tokens.data()[i] >= 0 && tokens.data()[i] < config.n_vocab;
-    }
+    for (const int32_t token : tokens) valid = valid && token >= 0 && token < config.n_vocab;
     return valid && (chain || parents.size() <= static_cast<size_t>(config.n_batch));
 }
 
-// Gives False if the pass was stopped by interrupt(); raises what a signal handler raised meanwhile.
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile.
+template <class Run>
+bool interruptible(const Run& run) {
+    bool raised = false, whole;
+    const auto poll = [&raised] {
+        nb::gil_scoped_acquire acquire;
+        raised = PyErr_CheckSignals() != 0;
+        return raised;
+    };
+    {
+        nb::gil_scoped_release release;
+        whole = run(poll);
+    }
+    if (raised) throw nb::python_error();
+    return whole;
+}
+
+std::span<const int32_t> span_of(const Ints& ints) { return {ints.data(), ints.size()}; }
+
+// Gives False if the pass was stopped by interrupt().
 bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints rows, Rows logits, Ints layers, Taps taps,
              int tap_row, std::optional<Features> features) {
     const DecoderConfig& config = decoder.config();
@@ -167,26 +185,51 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
     }
-    if (!is_tree(config, tokens, parents)) throw nb::value_error("forward: a token or parent is out of range");
+    if (!is_tree(config, span_of(tokens), span_of(parents)))
+        throw nb::value_error("forward: a token or parent is out of range");
     for (int i = 0; i < n_rows; i++) {
         if (rows.data()[i] < 0 || rows.data()[i] >= n) throw nb::value_error("forward: a row is out of range");
     }
-    bool raised = false;
-    const auto poll = [&raised] {
-        nb::gil_scoped_acquire acquire;
-        raised = PyErr_CheckSignals() != 0;
-        return raised;
-    };
-    bool whole;
-    {
-        nb::gil_scoped_release release;
-        whole = decoder.forward(tokens.data(), parents.data(), n, n_pending, features ? features->data() : nullptr,
-                                rows.data(), n_rows, logits.data(), layers.data(), n_taps,
-                                n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr,
-                                n_taps ? taps.shape(1) * n_embd : 0, poll);
+    return interruptible([&](const auto& poll) {
+        return decoder.forward(tokens.data(), parents.data(), n, n_pending, features ? features->data() : nullptr,
+                               rows.data(), n_rows, logits.data(), layers.data(), n_taps,
+                               n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr,
+                               n_taps ? taps.shape(1) * n_embd : 0, poll);
+    });
+}
+
+// Reads a list of ints; gives false where there is anything else.
+bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
+    if (!PyList_CheckExact(values.ptr())) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.ptr()); i++) {
+        PyObject* item = PyList_GET_ITEM(values.ptr(), i);
+        if (!PyLong_CheckExact(item)) return false;
+        int overflow = 0;
+        const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+        if (overflow || value < INT32_MIN || value > INT32_MAX) return false;
+        ints.push_back(static_cast<int32_t>(value));
     }
-    if (raised) throw nb::python_error();
-    return whole;
+    return true;
+}
+
+// Tokens behind the committed text in lists of ints, None for the parents of a chain; logits of the last rows. Gives None
+// where they are not a tree that fits, else what forward gives.
+std::optional<bool> forward_lists(Decoder& decoder, nb::handle tokens, nb::handle parents, Rows logits) {
+    const DecoderConfig& config = decoder.config();
+    std::vector<int32_t> ids, links, rows;
+    if (!read_ints(tokens, ids) || (!parents.is_none() && !read_ints(parents, links))) return std::nullopt;
+    const int n = static_cast<int>(ids.size()), n_rows = static_cast<int>(logits.shape(0));
+    for (int i = 0; parents.is_none() && i < n; i++) links.push_back(i - 1);
+    if (n < 1 || n > config.n_batch || links.size() != ids.size() || decoder.n_past() + n > config.n_ctx ||
+        n_rows > n || logits.shape(1) != static_cast<size_t>(config.n_logits) || config.has_features() ||
+        !is_tree(config, ids, links)) {
+        return std::nullopt;
+    }
+    for (int i = n - n_rows; i < n; i++) rows.push_back(i);
+    return interruptible([&](const auto& poll) {
+        return decoder.forward(ids.data(), links.data(), n, 0, nullptr, rows.data(), n_rows, logits.data(), nullptr, 0,
+                               nullptr, 0, poll);
+    });
 }
 
 void combine(Decoder& decoder, Features rows, Rows features) {
@@ -201,10 +244,10 @@ void combine(Decoder& decoder, Features rows, Rows features) {
     decoder.combine(rows.data(), static_cast<int>(n), features.data());
 }
 
-void commit(Decoder& decoder, Ints path) {
+void commit(Decoder& decoder, const std::vector<int32_t>& path) {
     const int n = static_cast<int>(path.size());
     for (int i = 0; i < n; i++) {
-        const int row = path.data()[i];
+        const int row = path[static_cast<size_t>(i)];
         if (row < i || decoder.n_past() + row >= decoder.config().n_ctx) throw nb::value_error("commit: no such row");
     }
     nb::gil_scoped_release release;
@@ -493,6 +536,7 @@ NB_MODULE(_core, m) {
         .def("share_output", &share_output, "other"_a, nb::keep_alive<1, 2>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a, "features"_a = nb::none())
+        .def("forward_lists", &forward_lists, "tokens"_a, "parents"_a.none(), "logits"_a)
         .def("combine", &combine, "rows"_a, "features"_a)
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)

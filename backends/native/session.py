@@ -224,8 +224,8 @@ class NativeDecoder:
         self.n_batch = plan.n_batch
         self.isa = device.isa or best_isa()
         self.embedding = embedding
-        self._parents = np.empty(0, dtype=np.int32)  # of what is pending: forwarded and not committed
-        self._tokens = np.empty(0, dtype=np.int32)
+        self._parents: list[int] = []  # of what is pending: forwarded and not committed
+        self._tokens: list[int] = []
         self._text: list[int] = []  # committed
         self._interrupted = False
         config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
@@ -241,12 +241,13 @@ class NativeDecoder:
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
-        rows = check_path(path, self._parents)
+        is_path = type(path) is list and _is_path(path, self._parents)
+        rows: list[int] = path if is_path else check_path(path, self._parents).tolist()
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
         del self._text[self.n_past :]
-        self._text += self._tokens[rows].tolist()
+        self._text += [self._tokens[row] for row in rows]
         self._open().commit(rows)
-        self._parents = np.empty(0, dtype=np.int32)
+        self._parents = []
 
     def truncate(self, n_past: int) -> None:
         """See Session.truncate."""
@@ -255,7 +256,7 @@ class NativeDecoder:
             raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
         decoder.truncate(n_past)
         del self._text[n_past:]
-        self._parents = np.empty(0, dtype=np.int32)
+        self._parents = []
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -283,11 +284,12 @@ class NativeDecoder:
         """Run tokens behind the first n_pending of those that are; see Decoder::forward and HeadSession.forward."""
         decoder, n = self._open(), len(ids)
         rows = check_rows(logits, n)
-        links, _ = check_links(self._parents[:n_pending], parents, n, self.n_batch)
+        pending = np.array(self._parents[:n_pending], dtype=np.int32)
+        links, _ = check_links(pending, parents, n, self.n_batch)
         layers = np.array(taps, dtype=np.int32)
         out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
         tapped = np.empty((len(taps), n if taps else 0, self.spec.n_embd), dtype=np.float32)
-        before, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
+        before, self._parents = self._tokens[:n_pending], []
         self._interrupted = False
         for first in range(0, n, self.n_batch):
             chunk = slice(first, min(first + self.n_batch, n))
@@ -306,11 +308,11 @@ class NativeDecoder:
                 None if features is None else features[chunk],
             )
             if not whole:
-                raise Interrupted("the forward pass was interrupted; the session is as it was before")
+                raise _interrupted()
             if chunk_out is not out:
                 out[wanted] = chunk_out
-        self._tokens = np.concatenate([before, ids])
-        self._parents = links
+        self._tokens = before + ids.tolist()
+        self._parents = links.tolist()
         return Output(out, tapped if taps else None)
 
     def _open(self) -> _core.Decoder:
@@ -401,9 +403,31 @@ class NativeSession(NativeDecoder):
         hidden: bool | Sequence[int] = False,
     ) -> Output:
         """See BranchingSession.forward. A chain may have any length."""
+        if n_pending == 0 and hidden is False and isinstance(logits, str) and logits in ("last", "all"):
+            few = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
+            if type(few) is list and (out := self._forward_few(few, parents, len(few) if logits == "all" else 1)):
+                return out
         n_pending = check_pending(n_pending, len(self._parents))
         ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
         return self._forward(ids, parents, n_pending, logits, check_taps(hidden, self.spec.n_layers))
+
+    def _forward_few(self, tokens: list[int], parents: ArrayLike | None, n_rows: int) -> Output | None:
+        """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
+
+        A step of a small model takes some milliseconds. The checks in Python, whose code the weights have driven out of
+        the caches, would add a twentieth.
+        """
+        logits = np.empty((n_rows, self.spec.n_logits), dtype=np.float32)
+        self._interrupted = False
+        whole = self._open().forward_lists(tokens, parents, logits)
+        if whole is None:
+            return None
+        self._parents = []
+        if not whole:
+            raise _interrupted()
+        self._tokens = list(tokens)
+        self._parents = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
+        return Output(logits)
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
@@ -412,7 +436,7 @@ class NativeSession(NativeDecoder):
         """
         decoder = self._open()
         wanted = np.asarray(tokens).tolist()
-        self._parents = np.empty(0, dtype=np.int32)
+        self._parents = []
         del self._text[decoder.n_past :]
         self._aside = {number: self._aside[number] for number in decoder.aside() if number in self._aside}
         n_common = common_length(self._text, wanted)
@@ -449,6 +473,20 @@ class NativeSession(NativeDecoder):
                 self._open().forget(number)
                 del self._aside[number]
         self._aside[self._open().put_aside()] = list(self._text)
+
+
+def _is_path(rows: list[int], parents: list[int]) -> bool:
+    """Whether it surely is a path through them; check_path says what is wrong otherwise."""
+    before = -1
+    for row in rows:
+        if type(row) is not int or not 0 <= row < len(parents) or parents[row] != before:
+            return False
+        before = row
+    return True
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted("the forward pass was interrupted; the session is as it was before")
 
 
 @dataclass(frozen=True)
