@@ -320,7 +320,7 @@ def check_taps(hidden: bool | Sequence[int], n_layers: int) -> tuple[int, ...]:
     return tuple(layer % n_layers for layer in hidden)
 
 
-def check_path(path: ArrayLike, parents: NDArray[np.int32]) -> NDArray[np.int32]:
+def check_path(path: ArrayLike, parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     """Rows (m,) int32 that form a path from the committed text through the last batch. Raises ShapeError."""
     rows = np.asarray(path, dtype=np.int64)
     if rows.ndim != 1:

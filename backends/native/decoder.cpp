@@ -204,7 +204,7 @@ void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, Format 
 
 void Decoder::set_vector(Role role, int layer, const float* source, int n) {
     const size_t at = take_weights(padded(n) * sizeof(float));
-    if (!packed_) std::memcpy(weights_.data() + at, source, static_cast<size_t>(n) * sizeof(float));
+    if (source) std::memcpy(weights_.data() + at, source, static_cast<size_t>(n) * sizeof(float));
     const float* data = reinterpret_cast<const float*>(weights() + at);
     LayerWeights& w = layers_[static_cast<size_t>(layer)];
     switch (role) {

@@ -125,7 +125,7 @@ enum class Role : int {
 class Decoder {
 public:
     // weight_bytes: of all packed weights. packed: null, or these bytes as weights() of another decoder gave them; they
-    // must outlive this one; the sources of set_vector are then not looked at, and nothing is to be packed.
+    // must outlive this one; set_vector then gets no sources, and nothing is to be packed.
     Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
             const uint8_t* packed = nullptr);
     ~Decoder();

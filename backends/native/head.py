@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import check_features, check_pending, check_tokens
-from edgeinfer.backends.native.session import NativeDecoder, NativeSession, decoder_config, packed_bytes
+from edgeinfer.backends.native.session import NativeDecoder, NativeSession, decoder_config, packed_bytes, parts_of
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
@@ -22,7 +22,9 @@ def plan_head(head: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int, n_thre
     n_batch = min(n_batch, n_ctx)
     config = decoder_config(spec, n_ctx, n_batch, "f16")
     embedding = head.tensors[spec.token_embd].n_bytes if spec.own_embeddings else 0
-    use = MemoryUse(packed_bytes(head, spec) + embedding, config.kv_bytes(), config.activation_bytes(n_threads))
+    use = MemoryUse(
+        packed_bytes(parts_of(head, spec)) + embedding, config.kv_bytes(), config.activation_bytes(n_threads)
+    )
     return MemoryPlan(n_ctx, n_batch, use)
 
 
@@ -37,7 +39,7 @@ class NativeHead(NativeDecoder):
         embedding = target.embedding
         if spec.own_embeddings:
             embedding = head.tensors[spec.token_embd].type, head.data(spec.token_embd).copy()
-        super().__init__(head, spec, plan, device, embedding)
+        super().__init__(head, spec, parts_of(head, spec), plan, device, embedding)
         if not spec.own_output:
             self._open().share_output(target.decoder())
 

@@ -118,7 +118,14 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_t
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
     check_layer(decoder, layer);
+    if (decoder.is_mapped()) throw nb::value_error("these weights are packed already");
     decoder.set_vector(role, layer, source.data(), static_cast<int>(source.size()));
+}
+
+void map_vector(Decoder& decoder, Role role, int layer, int n) {
+    check_layer(decoder, layer);
+    if (!decoder.is_mapped() || n < 1) throw nb::value_error("only packed weights can be mapped");
+    decoder.set_vector(role, layer, nullptr, n);
 }
 
 void set_embedding(Decoder& decoder, int ggml_type, Bytes source) {
@@ -532,6 +539,7 @@ NB_MODULE(_core, m) {
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "format"_a, "n_out"_a, "n_in"_a)
         .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)
+        .def("map_vector", &map_vector, "role"_a, "layer"_a, "n"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "source"_a, nb::keep_alive<1, 3>())
         .def("share_output", &share_output, "other"_a, nb::keep_alive<1, 2>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -149,7 +149,7 @@ class NativeBackend:
         config = decoder_config(spec, n_ctx, n_batch, cache_type)
         embedding = model.tensors[spec.token_embd].n_bytes  # which stays mapped
         bits = self._ternary_bits(model, spec, n_threads, None if self.for_drafts else packed_path(model.path))
-        weights = packed_bytes(model, spec, Packing(self.for_drafts, bits)) + embedding
+        weights = packed_bytes(parts_of(model, spec, Packing(self.for_drafts, bits))) + embedding
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
         return MemoryPlan(n_ctx, n_batch, use, cache_type, bits)
 
@@ -175,8 +175,9 @@ class NativeBackend:
         self, model: ModelFile, spec: ModelSpec, n_threads: int, packed: Path | None = None
     ) -> TernaryBits:
         """What a ternary weight is to take. packed: where packed weights are mapped from, if they are there."""
-        parts = [_part(model, ref) for _, _, ref in _weights(spec)]
-        n_weights = sum(math.prod(part.shape) for part in parts if part.type in BASE_THREE)
+        if not any(info.type in BASE_THREE for info in model.tensors.values()):
+            return "2"
+        n_weights = sum(math.prod(part.shape) for part in parts_of(model, spec) if part.type in BASE_THREE)
         if not n_weights:
             return "2"
         if self.ternary_bits != "auto":
@@ -203,21 +204,20 @@ def faster_bits(isa: str, n_threads: int, n_weights: int) -> TernaryBits:
 class NativeDecoder:
     """A decoder in memory with its KV cache: what sessions of models and of draft heads have in common.
 
-    packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF stores it and its type.
-    Both are not copied.  rounded: see Packing.
+    parts: see parts_of.  packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF
+    stores it and its type. Both are not copied.
     """
 
     def __init__(
         self,
         model: ModelFile,
         spec: ModelSpec,
+        parts: Sequence[Part],
         plan: MemoryPlan,
         device: Device,
         embedding: tuple[GGMLType, NDArray[np.uint8]],
         packed: NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
-        *,
-        rounded: bool = False,
     ) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
@@ -229,10 +229,9 @@ class NativeDecoder:
         self._text: list[int] = []  # committed
         self._interrupted = False
         config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
-        packing = Packing(rounded, plan.ternary_bits)
-        n_bytes = packed_bytes(model, spec, packing)
+        n_bytes = packed_bytes(parts)
         self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed)
-        self._load(model, packed, progress, packing)
+        self._load(model, parts, packed is not None, progress)
 
     @property
     def n_past(self) -> int:
@@ -241,8 +240,8 @@ class NativeDecoder:
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
-        is_path = type(path) is list and _is_path(path, self._parents)
-        rows: list[int] = path if is_path else check_path(path, self._parents).tolist()
+        is_path = isinstance(path, list) and _is_path(path, self._parents)
+        rows: Any = path if is_path else check_path(path, self._parents).tolist()
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
         del self._text[self.n_past :]
         self._text += [self._tokens[row] for row in rows]
@@ -320,40 +319,41 @@ class NativeDecoder:
             raise EdgeInferError("this session is closed")
         return self._decoder
 
-    def _load(
-        self, model: ModelFile, packed: NDArray[np.uint8] | None, progress: Progress | None, packing: Packing
-    ) -> None:
+    def _load(self, model: ModelFile, parts: Sequence[Part], is_packed: bool, progress: Progress | None) -> None:
         decoder = self._open()
-        weights = [(role, layer, _part(model, ref, packing)) for role, layer, ref in _weights(self.spec)]
-        total = sum(part.data.nbytes for _, _, part in weights)
+        total = sum(part.n_bytes for part in parts)
         done = 0
-        for role, layer, part in weights:
+        for part in parts:
+            role = _core.Role[part.role]
             if len(part.shape) == 1:
-                decoder.set_vector(_core.Role[role], layer, _vector(part))
+                if is_packed:
+                    decoder.map_vector(role, part.layer, part.shape[0])
+                else:
+                    decoder.set_vector(role, part.layer, _vector(model, part))
             else:
                 n_out, n_in = part.shape
-                decoder.set_matrix(_core.Role[role], layer, part.packed_as, n_out, n_in)
-                if packed is None:
-                    self._pack(model, _core.Role[role], layer, part)
-            done += part.data.nbytes
+                decoder.set_matrix(role, part.layer, part.packed_as, n_out, n_in)
+                if not is_packed:
+                    self._pack(model, role, part)
+            done += part.n_bytes
             if progress is not None:
                 progress(done / total)
         kind, rows = self.embedding
         decoder.set_embedding(int(kind), rows)
 
-    def _pack(self, model: ModelFile, role: _core.Role, layer: int, part: _Part) -> None:
+    def _pack(self, model: ModelFile, role: _core.Role, part: Part) -> None:
         """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
-        n_out = part.shape[0]
-        row_bytes = part.data.nbytes // n_out
+        n_out, data = part.shape[0], part.data(model)
+        row_bytes = part.n_bytes // n_out
         n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
         for first in range(0, n_out, n_rows):
             piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), part.data[piece]):
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), data[piece]):
                 raise ModelFileError(
                     f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
                     f"damaged, or not ternary"
                 )
-            self._open().pack_rows(role, layer, first, int(part.type), part.data[piece], part.scale)
+            self._open().pack_rows(role, part.layer, first, int(part.type), data[piece], part.scale)
             model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
 
 
@@ -385,13 +385,11 @@ class NativeSession(NativeDecoder):
         if packed == "beside":
             is_usable = packed_path(model.path).exists() and not resident and not for_drafts
             packed = packed_path(model.path) if is_usable else None
-        weights = None
-        if packed is not None:
-            n_bytes = packed_bytes(model, spec, Packing(ternary_bits=plan.ternary_bits))
-            weights = map_packed(packed, model.path, n_bytes, plan.ternary_bits)
+        parts = parts_of(model, spec, Packing(for_drafts, plan.ternary_bits))
+        weights = None if packed is None else map_packed(packed, model.path, packed_bytes(parts), plan.ternary_bits)
         rows = model.data(spec.token_embd)
         embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
-        super().__init__(model, spec, plan, device, embedding, weights, progress, rounded=for_drafts)
+        super().__init__(model, spec, parts, plan, device, embedding, weights, progress)
 
     def forward(
         self,
@@ -404,14 +402,14 @@ class NativeSession(NativeDecoder):
     ) -> Output:
         """See BranchingSession.forward. A chain may have any length."""
         if n_pending == 0 and hidden is False and isinstance(logits, str) and logits in ("last", "all"):
-            few = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
+            few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
             if type(few) is list and (out := self._forward_few(few, parents, len(few) if logits == "all" else 1)):
                 return out
         n_pending = check_pending(n_pending, len(self._parents))
         ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
         return self._forward(ids, parents, n_pending, logits, check_taps(hidden, self.spec.n_layers))
 
-    def _forward_few(self, tokens: list[int], parents: ArrayLike | None, n_rows: int) -> Output | None:
+    def _forward_few(self, tokens: list[int], parents: Any, n_rows: int) -> Output | None:
         """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
 
         A step of a small model takes some milliseconds. The checks in Python, whose code the weights have driven out of
@@ -475,7 +473,7 @@ class NativeSession(NativeDecoder):
         self._aside[self._open().put_aside()] = list(self._text)
 
 
-def _is_path(rows: list[int], parents: list[int]) -> bool:
+def _is_path(rows: Sequence[object], parents: Sequence[int]) -> bool:
     """Whether it surely is a path through them; check_path says what is wrong otherwise."""
     before = -1
     for row in rows:
@@ -509,42 +507,69 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A tensor of the file, or some of its rows: shape (n_out, n_in) or (n,), and the bytes as GGUF stores them.
+class Part:
+    """A tensor of the file, or some of its rows, and what it is in the decoder: role and layer.
 
-    first_byte: of data, in the tensor.  scale: of I2_S, whose data is without it.  packed_as: see Packing.format_of.
+    shape: (n_out, n_in) or (n,).  n_bytes: as GGUF stores it, from first_byte of the tensor on.  scale: of I2_S, whose
+    bytes are without it.  packed_as: see Packing.format_of.
     """
 
+    role: str
+    layer: int
     name: str
     type: GGMLType
     packed_as: int
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    n_bytes: int
     first_byte: int = 0
     scale: float = 1.0
 
+    def data(self, model: ModelFile) -> NDArray[np.uint8]:
+        """Its bytes."""
+        return model.data(self.name)[self.first_byte : self.first_byte + self.n_bytes]
 
-def _part(model: ModelFile, ref: TensorRef, packing: Packing = Packing()) -> _Part:  # noqa: B008
-    """What a reference to a tensor means. Raises UnsupportedModel for a type that the engine lacks."""
-    name = ref.name if isinstance(ref, TensorRows) else ref
-    info, data = model.tensors[name], model.data(name)
-    if info.type == GGMLType.I2_S and isinstance(ref, TensorRows):
-        raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
+
+def parts_of(model: ModelFile, spec: ModelSpec, packing: Packing = Packing()) -> list[Part]:  # noqa: B008
+    """Everything that is packed; the embedding stays in the file. Raises UnsupportedModel, ModelFileError."""
+    if spec.own_embeddings:
+        name = spec.token_embd
+        if _info(model, name).type == GGMLType.I2_S:
+            raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, whose rows cannot be read one by one")
+    return [_part(model, role, layer, ref, packing) for role, layer, ref in _weights(spec)]
+
+
+def packed_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of all of them when packed."""
+    return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
+
+
+def _info(model: ModelFile, name: str) -> TensorInfo:
+    """A tensor. Raises UnsupportedModel for a type that the engine lacks."""
+    info = model.tensors[name]
     known = MATRIX_TYPES if len(info.shape) == 2 else VECTOR_TYPES
     if info.type not in known:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
             f"has {', '.join(sorted(each.name for each in known))}"
         )
+    return info
+
+
+def _part(model: ModelFile, role: str, layer: int, ref: TensorRef, packing: Packing) -> Part:
+    """What a reference to a tensor means."""
+    name = ref.name if isinstance(ref, TensorRows) else ref
+    if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
+    info = _info(model, name)
     packed_as = packing.format_of(info)
     if info.type == GGMLType.I2_S:
-        return _Part(name, info.type, packed_as, info.shape, data[:-I2_S_TAIL_BYTES], scale=_scale(model, name))
+        n_bytes = info.n_bytes - I2_S_TAIL_BYTES
+        return Part(role, layer, name, info.type, packed_as, info.shape, n_bytes, scale=_scale(model, name))
     if not isinstance(ref, TensorRows):
-        return _Part(name, info.type, packed_as, info.shape, data)
-    row_bytes = info.n_bytes // info.shape[0]
-    shape = (ref.last - ref.first, *info.shape[1:])
-    first_byte = ref.first * row_bytes
-    return _Part(name, info.type, packed_as, shape, data[first_byte : ref.last * row_bytes], first_byte)
+        return Part(role, layer, name, info.type, packed_as, info.shape, info.n_bytes)
+    row_bytes, n_rows = info.n_bytes // info.shape[0], ref.last - ref.first
+    shape = (n_rows, *info.shape[1:])
+    return Part(role, layer, name, info.type, packed_as, shape, n_rows * row_bytes, ref.first * row_bytes)
 
 
 def _of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
@@ -584,18 +609,10 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int, TensorRef]]:
         yield "output", 0, TensorRows(spec.output, 0, spec.n_logits) if is_cut else spec.output
 
 
-def packed_bytes(model: ModelFile, spec: ModelSpec, packing: Packing = Packing()) -> int:  # noqa: B008
-    """Bytes of all packed weights of a file. Raises UnsupportedModel."""
-    if spec.own_embeddings and _part(model, spec.token_embd).type == GGMLType.I2_S:
-        raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
-    parts = (_part(model, ref, packing) for _, _, ref in _weights(spec))
-    return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
-
-
-def _vector(part: _Part) -> NDArray[np.float32]:
+def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
     """A norm or a bias as float32."""
     kind = "<f4" if part.type == GGMLType.F32 else "<f2"
-    return np.frombuffer(part.data.tobytes(), dtype=kind).astype(np.float32, copy=False)
+    return np.frombuffer(part.data(model).tobytes(), dtype=kind).astype(np.float32, copy=False)
 
 
 def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
