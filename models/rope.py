@@ -14,8 +14,12 @@ _TWO_PI = Decimal("6.283185307179586476925286766559")
 
 def inverse_frequencies(base: float, n_dims: int) -> list[float]:
     """base ** (-2i / n_dims) for each of the n_dims / 2 pairs."""
-    with localcontext(prec=_PRECISION):
-        return [float(Decimal(base) ** (Decimal(-2 * i) / Decimal(n_dims))) for i in range(n_dims // 2)]
+    with localcontext(prec=_PRECISION + 10):  # for the factors that gather errors
+        each = Decimal(base) ** (Decimal(-2) / Decimal(n_dims))
+        frequencies = [Decimal(1)]
+        while len(frequencies) < n_dims // 2:
+            frequencies.append(frequencies[-1] * each)
+    return [float(frequency) for frequency in frequencies[: n_dims // 2]]
 
 
 def yarn_frequencies(frequencies: Sequence[float], base: float, factor: float, n_ctx: int) -> list[float]:

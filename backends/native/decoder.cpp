@@ -136,7 +136,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       kernels_(kernels),
       pool_(n_threads),
       weights_(packed ? 0 : weight_bytes),
-      activations_(activation_bytes(config, n_threads)),
+      activations_(activation_bytes(config, n_threads), false),
       cache_(config.kv_sizes()),
       weight_bytes_(weight_bytes),
       packed_(packed),

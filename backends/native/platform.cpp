@@ -17,11 +17,11 @@ constexpr size_t kHugePage = size_t{2} << 20;
 }
 
 #if defined(__unix__) || defined(__APPLE__)
-Memory::Memory(size_t n_bytes) {
+Memory::Memory(size_t n_bytes, bool on_huge_pages) {
     if (n_bytes == 0) return;
     if (n_bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
     // A huge page needs its alignment: take one more and give the ends back.
-    const bool huge = n_bytes >= kHugePage;
+    const bool huge = on_huge_pages && n_bytes >= kHugePage;
     const size_t page = huge ? kHugePage : size_t{4096};
     const size_t size = (n_bytes + page - 1) / page * page, taken = size + (huge ? kHugePage : 0);
     void* p = mmap(nullptr, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -44,7 +44,7 @@ Memory::~Memory() {
     if (data_) munmap(data_, size_);
 }
 #else
-Memory::Memory(size_t n_bytes) : size_((n_bytes + 63) / 64 * 64) {
+Memory::Memory(size_t n_bytes, bool) : size_((n_bytes + 63) / 64 * 64) {
     if (n_bytes == 0) return;
     data_ = static_cast<uint8_t*>(::operator new(size_, std::align_val_t{64}));
     std::memset(data_, 0, size_);

@@ -4,11 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 
-// Zeroed memory, 64-byte aligned, on huge pages where the system has them. Throws std::bad_alloc.
+// Zeroed memory, 64-byte aligned; on huge pages where the system has them, unless little of it may ever be used: the
+// first touch of one clears all of it. Throws std::bad_alloc.
 class Memory {
 public:
     Memory() = default;
-    explicit Memory(size_t n_bytes);
+    explicit Memory(size_t n_bytes, bool on_huge_pages = true);
     ~Memory();
     Memory(Memory&& other) noexcept;
     Memory& operator=(Memory&& other) noexcept;
