@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := $(shell find backends -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+NATIVE := $(shell find backends edgeinfer -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31

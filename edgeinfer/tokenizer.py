@@ -14,9 +14,9 @@ import codecs
 import heapq
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
+from edgeinfer._strings import StringIndex, make_tokens_in_order
+from edgeinfer.arrays import Strings
 from edgeinfer.errors import TokenizerError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 
@@ -71,6 +73,7 @@ def _cased(letters: str) -> tuple[str, str]:
     return rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*"
 
 
+_NEWER = _chars(_UNICODE_16)
 _SHORT = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
@@ -191,11 +194,11 @@ _SPACE_MARKED = _GEMMA4 | {"sarvam-moe"}  # "▁" for a space and byte tokens, n
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    newer = _chars(_UNICODE_16)
-    pinned = re.sub(r"\\p\{\w\}", lambda category: f"[{category[0]}&&[^{newer}]]", pattern)
+    pinned = re.sub(r"\\p\{\w\}", lambda category: f"[{category[0]}&&[^{_NEWER}]]", pattern)
     return pre_tokenizers.Split(tokenizers.Regex(pinned), "isolated")
 
 
+@cache
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([_split(pattern) for pattern in PRE_TOKENIZERS[pre]])
 
@@ -213,7 +216,8 @@ def keeps_tokens(pre: str) -> bool:
 # ---- The vocabulary -------------------------------------------------------------------------------------------------
 
 _UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = (1 << bit for bit in range(6))
-_OF_TYPE = np.array([0, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE], np.uint8)  # by token_type
+# By token_type; there is none below 1 or above 6.
+_OF_TYPE = np.array([0, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE, 0], np.uint8)
 
 # Texts that mean the end of a turn, and those of fill-in-the-middle tokens by their metadata keys.
 _END_TEXTS = (
@@ -282,9 +286,11 @@ class _Metadata:
             raise self.error(f"{key}_token_id", f"an id below {n_vocab}, the size of the vocabulary", value)
         return value
 
-    def strings(self, key: str) -> list[str]:
+    def strings(self, key: str) -> Strings:
         value = self.get(key)
-        if not isinstance(value, list) or not value or not isinstance(value[0], str):  # an array has one type
+        if isinstance(value, list) and all(isinstance(text, str) for text in value):
+            value = Strings(value)
+        if not isinstance(value, Strings) or not value:
             raise self.error(key, "an array of strings", value)
         return value
 
@@ -322,18 +328,17 @@ class _Vocabulary:
         self.metadata = metadata
         self.tokens = metadata.strings("tokens")
         n_vocab = len(self.tokens)
-        self.ids = dict(zip(self.tokens, range(n_vocab), strict=True))
+        self.ids = StringIndex(self.tokens.table)
         if "" in self.ids:
-            self.tokens = [text or f"[EMPTY_{id}]" for id, text in enumerate(self.tokens)]
-            self.ids = dict(zip(self.tokens, range(n_vocab), strict=True))
-        if len(self.ids) != n_vocab:
-            twice = next(text for id, text in enumerate(self.tokens) if self.ids[text] != id)
-            raise metadata.error("tokens", "different texts", f"{twice} twice")
+            self.tokens = Strings([text or f"[EMPTY_{id}]" for id, text in enumerate(self.tokens)])
+            self.ids = StringIndex(self.tokens.table)
+        if self.ids.repeated is not None:
+            raise metadata.error("tokens", "different texts", f"{self.tokens[self.ids.repeated]} twice")
         types = metadata.numbers("token_type", "iu", n_vocab)
         if types is None:
             self.attributes = np.full(n_vocab, _NORMAL, np.uint8)
         else:
-            self.attributes = _OF_TYPE[np.where((types >= 0) & (types < len(_OF_TYPE)), types, 0)]
+            self.attributes = _OF_TYPE[np.clip(types, 0, len(_OF_TYPE) - 1)]
         for id in np.flatnonzero(self.attributes & _BYTE).tolist():
             if not _BYTE_TOKEN.fullmatch(self.tokens[id]):
                 raise metadata.error("tokens", f"<0x00> to <0xFF> for the byte token {id}", self.tokens[id])
@@ -391,9 +396,9 @@ class _Vocabulary:
 
     def hide_controls(self) -> None:
         """Take the control tokens out of `ids`: whatever merges a file has, text alone must not make one."""
-        for id in self.controls():
-            if len(self.tokens[id]) > 1:  # a single character may be all there is for a byte
-                self.ids.pop(self.tokens[id], None)
+        for text in (self.tokens[id] for id in self.controls()):
+            if len(text) > 1:  # a single character may be all there is for a byte
+                self.ids.hide(text)
 
     def _stripping(self, specials: set[int]) -> tuple[set[int], set[int]]:
         """Tokens that swallow white space to the left and to the right; GGUF does not say it, so it goes by name."""
@@ -423,7 +428,7 @@ class _Merger(ABC):
     _CACHED_WORDS = 1 << 16
     _CACHED_LENGTH = 64
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+    def __init__(self, ids: StringIndex) -> None:
         self._ids = ids
         self._cache: dict[str, list[int]] = {}
 
@@ -504,32 +509,19 @@ def _ranks(vocabulary: _Vocabulary, required: bool) -> _Ranks:
     if not required and metadata.get("merges") is None:
         return lambda left, right: None
     merges = metadata.strings("merges")
-    n_merges = len(merges)
-    joined = "\n".join(merges)
-    if joined.count(" ") != n_merges:
-        wrong = next((merge for merge in merges if merge.count(" ") != 1), "")
-        raise metadata.error("merges", "pairs of tokens with a space between them", wrong)
     # Most vocabularies list the tokens in the order of the merges that make them: one comparison instead of 150,000,
     # and the id of a token tells the rank of its merge.
-    first = vocabulary.ids.get(merges[0].replace(" ", ""), 0)
-    if joined.replace(" ", "") == "\n".join(vocabulary.tokens[first : first + n_merges]):
-        controls = {vocabulary.tokens[id]: id for id in vocabulary.controls()}  # which `ids` is to lose
-        return partial(_rank_by_id, vocabulary.ids, controls, merges, first)
-    made = [merge.replace(" ", "") for merge in merges]
-    if not all(map(vocabulary.ids.__contains__, made)):
-        wrong = next(merge for merge, token in zip(merges, made, strict=True) if token not in vocabulary.ids)
-        raise metadata.error("merges", "pairs that make a token", wrong)
-    ranks = dict(zip(reversed(merges), range(n_merges - 1, -1, -1), strict=True))
+    first = vocabulary.ids.get(merges[0].replace(" ", "")) or 0
+    if make_tokens_in_order(merges.table, vocabulary.tokens.table, first):
+        return partial(vocabulary.ids.rank, merges.table, first)
+    if merges.table.n_spaces != len(merges):
+        wrong = next((merge for merge in merges if merge.count(" ") != 1), "")
+        raise metadata.error("merges", "pairs of tokens with a space between them", wrong)
+    unmade = vocabulary.ids.first_unmade(merges.table)
+    if unmade is not None:
+        raise metadata.error("merges", "pairs that make a token", merges[unmade])
+    ranks = StringIndex(merges.table)
     return lambda left, right: ranks.get(f"{left} {right}")
-
-
-def _rank_by_id(
-    ids: Mapping[str, int], controls: Mapping[str, int], merges: Sequence[str], first: int, left: str, right: str
-) -> int | None:
-    """Where merge i makes token first + i."""
-    text = left + right
-    rank = ids.get(text, controls.get(text, -1)) - first
-    return rank if 0 <= rank < len(merges) and merges[rank] == f"{left} {right}" else None
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -13,6 +13,7 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.arrays import Array
 from edgeinfer.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
 Metadata: TypeAlias = Mapping[str, MetadataValue]
@@ -89,6 +90,8 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: MetadataValue) -> bytes:
+    if isinstance(value, Array):
+        value = value.tolist()
     if isinstance(value, list):
         kind = _kind_of_elements(value)
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + _elements(kind, value)

@@ -82,7 +82,8 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
             )
         graph = build_head(source, head.decoder, target, of_target, n_ctx, style)
         kept = {"draft_vocab": head.draft_vocab.tolist(), "target.fingerprint": head.target.fingerprint}
-    graph.metadata |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in kept.items()}
+    for key, value in kept.items():
+        graph.metadata[key] = value if isinstance(value, str) else json.dumps(value, default=list)
     return graph
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.arrays import Array
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
@@ -95,7 +96,7 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or "output_norm.weight" not in file.tensors:
+    if not isinstance(tokens, (Array, list)) or "output_norm.weight" not in file.tensors:
         raise UnsupportedModel(f"{file.path}: no vocabulary or no output_norm.weight: no whole language model")
     digest = hashlib.sha256("\0".join(map(str, tokens)).encode())
     if not by_tokens:
@@ -151,7 +152,7 @@ class _HeadReader(Reader):
 
     def _matches(self) -> tuple[float, ...]:
         found = self.file.metadata.get(self._key(MATCHES), [])
-        depths = found if isinstance(found, list) else [None]
+        depths = found if isinstance(found, (Array, list)) else [None]
         matches = tuple(one for one in depths if isinstance(one, float) and 0.0 <= one <= 1.0)
         if not len(depths) == len(matches) <= _MOST_DEPTHS:
             self.refuse(MATCHES, f"must be up to {_MOST_DEPTHS} shares from 0.0 to 1.0: found {found!r:.80}")
@@ -161,7 +162,7 @@ class _HeadReader(Reader):
         found = self.file.metadata.get(self._key(TARGET_LAYERS))
         if found is None:
             return True
-        layers = found if isinstance(found, list) else []
+        layers = found if isinstance(found, (Array, list)) else []
         taps = tuple(layer for layer in layers if isinstance(layer, int) and 0 <= layer < 4096)
         if not 1 <= len(layers) == len(taps) <= MOST_TAPS:
             self.refuse(TARGET_LAYERS, f"must be 1 to {MOST_TAPS} layers from 0 on: found {found!r:.80}")
@@ -246,14 +247,14 @@ class _Eagle3Reader(_HeadReader):
 
     def _n_vocab(self) -> int:
         tokens = self.file.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or not tokens:
+        if not isinstance(tokens, (Array, list)) or not tokens:
             raise UnsupportedModel(f"{self.file.path}: no vocabulary, which a target could be compared with")
         return len(tokens)
 
     def _taps(self) -> tuple[int, ...]:
         """llama.cpp counts what goes into a layer, Session.forward what comes out of one."""
         found = self.file.metadata.get(self._key(TARGET_LAYERS))
-        layers = found if isinstance(found, list) else []
+        layers = found if isinstance(found, (Array, list)) else []
         taps = tuple(layer - 1 for layer in layers if isinstance(layer, int) and 1 <= layer <= 4096)
         if not len(layers) == len(taps) == _EAGLE3_LAYERS:
             self.refuse(TARGET_LAYERS, f"must be {_EAGLE3_LAYERS} layers from 1 on: found {found!r:.80}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
+from edgeinfer.arrays import Array
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import rope
@@ -176,7 +177,7 @@ class Reader:
         """
         n_layers, key = self._n_layers(), "attention.sliding_window_pattern"
         pattern = self.file.metadata.get(self._key(key), period)
-        if isinstance(pattern, list):
+        if isinstance(pattern, (Array, list)):
             if len(pattern) != n_layers or not all(isinstance(value, int) and value in (0, 1) for value in pattern):
                 self.refuse(key, f"must be {n_layers} times true or false: found {pattern!r:.80}")
             windowed = [bool(value) for value in pattern]

@@ -2,13 +2,12 @@
 
 import importlib
 import importlib.util
-import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
 from parts import missing
@@ -16,21 +15,6 @@ from parts import missing
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.errors import BackendUnavailable
-
-
-def _use_test_core() -> None:
-    """Run the tests on the extension that EDGEINFER_TEST_CORE names, for instance one built with sanitizers."""
-    path = os.environ.get("EDGEINFER_TEST_CORE")
-    if path:
-        name = "edgeinfer.backends.native._core"
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"EDGEINFER_TEST_CORE={path} is no extension module")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-
-
-_use_test_core()
 
 
 def pytest_configure() -> None:

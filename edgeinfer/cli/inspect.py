@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LONGEST_ARRAY = 16  # elements in the JSON document; longer ones are cut
 _WIDEST_VALUE = 80  # characters in the text
+_SCALARS = (str, int, float)
 
 
 @click.command()
@@ -71,7 +72,7 @@ def _summary(model: ModelFile) -> dict[str, Any]:
         "tokenizer": {
             "model": said("tokenizer.ggml.model"),
             "pre": said("tokenizer.ggml.pre"),
-            "n_tokens": len(tokens) if isinstance(tokens, list) else None,
+            "n_tokens": None if tokens is None or isinstance(tokens, _SCALARS) else len(tokens),
         },
         "has_chat_template": "tokenizer.chat_template" in model.metadata,
     }
@@ -132,7 +133,7 @@ def _metadata_lines(model: ModelFile) -> Iterator[str]:
 
 def _shown(value: MetadataValue) -> str:
     """A value on one line; of an array its length and first elements."""
-    if not isinstance(value, list):
+    if isinstance(value, _SCALARS):
         return _cut(_line(value) if isinstance(value, str) else str(value))
     first = ", ".join(_line(element) if isinstance(element, str) else str(element) for element in value[:8])
     return _cut(f"[{len(value)}] {first}{', ...' if len(value) > 8 else ''}")
@@ -176,7 +177,7 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 def _json_value(value: MetadataValue) -> Any:
     """The value itself; of a long array its length and first elements, and of an infinity its name."""
-    if not isinstance(value, list):
+    if isinstance(value, _SCALARS):
         return value
     first = [_json_number(element) for element in value[:_LONGEST_ARRAY]]
     return first if len(value) <= _LONGEST_ARRAY else {"n_elements": len(value), "first": first}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from edgeinfer.arrays import Array
 from edgeinfer.backends.base import DraftingSession, Session, common_length
 from edgeinfer.backends.native import likeliest
 from edgeinfer.drafters.base import Context
@@ -219,7 +220,7 @@ def check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:
 def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
     """Whether the target's n_vocab tokens are the same in a draft model, but for padding at the end."""
     own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
-    if not isinstance(own, list) or not isinstance(wanted, list):
+    if not isinstance(own, (Array, list)) or not isinstance(wanted, (Array, list)):
         return False
     n = min(len(own), n_vocab)
     return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])

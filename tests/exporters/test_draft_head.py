@@ -9,6 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from tiny_models import write_tiny_model
 
+from edgeinfer.arrays import Strings
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.draft_head import write_draft_head
@@ -27,9 +28,9 @@ def test_a_head_has_the_keys_and_tensors_that_it_was_given(tmp_path: Path, rng: 
         write_draft_head(tmp_path / "h.gguf", target, read_spec(target), *given)
         digest = fingerprint(target)
         tokens = target.metadata["tokenizer.ggml.tokens"]
-        assert isinstance(tokens, list)
+        assert isinstance(tokens, Strings)
         norm = target.data("output_norm.weight").tobytes()
-    assert digest == hashlib.sha256("\0".join(map(str, tokens)).encode() + norm).hexdigest()
+    assert digest == hashlib.sha256("\0".join(tokens).encode() + norm).hexdigest()
     with ModelFile.open(tmp_path / "h.gguf") as head:
         assert dict(head.metadata) == {
             "general.architecture": "draft-head",

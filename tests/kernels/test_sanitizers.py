@@ -1,4 +1,4 @@
-"""Kernels, packing and decoder under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Kernels, packing, decoder and tables of texts under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import shutil
@@ -12,14 +12,15 @@ from parts import missing
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
 # What compares with other engines runs the same code as what compares the bits.
-LEFT_OUT = "reference or 200_tokens"
+LEFT_OUT = "reference or 200_tokens or 200_damaged"
 TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py"]
 TESTS += ["tests/backends/test_native.py", "tests/backends/test_draft_head.py"]
+TESTS += ["tests/unit/test_arrays.py", "tests/unit/test_gguf.py", "tests/unit/test_tokenizer.py"]
 
 
 @pytest.fixture(scope="module")
-def sanitized_core() -> Path:
-    """The extension built with both sanitizers. Kept between runs, so that only what changed is compiled again."""
+def sanitized() -> Path:
+    """Folder of the extensions built with both sanitizers. Kept between runs: only what changed is compiled again."""
     import nanobind
 
     compiler = shutil.which("g++")
@@ -29,8 +30,9 @@ def sanitized_core() -> Path:
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}"]
     configure += ["-DEI_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug"]
     subprocess.run(configure, check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", BUILD, "--target", "_core", "-j", "2"], check=True, capture_output=True)
-    return next((BUILD / "native").glob("_core.*.so"))
+    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "-j", "2"]
+    subprocess.run(build, check=True, capture_output=True)
+    return BUILD
 
 
 def library_of_the_compiler(name: str) -> str:
@@ -41,11 +43,12 @@ def library_of_the_compiler(name: str) -> str:
     return path
 
 
-def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized_core: Path) -> None:
+def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized: Path) -> None:
     # libstdc++ too: the interceptors look for it when they load.
     libraries = [library_of_the_compiler(name) for name in ("libasan.so", "libstdc++.so")]
     environment = os.environ | {
-        "EDGEINFER_TEST_CORE": str(sanitized_core),
+        "EDGEINFER_TEST_CORE": str(next(sanitized.glob("native/_core.*.so"))),
+        "EDGEINFER_TEST_STRINGS": str(next(sanitized.glob("files/_strings.*.so"))),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.arrays import Array
 from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.gguf import MetadataValue, ModelFile
 
@@ -20,7 +21,7 @@ def write_reordered(path: Path, source: Path, order: Sequence[int], **changes: M
         metadata = dict(file.metadata)
         for name in ("tokens", "token_type"):
             values = metadata[f"tokenizer.ggml.{name}"]
-            assert isinstance(values, list)
+            assert isinstance(values, Array)
             metadata[f"tokenizer.ggml.{name}"] = [values[old] for old in order]  # type: ignore[assignment]
         for name in ("bos", "eos", "padding"):
             metadata[f"tokenizer.ggml.{name}_token_id"] = places[

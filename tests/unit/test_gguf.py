@@ -9,23 +9,24 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_mutations import mutations, read_layout
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
-import edgeinfer.gguf
+from edgeinfer.arrays import Numbers, Strings
 from edgeinfer.cli.inspect import inspect
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
-from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.gguf import GGMLType, ModelFile, _Cursor, _read_sound_tensor_info, _read_tensor_info
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz_gguf.py"
@@ -113,10 +114,10 @@ def test_metadata_of_every_type_becomes_plain_python_values(opened: Any) -> None
     expected |= {f"{name}s": [value, value] for name, (_, _, value) in values.items()}
     expected |= {"text": "Grüße \x00 你好", "texts": ["", "é"], "none": [], "no texts": []}
     assert metadata == expected
-    assert {name: type(value) for name, value in metadata.items()} == {
-        name: type(value) for name, value in expected.items()
-    }
+    assert {name: type(metadata[name]) for name in values} == {name: type(expected[name]) for name in values}
     assert [type(metadata[f"{name}s"][0]) for name in values] == [type(metadata[name]) for name in values]
+    assert [type(next(iter(metadata[f"{name}s"]))) for name in values] == [type(metadata[name]) for name in values]
+    assert {type(metadata[f"{name}s"]) for name in values} == {Numbers} and type(metadata["no texts"]) is Strings
 
 
 def test_tensors_have_numpy_shapes_absolute_offsets_and_their_bytes(opened: Any) -> None:
@@ -146,21 +147,38 @@ def test_long_and_many_strings_come_back_whole(opened: Any) -> None:
     assert opened(content).metadata == {"t": texts, "u": 1}
 
 
-@given(
-    st.lists(
-        st.one_of(st.text(max_size=4), st.sampled_from(["", "\0", "\0" * 9, "x" * 255, "y" * 256, "z" * 600, "\1\0"])),
-        max_size=30,
-    ),
-    st.integers(0, 3),
-)
-def test_strings_are_read_the_same_in_bulk_and_one_by_one(texts: list[str], repeats: int) -> None:
-    texts = texts * 10**repeats
-    for window, most in ((b"".join(map(text, texts)), len(texts)), (b"".join(map(text, [*texts, "tail"]))[:-3], 10**6)):
-        found: list[str] = []
-        at = edgeinfer.gguf._append_short_strings(found, window, most)
-        assert found == texts[: len(found)] and at == len(b"".join(map(text, found)))
-        edgeinfer.gguf._append_strings(found, window[at:], most - len(found))
-        assert found == texts
+def outcome(read: Callable[[_Cursor], object], content: bytes) -> tuple[object, int | None]:
+    """What is read, or the refusal, and where the cursor then stands."""
+    cursor = _Cursor(Path("m.gguf"), cast(mmap.mmap, content))
+    try:
+        return read(cursor), cursor.at
+    except InvalidGGUF as error:
+        return str(error), None
+
+
+_ODD = [b"\xc3(", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xa9", b"\xc0\x80", b"\xff" * 9]
+_texts = st.one_of(st.text(max_size=20).map(str.encode), st.sampled_from([b"", b"x" * 300, "日本語".encode(), *_ODD]))
+
+
+@settings(max_examples=500)
+@given(st.lists(_texts, max_size=12), st.integers(0, 40), st.integers(0, 14), st.data())
+def test_strings_are_read_the_same_in_bulk_and_one_by_one(texts: list[bytes], cut: int, n: int, data: Any) -> None:
+    content = bytearray(b"".join(map(text, texts)))[: -cut or None]
+    for at in data.draw(st.lists(st.integers(0, max(len(content) - 1, 0)), max_size=2)):
+        content[at : at + 1] = bytes([data.draw(st.integers(0, 255))])
+    one_by_one = outcome(lambda cursor: [cursor.string(f"t[{index}]") for index in range(n)], bytes(content))
+    assert outcome(lambda cursor: cursor.strings(n, "t"), bytes(content)) == one_by_one
+
+
+@settings(max_examples=500)
+@given(st.integers(0, 5), st.lists(st.integers(0, 3), min_size=5, max_size=5), st.integers(0, 45), st.data())
+def test_a_tensor_is_read_the_same_fast_and_field_by_field(n_dims: int, dims: Any, code: int, data: Any) -> None:
+    dims = [data.draw(st.sampled_from([0, 1, 32, 256, 2**24, 2**47, 2**64 - 1])) if dim == 3 else 256 for dim in dims]
+    entry = tensor("", *dims[:n_dims], kind=code, offset=96)[8:]
+    entry = entry[: len(entry) - data.draw(st.sampled_from([0, 0, 1, 12, 13, 40]))]
+    strictly = outcome(lambda cursor: _read_tensor_info(cursor, "t"), entry)
+    fast = outcome(_read_sound_tensor_info, entry)
+    assert fast == (strictly if strictly[1] is not None else (None, 0))
 
 
 def test_what_is_not_utf_8_among_many_strings_is_told_by_its_place(opened: Any) -> None:
@@ -480,7 +498,7 @@ def test_a_renamed_file_of_a_split_model_is_told_its_name(parts: list[Path]) -> 
 def test_the_default_model_reads_as_it_is_known_to_be(default_model: Path) -> None:
     with ModelFile.open(default_model) as model:
         tokens, embedding = model.metadata["tokenizer.ggml.tokens"], model.tensors["token_embd.weight"]
-        assert isinstance(tokens, list) and len(tokens) == 49152 and tokens[1] == "<|im_start|>"
+        assert isinstance(tokens, Strings) and len(tokens) == 49152 and tokens[1] == "<|im_start|>"
         assert model.metadata["general.architecture"] == "llama" and model.metadata["llama.block_count"] == 30
         assert len(model.tensors) == 272 and embedding.shape == (49152, 576)
         assert model.paths == (default_model,) and model.n_bytes == default_model.stat().st_size

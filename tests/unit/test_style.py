@@ -9,7 +9,8 @@ import pytest
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-NATIVE = sorted(path for ending in ("cpp", "h", "cl") for path in (ROOT / "backends").rglob(f"*.{ending}"))
+FOLDERS, ENDINGS = ("backends", "edgeinfer"), ("cpp", "h", "cl")
+NATIVE = sorted(path for folder in FOLDERS for end in ENDINGS for path in (ROOT / folder).rglob(f"*.{end}"))
 
 
 def tool(name: str) -> str:

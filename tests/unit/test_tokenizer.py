@@ -368,6 +368,22 @@ def test_control_tokens_are_skipped_where_asked_and_unused_ones_give_nothing() -
     assert BPE.token_bytes(BPE.n_vocab - 1) == b""
 
 
+@pytest.mark.parametrize("types", [[7, 0, -1], [255, 100, 0]])
+def test_tokens_of_types_that_do_not_exist_give_nothing(types: list[int]) -> None:
+    tokens = [*byte_level()["tokens"], "x1", "x2", "x3"]
+    tokenizer = open_metadata(byte_level(tokens=tokens, token_type=[NORMAL] * (len(tokens) - 3) + types))
+    assert tokenizer.decode(range(len(tokens) - 4, len(tokens))) == tokens[-4]
+
+
+def test_tokens_without_a_text_are_named_by_their_ids() -> None:
+    tokens = [*byte_level()["tokens"], "", "a b", ""]
+    tokenizer = open_metadata(byte_level(tokens=tokens))
+    n = len(tokens)
+    assert tokenizer.decode([n - 3, n - 2, n - 1]) == f"[EMPTY_{n - 3}]a b[EMPTY_{n - 1}]"
+    with pytest.raises(TokenizerError, match=f"EMPTY_{n}. twice"):
+        open_metadata(byte_level(tokens=[*tokens, "", f"[EMPTY_{n}]"]))
+
+
 @pytest.mark.parametrize("id", [-1, BPE.n_vocab, 1 << 40])
 def test_id_outside_of_the_vocabulary_is_refused(id: int) -> None:
     with pytest.raises(TokenizerError, match=str(id)):

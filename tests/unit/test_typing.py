@@ -15,26 +15,28 @@ from pathlib import Path
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-STUB = "edgeinfer/backends/native/_core.pyi"
+EXTENSIONS = ("edgeinfer._strings", "edgeinfer.backends.native._core")
 
 
 def ship(to: Path) -> int:
-    """Copy the package as the wheel has it, with the stub of the extension; gives back the number of modules."""
+    """Copy the package as the wheel has it, with the stubs of the extensions; gives back the number of modules."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
     for package, folder in table.items():
         shutil.copytree(ROOT / folder, to / package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    if not (to / STUB).exists():
-        shutil.copy(stub(), to / STUB)
-    return len(list(to.rglob("*.py"))) + 1
+    for extension in EXTENSIONS:
+        name = f"{extension.replace('.', '/')}.pyi"
+        if not (to / name).exists():
+            shutil.copy(stub(extension), to / name)
+    return len(list(to.rglob("*.py"))) + len(EXTENSIONS)
 
 
-def stub() -> Path:
+def stub(extension: str) -> Path:
     """The stub beside the installed extension."""
     try:
-        extension = importlib.util.find_spec("edgeinfer.backends.native._core")
+        spec = importlib.util.find_spec(extension)
     except ImportError:
-        extension = None
-    path = Path(str(extension.origin)).with_name("_core.pyi") if extension else None
+        spec = None
+    path = Path(str(spec.origin)).with_name(f"{extension.rpartition('.')[2]}.pyi") if spec else None
     if path is None or not path.exists():
         missing("native", "the stub of the extension is made when it is built: make setup")
     return path

@@ -66,8 +66,8 @@ def test_types_are_announced(names: set[str]) -> None:
     assert "edgeinfer/py.typed" in names
 
 
-def test_the_engine_is_installed_with_its_types() -> None:
-    folder = Path("edgeinfer/backends/native")
-    installed = {Path(file) for file in files("edgeinfer") or () if Path(file).parent == folder}
-    assert folder / "_core.pyi" in installed
-    assert any(path.name.startswith("_core.") and path.suffix in (".so", ".pyd") for path in installed)
+@pytest.mark.parametrize("folder, name", [("edgeinfer/backends/native", "_core"), ("edgeinfer", "_strings")])
+def test_an_extension_is_installed_with_its_types(folder: str, name: str) -> None:
+    installed = {Path(file).name for file in files("edgeinfer") or () if Path(file).parent == Path(folder)}
+    assert f"{name}.pyi" in installed
+    assert any(file.startswith(f"{name}.") and file.endswith((".so", ".pyd")) for file in installed)
