@@ -64,6 +64,16 @@ Memory& Memory::operator=(Memory&& other) noexcept {
     return *this;
 }
 
+void map_now(const uint8_t* p, size_t n_bytes) {
+#if defined(__linux__)
+    constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack; older systems refuse it
+    const uintptr_t page = 4096, first = reinterpret_cast<uintptr_t>(p) / page * page;
+    madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(p) + n_bytes - first, kPopulateRead);
+#else
+    static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();

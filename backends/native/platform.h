@@ -24,5 +24,9 @@ private:
     size_t size_ = 0;
 };
 
+// Brings these bytes of a mapped file into the page table at once, where the system can: one fault after the other takes
+// three times as long. Does no harm to other memory.
+void map_now(const uint8_t* p, size_t n_bytes);
+
 // Tells the core that this is a waiting loop.
 void relax();
