@@ -44,8 +44,8 @@ uint64_t load_few(const char* at, size_t n) {
     return n ? byte(0) | byte(n / 2) << 8 | byte(n - 1) << 16 : 0;
 }
 
-// Whether n bytes are UTF-8 as Python has it (table 3-7 of the Unicode standard). The three bytes before them are read too,
-// and must not be the beginning of a character. Without branches, so that the compiler makes vectors of it.
+// Whether n bytes are UTF-8 as Python has it (table 3-7 of the Unicode standard). The three bytes before them are read
+// too, and must not be the beginning of a character. Without branches, so that the compiler makes vectors of it.
 bool is_utf8(const char* text, size_t n) {
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(text);
     const uint8_t *before = bytes - 1, *second_before = bytes - 2, *third_before = bytes - 3;
@@ -77,8 +77,8 @@ std::optional<std::string_view> utf8_of(const nb::str& text) {
 // Texts one behind the other in one piece of memory.
 class StringTable {
 public:
-    // The first of n texts in data[at..limit), each behind its length, that have at most most_bytes, are UTF-8, and follow
-    // each other whole. They are copied, and what is checked is the copy: another process may write to the file.
+    // The first of n texts in data[at..limit), each behind its length, that have at most most_bytes, are UTF-8, and
+    // follow each other whole. They are copied, and the copy is checked: another process may write to the file.
     static StringTable read(Bytes data, size_t at, size_t limit, size_t n, size_t most_bytes) {
         if (limit > data.size() || at > limit) throw nb::value_error("read: the limits lie outside of the data");
         const char* source = reinterpret_cast<const char*>(data.data()) + at;
@@ -156,8 +156,8 @@ private:
         std::memset(bytes() + starts_->back(), 0, kMargin);
     }
 
-    // How many of the texts are UTF-8, before the first that is not. All are if they are together, and none begins within
-    // a character.
+    // How many of the texts are UTF-8, before the first that is not. All are if they are together, and none begins
+    // within a character.
     size_t n_utf8() const {
         uint8_t wrong = !is_utf8(joined().data(), joined().size());
         for (size_t i = 0; i < n_; i++) wrong |= (bytes()[starts()[i]] & 0xC0) == 0x80;
@@ -192,8 +192,8 @@ uint64_t folded_product(uint64_t a, uint64_t b) {
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
-// Products of words and secrets, as in wyhash (Wang Yi). The secrets are drawn once in a process, so that nobody can write
-// a file whose texts all have one hash.
+// Products of words and secrets, as in wyhash (Wang Yi). The secrets are drawn once in a process, so that nobody can
+// write a file whose texts all have one hash.
 uint32_t hash_of(std::string_view text) {
     static const auto secrets = [] {
         std::random_device random;
@@ -265,8 +265,8 @@ public:
     }
 
 private:
-    // A slot is 0, or the place of a text + 1, and perhaps kHidden, and the top of the hash: most texts that are in another's
-    // way are told from it by that.
+    // A slot is 0, or the place of a text + 1, perhaps with kHidden, and the top of its hash, by which most texts that
+    // are in another's way are told from it.
     static constexpr uint32_t kHash = 0xFF000000, kHidden = 1 << 23;
 
     static uint32_t place(uint32_t slot) { return (slot & (kHidden - 1)) - 1; }
@@ -299,8 +299,7 @@ private:
     std::optional<uint32_t> repeated_;
 };
 
-// Whether each of the merges is a pair "left right", without another space, that makes the token at its place from first
-// on.
+// Whether merge i is a pair "left right", without another space, that makes token first + i, for all of them.
 bool make_tokens_in_order(const StringTable& merges, const StringTable& tokens, size_t first) {
     if (first > tokens.size() || merges.size() > tokens.size() - first) return false;
     if (merges.n_spaces() != merges.size()) return false;
@@ -329,7 +328,7 @@ NB_MODULE(_strings, m) {
             "__getitem__",
             [](const StringTable& table, Py_ssize_t index) {
                 const Py_ssize_t n = static_cast<Py_ssize_t>(table.size()), i = index < 0 ? index + n : index;
-                if (i < 0 || i >= n) throw nb::index_error("list index out of range");
+                if (i < 0 || i >= n) throw nb::index_error("no such text");
                 return table[static_cast<size_t>(i)];
             },
             "index"_a)
@@ -358,8 +357,7 @@ NB_MODULE(_strings, m) {
              "Where merge i joins two texts to text first + i, hidden or not: the place in merges of \"left right\".")
         .def_prop_ro("repeated", &StringIndex::repeated, "Place of the first text that comes again.");
 
-    m.def(
-        "make_tokens_in_order", &make_tokens_in_order, "merges"_a, "tokens"_a, "first"_a,
-        "Whether each of the merges is a pair \"left right\", without another space, that makes the token at its place "
-        "from first on.");
+    m.def("make_tokens_in_order", &make_tokens_in_order, "merges"_a, "tokens"_a, "first"_a,
+          "Whether merge i is a pair \"left right\", without another space, that makes token first + i, for all of "
+          "them.");
 }

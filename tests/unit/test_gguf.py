@@ -11,7 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import gguf
@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
+from edgeinfer._strings import StringTable
 from edgeinfer.arrays import Numbers, Strings
 from edgeinfer.cli.inspect import inspect
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
@@ -186,6 +187,13 @@ def test_what_is_not_utf_8_among_many_strings_is_told_by_its_place(opened: Any) 
     texts[4321] = b"to\xffen"
     with pytest.raises(InvalidGGUF, match=r"t'? value\[4321\]"):
         opened(document([key("t", ARRAY, array(STRING, len(texts), b"".join(map(text, texts))))]))
+
+
+def test_strings_that_change_while_they_are_read_are_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(read=lambda *arguments: StringTable.of([]))
+    monkeypatch.setattr("edgeinfer.gguf.StringTable", seen)
+    with pytest.raises(InvalidGGUF, match=r"value\[0\] at byte 49: changed while"):
+        opened(of_array_a(STRING, 1, text("a")))
 
 
 def test_block_sizes_are_those_of_llama_cpp(llama_cpp: ModuleType) -> None:
