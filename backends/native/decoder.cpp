@@ -409,14 +409,14 @@ Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, c
 
 namespace {
 
-// A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
-// the other's last task.
+// A matrix product cut into tasks of some row groups each. With many columns those that come last are smaller: of two
+// threads, one waits for the other's last task. With few it is the memory that all wait for, in long streams.
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest;
 
     Tasks(const Matrix& w, int n, int n_threads)
         : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads)) {
-        const int rest = n_threads > 1 ? std::min(n_groups, n_threads * groups_each) : 0;
+        const int rest = n_threads > 1 && n > kColumnsTogether ? std::min(n_groups, n_threads * groups_each) : 0;
         n_whole = (n_groups - rest) / groups_each;
         groups_of_rest = rest ? std::max(1, groups_each / 4) : groups_each;
     }

@@ -136,10 +136,10 @@ EI_INLINE void columns_by_256(const Inputs& x, int c0, const Sum* sums, int n_su
 }
 
 // Whether to multiply tile b with columns c0.. in pairs. The first columns wait for the tile to come from memory, and get
-// it sooner when blocks are finished one by one.
+// it sooner when blocks are finished one by one; few do not wait for multiplications.
 template <int NC>
 EI_INLINE bool may_pair(const Inputs& x, int c0, int b) {
-    if (!kPairs || c0 == 0) return false;
+    if (!kPairs || NC < kColumnsAtOnce || c0 == 0) return false;
     const size_t n_tiles = static_cast<size_t>(x.n_in) / 256;
     const uint8_t* narrow = x.narrow256 + static_cast<size_t>(c0) * n_tiles + b;
     uint8_t all = 1;
@@ -168,7 +168,6 @@ struct Tiles45K {
             } else {
                 one_by_one<NC>(tile, a, total);
             }
-            for (int c = 0; c < NC; c++) a[c] += 256;
             I32 mins[NC];
             for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
             for (int p = 0; p < 4; p++) {
@@ -185,36 +184,32 @@ struct Tiles45K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile.
+    // Dot products times scales, of the 256 inputs of a tile; moves a behind them.
     template <int NC>
-    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* (&a)[NC], I32 (&total)[NC]) {
         const uint8_t* lines = tile + 320;
-        const int8_t* at[NC];
-        for (int c = 0; c < NC; c++) at[c] = a[c];
         for (int j = 0; j < 8; j++) {
             prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
             const Scale scale = load_scale(tile + 64 + 16 * j);
-            dot32<BITS, NC>(lines, at, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
-            for (int c = 0; c < NC; c++) at[c] += 32;
+            dot32<BITS, NC>(lines, a, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
+            for (int c = 0; c < NC; c++) a[c] += 32;
             lines += kLines32<BITS>;
         }
     }
 
     // The same where all dot products fit into 16 bits: a dot of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
     template <int NC>
-    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* const (&a)[NC], I32 (&total)[NC]) {
+    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* (&a)[NC], I32 (&total)[NC]) {
         const uint8_t* lines = tile + 320;
-        const int8_t* at[NC];
-        for (int c = 0; c < NC; c++) at[c] = a[c];
         for (int p = 0; p < 4; p++) {
             Dot even[NC], odd[NC];
-            dot32<BITS, NC>(lines, at, [&](int c, Dot d) { even[c] = d; });
-            for (int c = 0; c < NC; c++) at[c] += 32;
-            dot32<BITS, NC>(lines + 256, at, [&](int c, Dot d) { odd[c] = d; });
+            dot32<BITS, NC>(lines, a, [&](int c, Dot d) { even[c] = d; });
+            for (int c = 0; c < NC; c++) a[c] += 32;
+            dot32<BITS, NC>(lines + 256, a, [&](int c, Dot d) { odd[c] = d; });
             const I16 scales = load_scale_pair(tile + 64 + 32 * p);
             for (int c = 0; c < NC; c++) {
                 total[c] = add_pair_times(total[c], even[c], odd[c], scales);
-                at[c] += 32;
+                a[c] += 32;
             }
             lines += 512;
         }
@@ -349,7 +344,7 @@ template <class FORMAT, int NC>
 void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, float* y, size_t ldy) {
     F32 f[NC];
     // Stores become visible in order: those of sums that do not fit into registers would wait for lines of y to come.
-    for (int c = 0; NC > 1 && c < NC; c++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row, 1);
+    for (int c = 0; c0 > 0 && c < NC; c++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row, 1);
     FORMAT::template strip<NC>(group, x, c0, f);
     for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
 }
