@@ -278,6 +278,17 @@ void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& t
     });
 }
 
+// Items that take a microsecond or so. Where there are many, several make a task: threads that take them one by one in turn
+// wait for each other's cache lines.
+template <class Item>
+void Decoder::for_items(const Pass& pass, int thread, int n_items, const Item& item) {
+    constexpr int kMost = 16;
+    const int each = std::clamp(n_items / (8 * pool_.size()), 1, kMost);
+    for_tasks(pass, thread, (n_items + each - 1) / each, [&](int task) {
+        for (int i = task * each; i < std::min(n_items, (task + 1) * each); i++) item(i);
+    });
+}
+
 void Decoder::run(const Pass& pass, int thread) {
     const auto tap_behind = [&](int index, const float* norm) {
         for (int t = 0; t < pass.n_taps; t++) {
@@ -299,7 +310,7 @@ void Decoder::run(const Pass& pass, int thread) {
 void Decoder::tap(const Pass& pass, int thread, const float* norm, float* out) {
     const Buffers& b = *buffers_;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         const size_t column = static_cast<size_t>(c);
         const float* x = b.x + column * b.ld_embd;
         float* h = b.h + column * b.ld_embd;
@@ -325,7 +336,7 @@ void Decoder::layer(const Pass& pass, int thread, const LayerWeights& w, int ind
 // x = the embeddings of the tokens; what comes with them, and the angles of their positions.
 void Decoder::embed(const Pass& pass, int thread) {
     const Buffers& b = *buffers_;
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         const size_t column = static_cast<size_t>(c);
         dequantize_row(embedding_.format, embedding_.data + static_cast<size_t>(pass.tokens[c]) * embedding_.row_bytes,
                        config_.n_embd, b.x + column * b.ld_embd);
@@ -377,7 +388,7 @@ Inputs Decoder::plain_inputs(const Pass& pass, int thread, const float* x, size_
     if (pass.alone()) {
         prepare(inputs, 0, readers);
     } else {
-        for_tasks(pass, thread, pass.n, [&](int c) { prepare(inputs, c, readers); });
+        for_items(pass, thread, pass.n, [&](int c) { prepare(inputs, c, readers); });
     }
     return inputs;
 }
@@ -402,7 +413,7 @@ Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, c
     if (pass.alone()) {
         column(0);
     } else {
-        for_tasks(pass, thread, n, column);
+        for_items(pass, thread, n, column);
     }
     return inputs;
 }
@@ -453,7 +464,7 @@ void Decoder::fuse(const Pass& pass, int thread) {
     multiply(pass, thread, gate_.feature, features, b.x_of_feature, b.ld_embd);
     const Inputs tokens = normed_inputs(pass, thread, gate_.token_norm, nullptr, pass.n, {&gate_.token});
     multiply(pass, thread, gate_.token, tokens, b.x_of_token, b.ld_embd);
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
         float* joined = b.joined + static_cast<size_t>(c) * b.ld_joined;
         kernels_.silu(b.x_of_token + at, config_.n_embd);
@@ -462,7 +473,7 @@ void Decoder::fuse(const Pass& pass, int thread) {
     });
     const Inputs both = plain_inputs(pass, thread, b.joined, b.ld_joined, {&gate_.mix});
     multiply(pass, thread, gate_.mix, both, b.h, b.ld_embd);
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
         kernels_.blend(b.h + at, b.x_of_feature + at, b.x_of_token + at, config_.n_embd, b.x + at);
     });
@@ -472,7 +483,7 @@ void Decoder::fuse(const Pass& pass, int thread) {
 void Decoder::pair(const Pass& pass, int thread) {
     const Buffers& b = *buffers_;
     const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.n_embd);
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
         float *joined = b.joined + static_cast<size_t>(c) * b.ld_joined, *x = b.x + at;
         kernels_.rms_norm(x, pair_.token_norm, config_.n_embd, config_.norm_epsilon, b.x_of_token + at);
@@ -540,7 +551,7 @@ void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bo
 // RMS norms over all queries, and all keys, of a token.
 void Decoder::norm_queries_and_keys(const Pass& pass, int thread, const LayerWeights& w) {
     const Buffers& b = *buffers_;
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         float* q = b.q + static_cast<size_t>(c) * b.ld_q;
         float* k = b.k + static_cast<size_t>(c) * b.ld_kv;
         kernels_.rms_norm(q, w.q_norm, config_.n_heads * config_.head_dim, config_.norm_epsilon, q);
@@ -565,7 +576,7 @@ void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights&
     const Buffers& b = *buffers_;
     const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
     const int rope = config_.attention[static_cast<size_t>(index)].rope;
-    for_tasks(pass, thread, pass.n * config_.n_kv_heads, [&](int task) {
+    for_items(pass, thread, pass.n * config_.n_kv_heads, [&](int task) {
         const int c = task / config_.n_kv_heads, kv_head = task % config_.n_kv_heads;
         const size_t column = static_cast<size_t>(c);
         float* q = b.q + column * b.ld_q + kv_head * of_group * dim;
@@ -667,7 +678,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
     if (pass.alone()) {
         column(0);
     } else if (sub_norm || input_kind(w.format) != InputKind::Float) {
-        for_tasks(pass, thread, pass.n, column);
+        for_items(pass, thread, pass.n, column);
     }
     const auto add = [&](int c, int first_row, int last_row) {
         float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
@@ -682,7 +693,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         for (int c = 0; !post_norm && c < pass.n; c++) add(c, first * kRows, std::min(w.n_out, last * kRows));
     });
     if (!post_norm) return;
-    for_tasks(pass, thread, pass.n, [&](int c) {
+    for_items(pass, thread, pass.n, [&](int c) {
         float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
         kernels_.rms_norm(h, post_norm, config_.n_embd, config_.norm_epsilon, h);
         add(c, 0, config_.n_embd);

@@ -204,6 +204,8 @@ private:
     void head(const Pass& pass, int thread);
     template <class Task>
     void for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task);
+    template <class Item>
+    void for_items(const Pass& pass, int thread, int n_items, const Item& item);
 
     size_t take_weights(size_t n_bytes);
 
