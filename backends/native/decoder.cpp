@@ -144,14 +144,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       layers_(static_cast<size_t>(std::max(1, config.n_layers))) {
     Cutter cutter(activations_.data());
     buffers_ = std::make_unique<Buffers>(config_, n_threads, cutter);
-    if (!packed) return;
-    const size_t share = weight_bytes / static_cast<size_t>(n_threads) + 1;
-    pool_.run([&](int thread) {
-        pool_.for_tasks(thread, n_threads, [&](int i) {
-            const size_t first = std::min(weight_bytes, static_cast<size_t>(i) * share);
-            map_now(packed + first, std::min(share, weight_bytes - first));
-        });
-    });
+    if (packed) map_now(packed, weight_bytes);  // not by several threads: they wait for each other
 }
 
 Decoder::~Decoder() = default;

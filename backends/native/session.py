@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -506,8 +506,7 @@ class Packing:
         return int(GGMLType.Q4_0 if self.rounded and is_large else info.type)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A tensor of the file, or some of its rows, and what it is in the decoder: role and layer.
 
     shape: (n_out, n_in) or (n,).  n_bytes: as GGUF stores it, from first_byte of the tensor on.  scale: of I2_S, whose
