@@ -108,7 +108,7 @@ def load(
         file = opened.enter_context(ModelFile.open(place))
         if is_draft_head(file):
             raise UnsupportedModel(f"{place}: a draft head, which drafts for a model: name that one, and this with -md")
-        tokenizer = Tokenizer.from_file(file)  # first: no backend helps where there is none
+        n_tokens = Tokenizer.size_in(file)  # first: no backend helps where there is no vocabulary
         n_threads = devices.default_n_threads() if n_threads is None else n_threads
         n_threads = check_integer("n_threads", n_threads, 1, MAX_THREADS)
         draft_max = check_integer("draft_max", draft_max, 0)
@@ -122,9 +122,9 @@ def load(
             ternary_bits=ternary_bits,
         )
         n_vocab = loadable.spec.n_vocab
-        if tokenizer.n_vocab > n_vocab:
-            raise UnsupportedModel(f"{place}: {tokenizer.n_vocab} tokens, but embeddings for {n_vocab} only")
-        drafters = _plan_drafters(loadable, draft if draft_max else "none", tokenizer, n_threads, draft_device)
+        if n_tokens > n_vocab:
+            raise UnsupportedModel(f"{place}: {n_tokens} tokens, but embeddings for {n_vocab} only")
+        drafters = _plan_drafters(loadable, draft if draft_max else "none", n_tokens, n_threads, draft_device)
         plan = loadable.plan
         if drafters is not None:
             opened.callback(drafters.close)
@@ -132,6 +132,7 @@ def load(
         device = Device(n_threads)
         session = loadable.load(device, progress)
         opened.callback(session.close)
+        tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
         speculator = None
         if drafters is not None:
             speculator = drafters.open(file, session, plan, device, draft_max)
@@ -260,7 +261,7 @@ def _checked_draft(draft: Draft) -> str | list[str]:
 
 
 def _plan_drafters(
-    loadable: Loadable, draft: str | Sequence[str], tokenizer: Tokenizer, n_threads: int, draft_device: str
+    loadable: Loadable, draft: str | Sequence[str], n_tokens: int, n_threads: int, draft_device: str
 ) -> DraftPlan | None:
     """The drafters to use beside a model, None where nothing is to be drafted."""
     if draft == "none":
@@ -276,7 +277,7 @@ def _plan_drafters(
     from edgeinfer.speculation.opening import plan_drafters
 
     budget = devices.available_memory()
-    return plan_drafters(draft, loadable.file, tokenizer.n_vocab, loadable.plan, n_threads, budget, draft_device)
+    return plan_drafters(draft, loadable.file, n_tokens, loadable.plan, n_threads, budget, draft_device)
 
 
 class Engine:

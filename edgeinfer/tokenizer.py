@@ -702,6 +702,13 @@ class Tokenizer:
         return cls(file)
 
     @staticmethod
+    def size_in(file: ModelFile) -> int:
+        """Number of ids in a model file whose tokeniser is of a known kind. Raises TokenizerError, UnsupportedModel."""
+        metadata = _Metadata(file)
+        _kind(metadata)
+        return len(metadata.strings("tokens"))
+
+    @staticmethod
     def _adds(name: str, id: int | None, metadata: _Metadata, default: bool) -> bool:
         adds = metadata.flag(f"add_{name}_token", default and id is not None)
         if adds and id is None:

@@ -144,15 +144,26 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       layers_(static_cast<size_t>(std::max(1, config.n_layers))) {
     Cutter cutter(activations_.data());
     buffers_ = std::make_unique<Buffers>(config_, n_threads, cutter);
-    if (packed) map_now(packed, weight_bytes);  // not by several threads: they wait for each other
+    if (packed) mapping_ = std::thread([this] { map_weights(); });
 }
 
-Decoder::~Decoder() = default;
+Decoder::~Decoder() {
+    closing_ = true;
+    if (mapping_.joinable()) mapping_.join();
+}
 
 size_t Decoder::activation_bytes(const DecoderConfig& config, int n_threads) {
     Cutter counter(nullptr);
     Buffers(config, n_threads, counter);
     return counter.used();
+}
+
+// Goes by pieces: meanwhile no other thread can map or unmap memory.
+void Decoder::map_weights() const {
+    constexpr size_t kPiece = size_t{8} << 20;
+    for (size_t at = 0; at < weight_bytes_ && !closing_; at += kPiece) {
+        map_now(packed_ + at, std::min(kPiece, weight_bytes_ - at));
+    }
 }
 
 // ---- weights ---------------------------------------------------------------------------------------------------
@@ -247,6 +258,7 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
         for (int row = n_pending + i; !pass.chain && parents[row] >= 0; row = parents[row]) depth++;
         buffers_->position[i] = pass.base + depth;
     }
+    if (mapping_.joinable()) mapping_.join();
     stop_.store(false, std::memory_order_relaxed);
     using Clock = std::chrono::steady_clock;
     Clock::time_point polled = Clock::now();

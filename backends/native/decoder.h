@@ -6,6 +6,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "kernels.h"
@@ -208,6 +209,7 @@ private:
     void for_items(const Pass& pass, int thread, int n_items, const Item& item);
 
     size_t take_weights(size_t n_bytes);
+    void map_weights() const;
 
     DecoderConfig config_;
     const Kernels& kernels_;
@@ -224,5 +226,6 @@ private:
     Combine combine_;
     Embedding embedding_;
     std::unique_ptr<Buffers> buffers_;
-    std::atomic<bool> stop_{false};
+    std::atomic<bool> stop_{false}, closing_{false};
+    std::thread mapping_;  // of packed weights: until the first pass, while the caller prepares what else it needs
 };

@@ -5,8 +5,10 @@
 
 For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens behind a context of 64, with the
 logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines are timed in every round, the
-order swapped each time; the figures are medians. The process is pinned to as many cores as there are threads. --busy
-measures everything again beside a busy process on each of these cores. One JSON line on stdout at the end.
+order swapped each time, and so is what the machine can read and multiply just then; the figures are medians. "limit" is
+the time in which it could read all weights, or do all multiply-adds, whichever is longer; the share of it is the median
+of each round's. The process is pinned to as many cores as there are threads. --busy measures everything again beside a
+busy process on each of these cores. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -104,8 +106,22 @@ class LlamaCpp:
         return elapsed
 
 
-def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, alternating."""
+class Limit:
+    """What the machine could do at best: a lower bound for every engine that reads all weights for each pass."""
+
+    def __init__(self, path: Path, n_threads: int, tokens: np.ndarray, n_context: int) -> None:
+        self.n_threads = n_threads
+        with ModelFile.open(path) as file:
+            self.weight_bytes, self.multiply_adds = work_of_a_token(file, read_spec(file))
+
+    def seconds(self, n: int) -> float:
+        limits = MachineLimits.measure(best_isa(), self.n_threads)
+        reading = self.weight_bytes / limits.read_bytes_per_second
+        return max(reading, n * self.multiply_adds / limits.int8_multiply_adds_per_second)
+
+
+def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each in each round, alternating."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for name in names:
@@ -115,7 +131,7 @@ def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, 
             time.sleep(0.02)  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
             times[name].append(contenders[name].seconds(n))
         names.reverse()
-    return {name: 1e3 * statistics.median(of) for name, of in times.items()}
+    return {name: [1e3 * seconds for seconds in of] for name, of in times.items()}
 
 
 @contextmanager
@@ -133,35 +149,34 @@ def busy_cores(cores: Sequence[int]) -> Iterator[None]:
 def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
     cores = sorted(ALL_CORES)[:n_threads]
     os.sched_setaffinity(0, cores)
-    makers: dict[str, type[Contender]] = {"edgeinfer": Ours}
+    makers: dict[str, type[Contender]] = {"edgeinfer": Ours, "limit": Limit}
     if not arguments.no_peer:
         makers["llama.cpp"] = LlamaCpp
     n_tokens = arguments.context + max(arguments.sizes)
     tokens = np.random.default_rng(1).integers(0, 40000, n_tokens).astype(np.int32)
     contenders = {name: make(path, n_threads, tokens, arguments.context) for name, make in makers.items()}
-    limits = MachineLimits.measure(best_isa(), n_threads)
     rows = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
     result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
     if arguments.busy:
         with busy_cores(cores):
             result["busy_rows"] = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
-    first, last = rows[0], rows[-1]
     for row in rows:
-        row["cost"] = round(row["ms"]["edgeinfer"] / first["ms"]["edgeinfer"] * first["n"], 3)
+        row["cost"] = round(row["ms"]["edgeinfer"] / rows[0]["ms"]["edgeinfer"] * rows[0]["n"], 3)
     with ModelFile.open(path) as file:
         weight_bytes, multiply_adds = work_of_a_token(file, read_spec(file))
     return result | {
-        "weights_gb_s": round(weight_bytes / 1e6 / first["ms"]["edgeinfer"], 1),
-        "bandwidth_gb_s": round(limits.read_bytes_per_second / 1e9, 1),
-        "prefill_gmac_s": round(multiply_adds * last["n"] / 1e6 / last["ms"]["edgeinfer"]),
-        "int8_peak_gmac_s": round(limits.int8_multiply_adds_per_second / 1e9),
+        "weights_gb_s": round(weight_bytes / 1e6 / rows[0]["ms"]["edgeinfer"], 1),
+        "prefill_gmac_s": round(multiply_adds * rows[-1]["n"] / 1e6 / rows[-1]["ms"]["edgeinfer"]),
     }
 
 
 def bench_size(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, Any]:
-    ms = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
+    times = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
+    ms = {name: statistics.median(of) for name, of in times.items()}
     row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
     row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
+    shares = (limit / ours for limit, ours in zip(times["limit"], times["edgeinfer"], strict=True))
+    row["share_of_limit"] = round(statistics.median(shares), 3)
     if "llama.cpp" in ms:
         row["speedup"] = round(ms["llama.cpp"] / ms["edgeinfer"], 3)
     return row
@@ -170,14 +185,15 @@ def bench_size(contenders: dict[str, Contender], n: int, rounds: int) -> dict[st
 def show(result: dict[str, Any]) -> None:
     print(
         f"\n{result['model']}, {result['n_threads']} thread(s), context {result['n_context']}: "
-        f"{result['weights_gb_s']} of {result['bandwidth_gb_s']} GB/s at n = {result['rows'][0]['n']}, "
-        f"{result['prefill_gmac_s']} of {result['int8_peak_gmac_s']} GMAC/s at n = {result['rows'][-1]['n']}",
+        f"{result['weights_gb_s']} GB/s at n = {result['rows'][0]['n']}, "
+        f"{result['prefill_gmac_s']} GMAC/s at n = {result['rows'][-1]['n']}",
         file=sys.stderr,
     )
     for row in [*result["rows"], *result.get("busy_rows", ())]:
         times = "  ".join(f"{name} {ms:9.2f} ms" for name, ms in row["ms"].items())
         cost = f"c(n) {row['cost']:6.2f}" if "cost" in row else "beside busy"
-        print(f"  n = {row['n']:3}  {cost}  {times}  {row.get('speedup', '')}", file=sys.stderr)
+        share = f"{row['share_of_limit']:.0%} of the limit"
+        print(f"  n = {row['n']:3}  {cost}  {times}  {row.get('speedup', '')}  {share}", file=sys.stderr)
 
 
 ALL_CORES = os.sched_getaffinity(0)

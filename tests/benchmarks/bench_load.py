@@ -39,16 +39,9 @@ print(json.dumps([seconds, int(peak[1]) / 1024]))
 """
 FILLED = "import numpy; numpy.ones(2 << 30, numpy.uint8)"
 OURS = MEASURED.format(
-    imports="""from edgeinfer.backends.native import NativeBackend
-from edgeinfer.gguf import ModelFile
-from edgeinfer.models import read_spec
-from edgeinfer.tokenizer import Tokenizer
-from edgeinfer.types import Device""",
-    work="""file = ModelFile.open(path)
-tokenizer = Tokenizer.from_file(file)
-spec, backend = read_spec(file), NativeBackend()
-session = backend.load(file, spec, backend.plan(file, spec, 4096, 512, n_threads), Device(n_threads))
-session.forward(tokens).logits.argmax()""",
+    imports="import edgeinfer, edgeinfer.backends.native",
+    work="""engine = edgeinfer.load(path, n_ctx=4096, n_threads=n_threads, backend="native", draft="none")
+engine.session.forward(tokens).logits.argmax()""",
 )
 PEER = MEASURED.format(
     imports="import llama_cpp\nllama_cpp.llama_backend_init()",

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -636,8 +635,7 @@ def test_a_model_above_the_available_memory_is_refused_before_it_loads(model, ba
 
 
 def test_more_tokens_than_rows_of_the_embedding_are_refused(model, monkeypatch):
-    tokenizer = SimpleNamespace(n_vocab=10**6)
-    monkeypatch.setattr(engine_module.Tokenizer, "from_file", lambda file: tokenizer)
+    monkeypatch.setattr(engine_module.Tokenizer, "size_in", lambda file: 10**6)
     with pytest.raises(UnsupportedModel, match="1000000 tokens, but embeddings for 291"):
         edgeinfer.load(model)
 
