@@ -31,7 +31,7 @@ from edgeinfer.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from edgeinfer.gguf import ModelFile
+from edgeinfer.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import is_draft_head
@@ -191,8 +191,9 @@ def plan_model(
             return plan_within(file.path, plan_of, wanted, devices.available_memory())
 
         wanted = check_integer("n_ctx", wanted, 1, MAX_INT32)
-        if backend.name == "native" and ternary_bits == "auto":  # which is tried out: not for what does not fit at all
-            within_budget(open_backend("native", "1.6"))
+        is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
+        if backend.name == "native" and ternary_bits == "auto" and is_ternary:
+            within_budget(open_backend("native", "1.6"))  # bits are tried out: not for what does not fit at all
         return Loadable(file, backend, spec, within_budget(backend))
 
     n_batch = check_integer("n_batch", n_batch, 1, MAX_INT32)

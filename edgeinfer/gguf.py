@@ -101,6 +101,7 @@ class GGMLType(IntEnum):
         return n_elements // self.block_elements * self.block_bytes + tail
 
 
+TERNARY_TYPES = frozenset({GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.I2_S, GGMLType.Q2_0})
 _BLOCKS = {  # elements, bytes: ggml-common.h, the block_* structs
     GGMLType.F32: (1, 4),
     GGMLType.F16: (1, 2),

@@ -160,7 +160,7 @@ size_t Decoder::activation_bytes(const DecoderConfig& config, int n_threads) {
 
 // Goes by pieces: meanwhile no other thread can map or unmap memory.
 void Decoder::map_weights() const {
-    constexpr size_t kPiece = size_t{8} << 20;
+    constexpr size_t kPiece = size_t{1} << 20;
     for (size_t at = 0; at < weight_bytes_ && !closing_; at += kPiece) {
         map_now(packed_ + at, std::min(kPiece, weight_bytes_ - at));
     }
@@ -686,9 +686,8 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         for_items(pass, thread, pass.n, column);
     }
     const auto add = [&](int c, int first_row, int last_row) {
-        float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
-        const float* h = b.h + static_cast<size_t>(c) * b.ld_embd;
-        for (int row = first_row; row < last_row; row++) x[row] += config_.residual_scale * h[row];
+        const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first_row);
+        kernels_.add_scaled(b.x + at, b.h + at, last_row - first_row, config_.residual_scale);
     };
     const Tasks tasks(w, pass.n, pool_.size());
     for_tasks(pass, thread, tasks.count(), [&](int task) {

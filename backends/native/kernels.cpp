@@ -113,7 +113,7 @@ struct Blocks32 {
             if constexpr (MIN) m = load_f16(scales + 32);
             for (int c = 0; c < NC; c++) {
                 F32 t = mul_f32(to_f32(sum[c]), d);
-                if constexpr (MIN) t = fma_f32(set_f32(static_cast<float>(as[c][b])), m, t);
+                if constexpr (MIN) t = fma_f32(to_f32(set_i32(as[c][b])), m, t);
                 f[c] = fma_f32(t, set_f32(ad[c][b]), f[c]);
                 a[c] += 32;
             }
@@ -519,6 +519,12 @@ void swiglu(float* gate, const float* up, int n) {
     }
 }
 
+void add_scaled(float* x, const float* y, int n, float scale) {
+    for (int i = 0; i < n; i += 16) {
+        store_f32(x + i, add_f32(load_f32(x + i), mul_f32(set_f32(scale), load_f32(y + i))));
+    }
+}
+
 void silu(float* x, int n) {
     for (int i = 0; i < n; i += 16) store_f32(x + i, times_sigmoid(load_f32(x + i), load_f32(x + i)));
 }
@@ -612,6 +618,6 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,     matmul,    quantize32, quantize256,  quantize_token, rms_norm,
-                         swiglu,          geglu,     relu2_glu,  silu,         blend,          scale_and_cap,
-                         store_key_value, attention, read,       multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,   matmul,          quantize32, quantize256, quantize_token, rms_norm,
+                         swiglu,        geglu,           relu2_glu,  add_scaled,  silu,           blend,
+                         scale_and_cap, store_key_value, attention,  read,        multiply_adds};

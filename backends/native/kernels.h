@@ -54,6 +54,8 @@ struct Kernels {
     void (*geglu)(float* gate, const float* up, int n);
     // gate = max(gate, 0)^2 * up (So et al., arXiv:2109.08668). Arrays padded to 16.
     void (*relu2_glu)(float* gate, const float* up, int n);
+    // x += scale * y. Arrays padded to 16.
+    void (*add_scaled)(float* x, const float* y, int n, float scale);
     // x = x sigmoid(x). Arrays padded to 16.
     void (*silu)(float* x, int n);
     // out = s a + (1 - s) b with s = sigmoid(z). Arrays padded to 16.

@@ -39,7 +39,7 @@ print(json.dumps([seconds, int(peak[1]) / 1024]))
 """
 FILLED = "import numpy; numpy.ones(2 << 30, numpy.uint8)"
 OURS = MEASURED.format(
-    imports="import edgeinfer, edgeinfer.backends.native",
+    imports="import edgeinfer.engine, edgeinfer.backends.native, edgeinfer.models.llama, edgeinfer.models.qwen2",
     work="""engine = edgeinfer.load(path, n_ctx=4096, n_threads=n_threads, backend="native", draft="none")
 engine.session.forward(tokens).logits.argmax()""",
 )
@@ -76,7 +76,7 @@ def bench(path: Path, n_threads: int, rounds: int, peer: bool) -> dict[str, Any]
     return {
         "model": path.name,
         "n_threads": n_threads,
-        "seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
+        "seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
         "peak_rss_mib": {name: round(statistics.median(values)) for name, values in mebibytes.items()},
     }
 
@@ -93,7 +93,7 @@ def main() -> None:
         results.append(bench(path.resolve(), arguments.threads, arguments.rounds, not arguments.no_peer))
         for name, took in results[-1]["seconds"].items():
             held = results[-1]["peak_rss_mib"][name]
-            print(f"{path.name}  {name:18}{took:8.3f} s{held:8} MiB", file=sys.stderr)
+            print(f"{path.name}  {name:18}{took:9.4f} s{held:8} MiB", file=sys.stderr)
     print(json.dumps({"benchmark": "load", "machine": machine(), "results": results}))
 
 

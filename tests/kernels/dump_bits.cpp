@@ -154,6 +154,8 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     kernels.relu2_glu(y.data(), w.data(), 1024);
     report(kernels, "relu2_glu", y);
     y = x;
+    kernels.add_scaled(y.data(), x.data(), 1024, 0.22f);
+    report(kernels, "add_scaled", y);
     kernels.scale_and_cap(y.data(), 1019, 0.3f, 7.0f);
     report(kernels, "scale_and_cap", y);
     y = x;
