@@ -198,7 +198,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(tokenizers.Regex(pinned), "isolated")
 
 
-@cache
+@cache  # made for the first text: compiling its expressions takes a millisecond
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([_split(pattern) for pattern in PRE_TOKENIZERS[pre]])
 
@@ -542,10 +542,10 @@ class _ByteLevel(_Merger):
         super().__init__(vocabulary.ids)
         self._ranks = _ranks(vocabulary, required=pre != "kimi-k2")
         self._keeps_tokens = pre in _KEEPS_TOKENS
-        self._pre_tokenizer = _pre_tokenizer(pre)
+        self._pre = pre
 
     def _words(self, text: str) -> Iterable[str]:
-        return [word for word, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+        return cut(self._pre, text)
 
     def _parts(self, word: str) -> list[str]:
         written = word.encode().decode("latin-1").translate(_CHAR_OF_BYTE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
@@ -64,6 +65,7 @@ def read_spec(file: ModelFile) -> ModelSpec:
     return architecture.read(file)
 
 
+@cache
 def _files() -> dict[str, str]:
     """The files of the architectures, without `.py`, by architecture."""
     files = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
