@@ -9,5 +9,5 @@ struct Limits {
     double int8_multiply_adds_per_second;
 };
 
-// Best of several tries of some tenths of a second altogether. Takes 512 MiB of memory meanwhile.
-Limits measure_limits(const Kernels& kernels, Pool& pool);
+// Best of n_rounds tries, of some 50 ms each. Takes 512 MiB of memory meanwhile.
+Limits measure_limits(const Kernels& kernels, Pool& pool, int n_rounds);

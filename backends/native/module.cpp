@@ -415,14 +415,15 @@ NB_MODULE(_core, m) {
 
     m.def(
         "measure_limits",
-        [](const std::string& isa, int n_threads) {
+        [](const std::string& isa, int n_threads, int n_rounds) {
             const Kernels& kernels = kernels_of(isa);
             nb::gil_scoped_release release;
             Pool pool(n_threads);
-            const Limits limits = measure_limits(kernels, pool);
+            const Limits limits = measure_limits(kernels, pool, n_rounds);
             return std::make_pair(limits.read_bytes_per_second, limits.int8_multiply_adds_per_second);
         },
-        "isa"_a, "n_threads"_a, "Bytes read out of memory, and int8 multiply-adds, a second, by n_threads together.");
+        "isa"_a, "n_threads"_a, "n_rounds"_a,
+        "Bytes read out of memory, and int8 multiply-adds, a second, by n_threads together: the best of n_rounds.");
 
     nb::enum_<Role>(m, "Role")
         .value("attn_norm", Role::AttnNorm)

@@ -104,9 +104,9 @@ class MachineLimits:
     int8_multiply_adds_per_second: float
 
     @classmethod
-    def measure(cls, isa: str, n_threads: int) -> MachineLimits:
-        """Measure it, in some tenths of a second and 512 MiB of memory."""
-        return cls(*_core.measure_limits(isa, n_threads))
+    def measure(cls, isa: str, n_threads: int, n_rounds: int = 5) -> MachineLimits:
+        """Measure it, in some tenths of a second and 512 MiB of memory: the best of n_rounds >= 1."""
+        return cls(*_core.measure_limits(isa, n_threads, n_rounds))
 
 
 class NativeBackend:

@@ -115,7 +115,7 @@ class Limit:
             self.weight_bytes, self.multiply_adds = work_of_a_token(file, read_spec(file))
 
     def seconds(self, n: int) -> float:
-        limits = MachineLimits.measure(best_isa(), self.n_threads)
+        limits = MachineLimits.measure(best_isa(), self.n_threads, n_rounds=1)  # as each contender once
         reading = self.weight_bytes / limits.read_bytes_per_second
         return max(reading, n * self.multiply_adds / limits.int8_multiply_adds_per_second)
 
