@@ -317,6 +317,9 @@ bool make_tokens_in_order(const StringTable& merges, const StringTable& tokens, 
 
 NB_MODULE(_strings, m) {
     m.doc() = "Tables of texts for edgeinfer's metadata and tokeniser; use edgeinfer.arrays.Strings";
+#if defined(NDEBUG)
+    nb::set_leak_warnings(false);  // of what still lives when Python ends, such as an engine in a thread of its own
+#endif
 
     nb::class_<StringTable>(m, "StringTable", "Texts one behind the other in one piece of memory.")
         .def_static("read", &StringTable::read, "data"_a, "at"_a, "limit"_a, "n"_a, "most_bytes"_a,

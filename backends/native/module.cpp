@@ -393,6 +393,9 @@ double time_format(int format, const std::string& isa, int n_threads, int n, siz
 
 NB_MODULE(_core, m) {
     m.doc() = "edgeinfer's native engine; use edgeinfer.backends.native.NativeBackend";
+#if defined(NDEBUG)
+    nb::set_leak_warnings(false);  // of what still lives when Python ends, such as an engine in a thread of its own
+#endif
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def("packed_bytes", &packed_bytes, "format"_a, "n_out"_a, "n_in"_a,
           "Bytes of a packed matrix, or of a vector where n_in is 0.");
