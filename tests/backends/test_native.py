@@ -450,6 +450,16 @@ def test_packed_weights_are_mapped_and_give_the_same_bits(tmp_path: Path, rng: n
     assert not same_bits(opener(path)().forward(tokens, logits="all").logits, plain)
 
 
+def test_a_packed_session_can_be_closed_while_its_weights_are_still_being_mapped(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf")
+    with ModelFile.open(path) as file:
+        NativeBackend().pack(file, read_spec(file), packed_path(path))
+    opened = opener(path)
+    for _ in range(20):
+        opened().close()
+    assert opened().forward([1, 2, 3]).logits.shape[0] == 1
+
+
 def test_packed_weights_of_another_file_are_refused(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", seed=1)
     with ModelFile.open(path) as file:

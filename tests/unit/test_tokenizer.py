@@ -35,9 +35,13 @@ PIECES = {"▁": -1.0, "a": -2.0, "b": -2.0, "c": -2.0, "▁a": -3.0, "ab": -4.0
 PIECES |= {"▁▁▁▁": -7.0, "aa": -8.0, "aaa": -8.0, "é": -9.0, "▁ab": -10.0}
 
 
-def open_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+def file_with(metadata: Mapping[str, Any]) -> ModelFile:
     values = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
-    return Tokenizer.from_file(cast(ModelFile, SimpleNamespace(path=Path("tiny.gguf"), metadata=values)))
+    return cast(ModelFile, SimpleNamespace(path=Path("tiny.gguf"), metadata=values))
+
+
+def open_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+    return Tokenizer.from_file(file_with(metadata))
 
 
 def byte_level(**changes: Any) -> dict[str, Any]:
@@ -382,6 +386,14 @@ def test_tokens_without_a_text_are_named_by_their_ids() -> None:
     assert tokenizer.decode([n - 3, n - 2, n - 1]) == f"[EMPTY_{n - 3}]a b[EMPTY_{n - 1}]"
     with pytest.raises(TokenizerError, match=f"EMPTY_{n}. twice"):
         open_metadata(byte_level(tokens=[*tokens, "", f"[EMPTY_{n}]"]))
+
+
+def test_the_size_of_a_vocabulary_is_known_without_reading_it() -> None:
+    assert Tokenizer.size_in(file_with(byte_level())) == BPE.n_vocab
+    with pytest.raises(UnsupportedModel, match="found 'new'"):
+        Tokenizer.size_in(file_with(byte_level(pre="new")))
+    with pytest.raises(TokenizerError, match="tokens must be an array of strings"):
+        Tokenizer.size_in(file_with(by_score(tokens=3)))
 
 
 @pytest.mark.parametrize("id", [-1, BPE.n_vocab, 1 << 40])
