@@ -430,11 +430,11 @@ namespace {
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest;
 
-    Tasks(const Matrix& w, int n, int n_threads)
-        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads)) {
+    Tasks(const Matrix& w, int n, int n_threads, int together)
+        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)) {
         const int rest = n_threads > 1 && n > kColumnsTogether ? std::min(n_groups, n_threads * groups_each) : 0;
         n_whole = (n_groups - rest) / groups_each;
-        groups_of_rest = rest ? std::max(1, groups_each / 4) : groups_each;
+        groups_of_rest = rest ? std::max(together, groups_each / 4 / together * together) : groups_each;
     }
     int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
     int first(int task) const {
@@ -456,7 +456,7 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 }  // namespace
 
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
-    const Tasks tasks(w, pass.n, pool_.size());
+    const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(),
               [&](int task) { kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy); });
 }
@@ -515,7 +515,7 @@ void Decoder::combine(const float* rows, int n, float* features) {
                 kernels_.rms_norm(row + k, combine_.norm + k, config_.n_normed, config_.norm_epsilon, row + k);
             prepare(inputs, c, {&combine_.matrix});
         });
-        const Tasks tasks(combine_.matrix, n, pool_.size());
+        const Tasks tasks(combine_.matrix, n, pool_.size(), kernels_.groups_at_once);
         pool_.for_tasks(thread, tasks.count(), [&](int task) {
             kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task), features, n_embd);
         });
@@ -524,8 +524,8 @@ void Decoder::combine(const float* rows, int n, float* features) {
 
 void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
-    const int n = pass.n, n_threads = pool_.size();
-    const Tasks q(w.q, n, n_threads), k(w.k, n, n_threads), v(w.v, n, n_threads);
+    const int n = pass.n, n_threads = pool_.size(), together = kernels_.groups_at_once;
+    const Tasks q(w.q, n, n_threads, together), k(w.k, n, n_threads, together), v(w.v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
         add_bias(m, bias, pass.n, tasks.first(task), tasks.last(task), y, ldy);
@@ -689,7 +689,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first_row);
         kernels_.add_scaled(b.x + at, b.h + at, last_row - first_row, config_.residual_scale);
     };
-    const Tasks tasks(w, pass.n, pool_.size());
+    const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
@@ -710,7 +710,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     const auto gated = config_.activation == Activation::Silu       ? kernels_.swiglu
                        : config_.activation == Activation::GeluTanh ? kernels_.geglu
                                                                     : kernels_.relu2_glu;
-    const Tasks tasks(w.gate, pass.n, pool_.size());
+    const Tasks tasks(w.gate, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         for (int c = 0; c < pass.n; c += kColumnsTogether) {
@@ -729,7 +729,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
 
 void Decoder::head(const Pass& pass, int thread) {
     const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
-    const Tasks tasks(output_, pass.n_rows, pool_.size());
+    const Tasks tasks(output_, pass.n_rows, pool_.size(), kernels_.groups_at_once);
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;

@@ -4,7 +4,8 @@
 extern const Kernels kernels_scalar;
 
 #if defined(__x86_64__)
-extern const Kernels kernels_avx512vbmi, kernels_avx512vnni, kernels_avx512, kernels_avxvnni, kernels_avx2;
+extern const Kernels kernels_avx512zen4, kernels_avx512vbmi, kernels_avx512vnni, kernels_avx512, kernels_avxvnni,
+    kernels_avx2;
 
 #include <cpuid.h>
 
@@ -23,6 +24,8 @@ bool has_avx512() {
 }
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512vbmi() { return has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
+bool is_zen4() { return has_avx512vbmi() && __builtin_cpu_is("amdfam19h"); }
+bool is_not_zen4() { return has_avx512vbmi() && !is_zen4(); }
 
 }  // namespace
 #endif
@@ -52,11 +55,13 @@ bool always() { return true; }
 
 const InstructionSet instruction_sets[] = {
 #if defined(__x86_64__)
+    {&kernels_avx512zen4, is_zen4},
     {&kernels_avx512vbmi, has_avx512vbmi},
     {&kernels_avx512vnni, has_avx512vnni},
     {&kernels_avx512, has_avx512},
     {&kernels_avxvnni, has_avxvnni},
     {&kernels_avx2, has_avx2},
+    {&kernels_avx512zen4, is_not_zen4},  // which can be asked for, and is tested, everywhere
 #endif
 #if defined(__aarch64__)
     {&kernels_neon_i8mm, has_neon_i8mm},
@@ -65,3 +70,13 @@ const InstructionSet instruction_sets[] = {
     {&kernels_scalar, always},
 };
 const int n_instruction_sets = sizeof instruction_sets / sizeof instruction_sets[0];
+
+// Measured on Ice Lake, where a stream comes a quarter faster so; on Zen 4 it gains nothing.
+#if defined(__x86_64__)
+const bool streams_want_prefetch = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+}();
+#else
+const bool streams_want_prefetch = false;
+#endif

@@ -3,9 +3,12 @@
 // linker keeps for all.
 #include "kernels.h"
 
+#include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include ISA_HEADER
+#include "groups.h"
 
 namespace {
 
@@ -21,56 +24,65 @@ EI_INLINE void for_each(const F& f) {
     }(std::make_integer_sequence<int, N>());
 }
 
-// With one or two columns the hardware's prefetchers keep up with the stream, and are better left alone; with more,
-// the arithmetic between two lines holds them back.
+// With one or two columns there are CPUs whose own prefetchers keep up with the stream, and are better left alone; with
+// more, the arithmetic between two lines holds them back.
 template <int NC>
 EI_INLINE void prefetch(const uint8_t* p, int n_lines) {
-    if constexpr (NC > 2) {
+    if (NC > 2 || streams_want_prefetch) {
         for (int i = 0; i < n_lines; i++) __builtin_prefetch(p + kPrefetch + 64 * i);
     }
+}
+// Behind the end of a group comes the one that is read next: as many further on as there are.
+template <int NC, int G>
+EI_INLINE void prefetch(const Places<G>& at, int n_lines) {
+    const size_t past = at.first + kPrefetch < at.end ? 0 : (G - 1) * at.group_bytes;
+    for (int g = 0; g < G; g++) prefetch<NC>(of_group(at, g) + past, n_lines);
 }
 
 // 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. Calls
 // add(c, dot) with the sums of column c, once or a few times.
-template <int BITS, int NC, class Add>
-EI_INLINE void dot32(const uint8_t* lines, const int8_t* const (&a)[NC], const Add& add) {
-    Dot d[NC];
+template <int BITS, int NC, int G, class Add>
+EI_INLINE void dot32(const At<G>& lines, const int8_t* const (&a)[NC], const Add& add) {
+    using Sum = Of<Dot, G>;
+    using Codes = Of<U8, G>;
+    Sum d[NC];
     const auto line = [&]<int I>(const auto& one) {  // the Ith of eight
         for (int c = 0; c < NC; c++) {
-            d[c] = one(I % kDots<BITS> ? d[c] : dot_zero(), c);
+            d[c] = one(I % kDots<BITS> ? d[c] : Sum(dot_zero()), c);
             if ((I + 1) % kDots<BITS> == 0) add(c, d[c]);
         }
     };
     if constexpr (BITS == 8) {
         const auto of_bytes = [&]<int I>() {
-            const U8 q = codes8(load_u8(lines + 64 * I));
-            line.template operator()<I>([&](Dot sum, int c) { return dot8(sum, q, a[c] + 4 * I); });
+            const Codes q = codes8(load_u8(lines + 64 * I));
+            line.template operator()<I>([&](const Sum& sum, int c) { return dot8(sum, q, a[c] + 4 * I); });
         };
         for_each<8>(of_bytes);
     } else if constexpr (BITS == 5) {
-        const auto codes = [&]<int I>(U8 q) {
-            line.template operator()<I>([&](Dot sum, int c) { return dot(sum, q, a[c] + 4 * I); });
+        const auto codes = [&]<int I>(const Codes& q) {
+            line.template operator()<I>([&](const Sum& sum, int c) { return dot(sum, q, a[c] + 4 * I); });
         };
-        const auto from_two = [](U8 low, U8 high) {
+        const auto from_two = [](const Codes& low, const Codes& high) {
             return or_u8(and_u8(shr_u16<5>(low), 0x07), and_u8(shr_u16<2>(high), 0x18));
         };
-        const U8 l0 = load_u8(lines), l1 = load_u8(lines + 64);
+        const Codes l0 = load_u8(lines), l1 = load_u8(lines + 64);
         codes.template operator()<0>(and_u8(l0, 0x1f));
         codes.template operator()<1>(and_u8(l1, 0x1f));
         codes.template operator()<2>(from_two(l0, l1));
-        const U8 l2 = load_u8(lines + 128), l3 = load_u8(lines + 192);
+        const Codes l2 = load_u8(lines + 128), l3 = load_u8(lines + 192);
         codes.template operator()<3>(and_u8(l2, 0x1f));
         codes.template operator()<4>(and_u8(l3, 0x1f));
         codes.template operator()<5>(from_two(l2, l3));
-        const U8 l4 = load_u8(lines + 256);
+        const Codes l4 = load_u8(lines + 256);
         codes.template operator()<6>(and_u8(l4, 0x1f));
-        const U8 high = or_u8(and_u8(shr_u16<4>(l1), 0x08), and_u8(shr_u16<3>(l3), 0x10));
+        const Codes high = or_u8(and_u8(shr_u16<4>(l1), 0x08), and_u8(shr_u16<3>(l3), 0x10));
         codes.template operator()<7>(or_u8(and_u8(shr_u16<5>(l4), 0x07), high));
     } else {
         const auto of_nibbles = [&]<int I>() {
-            const U8 q = load_u8(lines + 64 * I), low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
-            line.template operator()<2 * I>([&](Dot sum, int c) { return dot(sum, low, a[c] + 4 * I); });
-            line.template operator()<2 * I + 1>([&](Dot sum, int c) { return dot(sum, high, a[c] + 16 + 4 * I); });
+            const Codes q = load_u8(lines + 64 * I), low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);
+            line.template operator()<2 * I>([&](const Sum& sum, int c) { return dot(sum, low, a[c] + 4 * I); });
+            line.template operator()<2 * I + 1>(
+                [&](const Sum& sum, int c) { return dot(sum, high, a[c] + 16 + 4 * I); });
         };
         for_each<4>(of_nibbles);
     }
@@ -81,13 +93,19 @@ constexpr size_t kLines32 = BITS == 8   ? 512
                             : BITS == 5 ? 320
                                         : 256;  // bytes of 32 codes of 16 rows
 
+// With several row groups at once, the sums of fewer columns stay in registers: better where rows come out of a cache.
+constexpr int kFewerColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 6 ? 6 : kColumnsAtOnce;
+constexpr int kFewestColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 4 ? 4 : kColumnsAtOnce;
+
 // The formats with blocks of 32. OFFSET is what the stored codes are above the true ones.
 template <int BITS, int OFFSET, bool MIN>
 struct Blocks32 {
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = MIN ? kColumnsAtOnce : kFewerColumns;
+
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         const int n_blocks = x.n_in / 32;
-        const uint8_t* scales = group;
+        At<G> scales = group;
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
@@ -104,15 +122,15 @@ struct Blocks32 {
             } else {
                 scales += 32;
             }
-            I32 sum[NC];
+            Of<I32, G> sum[NC];
             for (int c = 0; c < NC; c++) sum[c] = set_i32(-OFFSET * as[c][b]);
             prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
-            dot32<BITS, NC>(group, a, [&](int c, Dot d) { sum[c] = add_dot(sum[c], d); });
-            const F32 d = load_f16(scales);
-            F32 m;
+            dot32<BITS, NC, G>(group, a, [&](int c, const auto& d) { sum[c] = add_dot(sum[c], d); });
+            const auto d = load_f16(scales);
+            Of<F32, G> m;
             if constexpr (MIN) m = load_f16(scales + 32);
             for (int c = 0; c < NC; c++) {
-                F32 t = mul_f32(to_f32(sum[c]), d);
+                auto t = mul_f32(to_f32(sum[c]), d);
                 if constexpr (MIN) t = fma_f32(to_f32(set_i32(as[c][b])), m, t);
                 f[c] = fma_f32(t, set_f32(ad[c][b]), f[c]);
                 a[c] += 32;
@@ -135,11 +153,13 @@ EI_INLINE void columns_by_256(const Inputs& x, int c0, const Sum* sums, int n_su
     }
 }
 
-// Whether to multiply tile b with columns c0.. in pairs. The first columns wait for the tile to come from memory, and get
-// it sooner when blocks are finished one by one; few do not wait for multiplications.
+// Whether to multiply tile b with columns c0.. in the way that takes dot products of 16 bits. In pairs, the first columns
+// wait for the tile to come from memory, and get it sooner when blocks are finished one by one; few do not wait for
+// multiplications.
 template <int NC>
-EI_INLINE bool may_pair(const Inputs& x, int c0, int b) {
-    if (!kPairs || NC < kColumnsAtOnce || c0 == 0) return false;
+EI_INLINE bool in_16_bits(const Inputs& x, int c0, int b) {
+    if (kNarrowBy == NarrowBy::None || NC < 3) return false;
+    if (kNarrowBy == NarrowBy::Pairs && (NC < kColumnsAtOnce || c0 == 0)) return false;
     const size_t n_tiles = static_cast<size_t>(x.n_in) / 256;
     const uint8_t* narrow = x.narrow256 + static_cast<size_t>(c0) * n_tiles + b;
     uint8_t all = 1;
@@ -150,10 +170,11 @@ EI_INLINE bool may_pair(const Inputs& x, int c0, int b) {
 // Q4_K and Q5_K.
 template <int BITS>
 struct Tiles45K {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewerColumns;
     static constexpr size_t kTile = 320 + 8 * kLines32<BITS>;
 
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -161,22 +182,24 @@ struct Tiles45K {
         columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
-            I32 total[NC];
+            Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            if (BITS == 4 && may_pair<NC>(x, c0, b)) {
-                in_pairs<NC>(tile, a, total);
-            } else {
-                one_by_one<NC>(tile, a, total);
+            if (BITS != 4 || !in_16_bits<NC>(x, c0, b)) {
+                one_by_one<NC, G, false>(tile, a, total);
+            } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
+                in_pairs<NC, G>(tile, a, total);
+            } else if constexpr (kNarrowBy == NarrowBy::Singles) {
+                one_by_one<NC, G, true>(tile, a, total);
             }
-            I32 mins[NC];
+            Of<I32, G> mins[NC];
             for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
             for (int p = 0; p < 4; p++) {
-                const I16 m = load_u8_as_i16(tile + 192 + 32 * p);
+                const auto m = load_u8_as_i16(tile + 192 + 32 * p);
                 for (int c = 0; c < NC; c++) mins[c] = dot2(mins[c], m, as[c] + 2 * p);
             }
-            const F32 d = load_f16(tile), dmin = load_f16(tile + 32);
+            const auto d = load_f16(tile), dmin = load_f16(tile + 32);
             for (int c = 0; c < NC; c++) {
-                const F32 t = fnma_f32(to_f32(mins[c]), dmin, mul_f32(to_f32(total[c]), d));
+                const auto t = fnma_f32(to_f32(mins[c]), dmin, mul_f32(to_f32(total[c]), d));
                 f[c] = fma_f32(t, set_f32(ad[c][b]), f[c]);
                 as[c] += 8;
             }
@@ -184,29 +207,36 @@ struct Tiles45K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile; moves a behind them.
-    template <int NC>
-    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* (&a)[NC], I32 (&total)[NC]) {
-        const uint8_t* lines = tile + 320;
+    // Dot products times scales, of the 256 inputs of a tile; moves a behind them. NARROW: all dot products fit into 16
+    // bits: one of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
+    template <int NC, int G, bool NARROW>
+    static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* (&a)[NC], Of<I32, G> (&total)[NC]) {
+        At<G> lines = tile + 320;
         for (int j = 0; j < 8; j++) {
             prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
-            const Scale scale = load_scale(tile + 64 + 16 * j);
-            dot32<BITS, NC>(lines, a, [&](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); });
+            const auto scale = load_scale(tile + 64 + 16 * j);
+            dot32<BITS, NC, G>(lines, a, [&](int c, const auto& d) {
+                if constexpr (NARROW) {
+                    total[c] = add_narrow_times(total[c], d, scale);
+                } else {
+                    total[c] = add_dot_times(total[c], d, scale);
+                }
+            });
             for (int c = 0; c < NC; c++) a[c] += 32;
             lines += kLines32<BITS>;
         }
     }
 
-    // The same where all dot products fit into 16 bits: a dot of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
-    template <int NC>
-    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* (&a)[NC], I32 (&total)[NC]) {
-        const uint8_t* lines = tile + 320;
+    // The same where they are NARROW, two at a time.
+    template <int NC, int G>
+    static EI_INLINE void in_pairs(const At<G>& tile, const int8_t* (&a)[NC], Of<I32, G> (&total)[NC]) {
+        At<G> lines = tile + 320;
         for (int p = 0; p < 4; p++) {
-            Dot even[NC], odd[NC];
-            dot32<BITS, NC>(lines, a, [&](int c, Dot d) { even[c] = d; });
+            Of<Dot, G> even[NC], odd[NC];
+            dot32<BITS, NC, G>(lines, a, [&](int c, const auto& d) { even[c] = d; });
             for (int c = 0; c < NC; c++) a[c] += 32;
-            dot32<BITS, NC>(lines + 256, a, [&](int c, Dot d) { odd[c] = d; });
-            const I16 scales = load_scale_pair(tile + 64 + 32 * p);
+            dot32<BITS, NC, G>(lines + 256, a, [&](int c, const auto& d) { odd[c] = d; });
+            const auto scales = load_scale_pair(tile + 64 + 32 * p);
             for (int c = 0; c < NC; c++) {
                 total[c] = add_pair_times(total[c], even[c], odd[c], scales);
                 a[c] += 32;
@@ -217,10 +247,11 @@ struct Tiles45K {
 };
 
 struct Tiles6K {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
     static constexpr size_t kTile = 3392;
 
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -228,14 +259,16 @@ struct Tiles6K {
         columns_by_256<NC>(x, c0, x.centre16, 16, a, ad, centre);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
-            I32 total[NC];
+            Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            if (may_pair<NC>(x, c0, b)) {
-                in_pairs<NC>(tile, a, centre, total);
-            } else {
-                one_by_one<NC>(tile, a, centre, total);
+            if (!in_16_bits<NC>(x, c0, b)) {
+                one_by_one<NC, G, false>(tile, a, centre, total);
+            } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
+                in_pairs<NC, G>(tile, a, centre, total);
+            } else if constexpr (kNarrowBy == NarrowBy::Singles) {
+                one_by_one<NC, G, true>(tile, a, centre, total);
             }
-            const F32 d = load_f16(tile);
+            const auto d = load_f16(tile);
             for (int c = 0; c < NC; c++) {
                 f[c] = fma_f32(to_f32(total[c]), mul_f32(d, set_f32(ad[c][b])), f[c]);
                 a[c] += 256;
@@ -245,46 +278,58 @@ struct Tiles6K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile.
-    template <int NC>
-    static EI_INLINE void one_by_one(const uint8_t* tile, const int8_t* const (&a)[NC],
-                                     const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
-        const auto times = [&](Scale scale) {
-            return [&, scale](int c, Dot d) { total[c] = add_dot_times(total[c], d, scale); };
+    // Dot products times scales, of the 256 inputs of a tile. NARROW: all dot products fit into 16 bits: one of 16 weights
+    // of 6 bits is at most 32 * kNarrow.
+    template <int NC, int G, bool NARROW>
+    static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* const (&a)[NC],
+                                     const int32_t* const (&centre)[NC], Of<I32, G> (&total)[NC]) {
+        const auto times = [&](const auto& scale) {
+            return [&, scale](int c, const auto& d) {
+                if constexpr (NARROW) {
+                    total[c] = add_narrow_times(total[c], d, scale);
+                } else {
+                    total[c] = add_dot_times(total[c], d, scale);
+                }
+            };
         };
         for (int p = 0; p < 8; p++) {
-            const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
+            const auto scales = load_i8_as_i16(tile + 64 + 32 * p);
             prefetch<NC>(tile + 320 + 384 * p, 6);
-            half<NC>(tile, 2 * p, a, centre, times(even_scale(scales)));
-            half<NC>(tile, 2 * p + 1, a, centre, times(odd_scale(scales)));
+            if constexpr (NARROW) {
+                half<NC, G>(tile, 2 * p, a, centre, times(even_low(scales)));
+                half<NC, G>(tile, 2 * p + 1, a, centre, times(odd_low(scales)));
+            } else {
+                half<NC, G>(tile, 2 * p, a, centre, times(even_scale(scales)));
+                half<NC, G>(tile, 2 * p + 1, a, centre, times(odd_scale(scales)));
+            }
         }
     }
 
-    // The same where all dot products fit into 16 bits: a dot of 16 weights of 6 bits is at most 32 * kNarrow.
-    template <int NC>
-    static EI_INLINE void in_pairs(const uint8_t* tile, const int8_t* const (&a)[NC],
-                                   const int32_t* const (&centre)[NC], I32 (&total)[NC]) {
+    // The same where they are NARROW, two at a time.
+    template <int NC, int G>
+    static EI_INLINE void in_pairs(const At<G>& tile, const int8_t* const (&a)[NC], const int32_t* const (&centre)[NC],
+                                   Of<I32, G> (&total)[NC]) {
         for (int p = 0; p < 8; p++) {
-            Dot even[NC], odd[NC];
-            half<NC>(tile, 2 * p, a, centre, [&](int c, Dot d) { even[c] = d; });
-            half<NC>(tile, 2 * p + 1, a, centre, [&](int c, Dot d) { odd[c] = d; });
-            const I16 scales = load_i8_as_i16(tile + 64 + 32 * p);
+            Of<Dot, G> even[NC], odd[NC];
+            half<NC, G>(tile, 2 * p, a, centre, [&](int c, const auto& d) { even[c] = d; });
+            half<NC, G>(tile, 2 * p + 1, a, centre, [&](int c, const auto& d) { odd[c] = d; });
+            const auto scales = load_i8_as_i16(tile + 64 + 32 * p);
             for (int c = 0; c < NC; c++) total[c] = add_pair_times(total[c], even[c], odd[c], scales);
         }
     }
 
     // Calls add(c, dot) with the dot products of the 16 inputs j of a tile.
-    template <int NC, class Add>
-    static EI_INLINE void half(const uint8_t* tile, int j, const int8_t* const (&a)[NC],
+    template <int NC, int G, class Add>
+    static EI_INLINE void half(const At<G>& tile, int j, const int8_t* const (&a)[NC],
                                const int32_t* const (&centre)[NC], const Add& add) {
-        const uint8_t* lines = tile + 320 + 192 * j;
-        const U8 l0 = load_u8(lines), l1 = load_u8(lines + 64), l2 = load_u8(lines + 128);
-        const U8 v0 = and_u8(l0, 0x3f), v1 = and_u8(l1, 0x3f), v2 = and_u8(l2, 0x3f);
-        const U8 low = or_u8(and_u8(shr_u16<6>(l0), 0x03), and_u8(shr_u16<4>(l1), 0x0c));
-        const U8 v3 = or_u8(low, and_u8(shr_u16<2>(l2), 0x30));
+        const At<G> lines = tile + (320 + 192 * static_cast<size_t>(j));
+        const auto l0 = load_u8(lines), l1 = load_u8(lines + 64), l2 = load_u8(lines + 128);
+        const auto v0 = and_u8(l0, 0x3f), v1 = and_u8(l1, 0x3f), v2 = and_u8(l2, 0x3f);
+        const auto low = or_u8(and_u8(shr_u16<6>(l0), 0x03), and_u8(shr_u16<4>(l1), 0x0c));
+        const auto v3 = or_u8(low, and_u8(shr_u16<2>(l2), 0x30));
         for (int c = 0; c < NC; c++) {
             const int8_t* at = a[c] + 16 * j;
-            const Dot d = dot(dot(dot_from(centre[c] + j), v0, at), v1, at + 4);
+            const auto d = dot(dot(dot_from(centre[c] + j), v0, at), v1, at + 4);
             add(c, dot(dot(d, v2, at + 8), v3, at + 12));
         }
     }
@@ -293,7 +338,9 @@ struct Tiles6K {
 // Float weights: four sums, of the inputs k = 0, 1, 2, 3 modulo 4, because one chain of FMAs would wait for each other.
 template <int BYTES, F32 (*LOAD)(const void*)>
 struct Floats {
-    template <int NC>
+    static constexpr int kTogether = 1, kColumns = kColumnsAtOnce;
+
+    template <int NC, int G>
     static EI_INLINE void strip(const uint8_t* w, const Inputs& x, int c0, F32 (&f)[NC]) {
         F32 part[4][NC];
         for (auto& sums : part) {
@@ -340,31 +387,59 @@ EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
     }
 }
 
-template <class FORMAT, int NC>
+template <class FORMAT, int NC, int G>
 void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, float* y, size_t ldy) {
-    F32 f[NC];
+    Of<F32, G> f[NC];
     // Stores become visible in order: those of sums that do not fit into registers would wait for lines of y to come.
-    for (int c = 0; c0 > 0 && c < NC; c++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row, 1);
-    FORMAT::template strip<NC>(group, x, c0, f);
-    for (int c = 0; c < NC; c++) store_rows(y + static_cast<size_t>(c0 + c) * ldy + row, f[c], w.n_out - row);
+    for (int c = 0; c0 > 0 && c < NC; c++) {
+        for (int g = 0; g < G; g++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row + g * kRows, 1);
+    }
+    FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, c0, f);
+    for (int c = 0; c < NC; c++) {
+        for (int g = 0; g < G; g++) {
+            const int at = row + g * kRows;
+            store_rows(y + static_cast<size_t>(c0 + c) * ldy + at, of_group(f[c], g), w.n_out - at);
+        }
+    }
 }
 
-// Columns c..n-1 in groups of NC at most.
-template <class FORMAT, int NC>
-EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, float* y,
+// NC of the columns or, where n is less, n.
+template <class FORMAT, int NC, int G>
+void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, float* y, size_t ldy) {
+    if constexpr (NC > 1) {
+        if (n < NC) return some_columns<FORMAT, NC - 1, G>(w, group, row, x, c, n, y, ldy);
+    }
+    columns<FORMAT, NC, G>(w, group, row, x, c, y, ldy);
+}
+
+// Columns c..end-1. The first wait for the rows to come from memory and are as many as there is room for, the others come in
+// parts that are as large as each other.
+template <class FORMAT, int G>
+EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end, float* y,
                            size_t ldy) {
-    for (; c + NC <= n; c += NC) columns<FORMAT, NC>(w, group, row, x, c, y, ldy);
-    if constexpr (NC > 1) all_columns<FORMAT, NC - 1>(w, group, row, x, c, n, y, ldy);
+    if (c == 0) {
+        some_columns<FORMAT, kColumnsAtOnce, G>(w, group, row, x, c, end, y, ldy);
+        c = kColumnsAtOnce;
+    }
+    for (int parts = (end - c + FORMAT::kColumns - 1) / FORMAT::kColumns; parts > 0; parts--) {
+        const int n = (end - c + parts - 1) / parts;
+        some_columns<FORMAT, FORMAT::kColumns, G>(w, group, row, x, c, n, y, ldy);
+        c += n;
+    }
 }
 
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+    constexpr int G = FORMAT::kTogether;
     for (int c = 0; c < n; c += kColumnsTogether) {
         const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
-        for (int g = first; g < last; g++) {
-            const uint8_t* group = w.data + static_cast<size_t>(g) * w.group_bytes;
-            all_columns<FORMAT, kColumnsAtOnce>(w, group, g * kRows, x, c, end, y, ldy);
+        int g = first;
+        const auto group = [&] { return w.data + static_cast<size_t>(g) * w.group_bytes; };
+        if constexpr (G > 1) {
+            // One or two columns are a stream from memory, and better off with one of them.
+            for (; n > 2 && g + G <= last; g += G) all_columns<FORMAT, G>(w, group(), g * kRows, x, c, end, y, ldy);
         }
+        for (; g < last; g++) all_columns<FORMAT, 1>(w, group(), g * kRows, x, c, end, y, ldy);
     }
 }
 
@@ -446,7 +521,8 @@ void quantize256(const Inputs& x, int c) {
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
         for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i, sums[i]);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
-        x.narrow256[column * n_blocks + b] = kPairs && all_narrow(x.q256 + (column * n_blocks + b) * 256);
+        x.narrow256[column * n_blocks + b] =
+            kNarrowBy != NarrowBy::None && all_narrow(x.q256 + (column * n_blocks + b) * 256);
     }
 }
 
@@ -589,35 +665,47 @@ int32_t read(const uint8_t* p, size_t n) {
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
     for (size_t at = 0; at < n; at += 256) {
+        prefetch<1>(p + at, 4);
         for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
     }
     const int8_t ones[4] = {1, 1, 1, 1};
     return max_of(add_dot(set_i32(0), dot(dot_zero(), or_u8(or_u8(seen[0], seen[1]), or_u8(seen[2], seen[3])), ones)));
 }
 
+// With as many sums at once as a matrix product has, taken out of 16 bits where dot products have no more.
 int32_t multiply_adds(const uint8_t* p, int n_rounds) {
-    constexpr int kSums = 8;
-    static_assert(kMultiplyAdds == kSums * 8 * 64);
-    I32 sum[kSums];
-    for (I32& s : sum) s = set_i32(0);
+    constexpr int kSums = kColumnsAtOnce * kGroupsAtOnce, kDotsEach = kMultiplyAdds / 64 / kSums;
+    constexpr int kChain = kDotsEach < 8 ? kDotsEach : 8;
+    constexpr bool kNarrowDots = kDots<8> == 1;
+    static_assert(kSums * kDotsEach * 64 == kMultiplyAdds && kDotsEach % kChain == 0);
     const int8_t* a = reinterpret_cast<const int8_t*>(p) + 512;
+    Of<Dot, kGroupsAtOnce> d[kColumnsAtOnce];
+    Of<I32, kGroupsAtOnce> sum[kColumnsAtOnce];
+    for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot_zero(), sum[c] = set_i32(0);
     for (int round = 0; round < n_rounds; round++) {
-        const U8 codes = and_u8(load_u8(p + 64 * (round % 8)), 0x0f);
-        for (int first = 0; first < kSums; first += kColumnsAtOnce) {  // as many at once as a matrix product has
-            Dot d[kColumnsAtOnce];
-            for (int i = 0; i < 8; i++) {
-                for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot(i ? d[c] : dot_zero(), codes, a + 32 * c + 4 * i);
+        const auto codes = and_u8(load_u8(places<kGroupsAtOnce>(p + 64 * (round % 4), 64)), 0x0f);
+        for (int chain = 0; chain < kDotsEach / kChain; chain++) {
+#pragma GCC unroll 8
+            for (int i = 0; i < kChain; i++) {
+                for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot(d[c], codes, a + 32 * c + 4 * i);
             }
-            for (int c = 0; c < kColumnsAtOnce; c++) sum[first + c] = add_dot(sum[first + c], d[c]);
+            for (int c = 0; kNarrowDots && c < kColumnsAtOnce; c++) {
+                sum[c] = add_dot(sum[c], d[c]);
+                d[c] = dot_zero();
+            }
         }
     }
-    for (const I32& s : sum) sum[0] = max_i32(sum[0], s);
-    return max_of(sum[0]);
+    I32 most = set_i32(0);
+    for (int c = 0; c < kColumnsAtOnce; c++) {
+        sum[c] = add_dot(sum[c], d[c]);
+        for (int g = 0; g < kGroupsAtOnce; g++) most = max_i32(most, of_group(sum[c], g));
+    }
+    return max_of(most);
 }
 
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,   matmul,          quantize32, quantize256, quantize_token, rms_norm,
-                         swiglu,        geglu,           relu2_glu,  add_scaled,  silu,           blend,
-                         scale_and_cap, store_key_value, attention,  read,        multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME, kGroupsAtOnce, matmul,          quantize32, quantize256, quantize_token,
+                         rms_norm,    swiglu,        geglu,           relu2_glu,  add_scaled,  silu,
+                         blend,       scale_and_cap, store_key_value, attention,  read,        multiply_adds};

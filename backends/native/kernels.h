@@ -35,10 +35,11 @@ struct Attention {
     AttentionRow rows[kTaskRows];
 };
 
-constexpr int kMultiplyAdds = 8 * 8 * 64;
+constexpr int kMultiplyAdds = 64 * 64;
 
 struct Kernels {
     const char* name;
+    int groups_at_once;  // row groups that a product of several columns is best given together
     // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns.
     void (*matmul)(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy);
     // Prepares column c of the inputs. x.n_in must be a multiple of 32, or 256.
@@ -79,3 +80,6 @@ struct InstructionSet {
 };
 extern const InstructionSet instruction_sets[];
 extern const int n_instruction_sets;
+
+// Whether this CPU reads even a single stream of memory sooner when told in advance.
+extern const bool streams_want_prefetch;

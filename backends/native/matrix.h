@@ -83,16 +83,17 @@ struct Matrix {
 // So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
 constexpr int kColumnsTogether = 64;
 
-// How many row groups one task of a matrix product with n columns takes. With few columns it is a stream from memory, and
-// a task is long enough for the prefetchers to be worth starting. With many it is read again for each kColumnsTogether,
-// from the core's cache.
-inline int groups_of_task(const Matrix& w, int n, int n_threads) {
+// How many row groups one task of a matrix product with n columns takes, with several columns a multiple of `together`. With
+// few columns it is a stream from memory, and a task is long enough for the prefetchers to be worth starting. With many it
+// is read again for each kColumnsTogether, from the core's cache.
+inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
     constexpr size_t kStreamBytes = size_t{192} << 10;
     const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads), large = n_groups / (4 * n_threads);
     const int stream = static_cast<int>(kStreamBytes / w.group_bytes) + 1;
     const int many = n > kColumnsTogether && stream < small ? stream : small;
     const int wanted = n > 2 || stream < small ? many : stream < large ? stream : large;
-    return wanted > 1 ? wanted : 1;
+    const int least = wanted > 1 ? wanted : 1;
+    return n > 2 ? (least + together - 1) / together * together : least;
 }
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
@@ -102,6 +103,7 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads) {
 // those of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
 constexpr int kBehindInputs = 16;
 constexpr int kNarrow = 1023;
+enum class NarrowBy { None, Singles, Pairs };  // what an instruction set makes of that, see simd_scalar.h
 
 struct Inputs {
     int n_in = 0;

@@ -351,7 +351,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
         for (const Matrix* m : matrices) {
             Inputs of_matrix = in;
             of_matrix.n_in = m->n_in;
-            const int each = groups_of_task(*m, n, pool.size());
+            const int each = groups_of_task(*m, n, pool.size(), kernels.groups_at_once);
             pool.for_tasks(thread, (m->n_groups() + each - 1) / each, [&](int task) {
                 kernels.matmul(*m, of_matrix, n, task * each, std::min(m->n_groups(), (task + 1) * each), y.data(),
                                most_out);

@@ -17,6 +17,7 @@
 namespace {
 
 constexpr int kColumnsAtOnce = 4;  // of a matrix product: their sums stay in registers
+constexpr int kGroupsAtOnce = 1;   // row groups that share the loading of an activation
 constexpr int kRowsAtOnce = 2;     // of attention, likewise
 constexpr int kValuesAtOnce = 2;   // pieces of 16 numbers of a value, likewise
 
@@ -264,4 +265,4 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 
 }  // namespace
 #endif
-#include "simd_no_pairs.h"
+#include "simd_not_narrow.h"

@@ -1,6 +1,6 @@
 // Sixteen lanes on AVX-512 (F, BW, VL, DQ). The same names as simd_scalar.h, which says what each one does.
 // A dot product of bytes is vpmaddubsw and vpmaddwd; with VNNI it is one vpdpbusd. With VBMI too, a table may have 128
-// bytes.
+// bytes. With EI_ZEN4 for CPUs that do one such product a cycle and not two.
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512VBMI__)
+#if defined(EI_ZEN4)
+#define EI_ISA_NAME "avx512zen4"
+#elif defined(__AVX512VBMI__)
 #define EI_ISA_NAME "avx512vbmi"
 #elif defined(__AVX512VNNI__)
 #define EI_ISA_NAME "avx512vnni"
@@ -19,9 +21,20 @@
 
 namespace {
 
-constexpr int kColumnsAtOnce = 8;  // of a matrix product: their sums stay in registers
-constexpr int kRowsAtOnce = 6;     // of attention, likewise
-constexpr int kValuesAtOnce = 4;   // pieces of 16 numbers of a value, likewise
+// Of a matrix product: the sums of so many columns of so many row groups stay in registers. Where two dot products are
+// done in a cycle, an activation can be loaded but once for two of them. In 16 bits they leave fewer registers.
+#if defined(__AVX512VNNI__)
+constexpr int kColumnsAtOnce = 8;
+#else
+constexpr int kColumnsAtOnce = 4;
+#endif
+#if defined(__AVX512VNNI__) && !defined(EI_ZEN4)
+constexpr int kGroupsAtOnce = 2;
+#else
+constexpr int kGroupsAtOnce = 1;
+#endif
+constexpr int kRowsAtOnce = 6;    // of attention, likewise
+constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value, likewise
 
 using F32 = __m512;
 using I32 = __m512i;
@@ -188,8 +201,12 @@ constexpr int kOffset8 = 128;
 EI_INLINE U8 codes8(U8 stored) { return stored; }
 EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 
-// vpmulld and vpdpbusd share their units, so half as many products of scales count.
-constexpr bool kPairs = true;
+// vpmulld shares its units with vpdpbusd: a product with two scales counts once in their place, and on Zen 4 one with four.
+#if defined(EI_ZEN4)
+constexpr NarrowBy kNarrowBy = NarrowBy::Pairs;
+#else
+constexpr NarrowBy kNarrowBy = NarrowBy::Singles;
+#endif
 EI_INLINE bool all_narrow(const int8_t* a) {
     __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < 256; i += 64) {
@@ -198,6 +215,9 @@ EI_INLINE bool all_narrow(const int8_t* a) {
     }
     return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(kNarrow)) == 0;
 }
+EI_INLINE I32 add_narrow_times(I32 sum, Dot d, Scale scale) { return _mm512_dpwssd_epi32(sum, d, scale); }
+EI_INLINE Scale even_low(I16 v) { return _mm512_and_si512(v, _mm512_set1_epi32(0xffff)); }
+EI_INLINE Scale odd_low(I16 v) { return _mm512_srli_epi32(v, 16); }
 EI_INLINE I16 pair_i16(I32 low, I32 high) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
 }
@@ -240,5 +260,5 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 
 }  // namespace
 
-#include "simd_no_pairs.h"
+#include "simd_not_narrow.h"
 #endif

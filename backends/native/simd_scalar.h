@@ -12,13 +12,14 @@
 
 namespace {
 
-// Of a matrix product, of attention, and pieces of 16 numbers of a value: the groups of AVX-512, so that every machine
-// tests them. With sanitizers they would compile for minutes.
+// Columns of a matrix product, rows of attention, pieces of 16 numbers of a value, and row groups of a product: several, as
+// on AVX-512, so that every machine tests them, but no more than compile in a minute or, with sanitizers, in some.
 #ifdef __SANITIZE_ADDRESS__
 constexpr int kColumnsAtOnce = 2, kRowsAtOnce = 2, kValuesAtOnce = 2;
 #else
-constexpr int kColumnsAtOnce = 8, kRowsAtOnce = 6, kValuesAtOnce = 4;
+constexpr int kColumnsAtOnce = 4, kRowsAtOnce = 6, kValuesAtOnce = 4;
 #endif
+constexpr int kGroupsAtOnce = 2;
 
 struct F32 {
     float v[16];
@@ -252,7 +253,27 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 
-// Two dots at most 32 * kNarrow, and so of 16 bits, each times its scale: kPairs says whether that is faster than one by
-// one. all_narrow: whether no 16 of 256 activations have magnitudes that add up to more than kNarrow. load_scale_pair: of
-// 16 rows the scales of one block, then of the next; as pairs of one row, which add_pair_times takes.
-#include "simd_no_pairs.h"
+// What is made of tiles whose dot products all fit into 16 bits. Singles: add_narrow_times, with the scales that
+// load_scale, even_low and odd_low give. Pairs: add_pair_times, of two dots with the scales that load_scale_pair gives, of
+// 16 rows those of one block, then of the next, or with pairs of one row. all_narrow: whether no 16 of 256 activations
+// have magnitudes that add up to more than kNarrow.
+namespace {
+
+constexpr NarrowBy kNarrowBy = NarrowBy::Singles;
+EI_INLINE bool all_narrow(const int8_t* a) {
+    bool all = true;
+    for (int i = 0; i < 256; i += 16) {
+        int sum = 0;
+        for (int j = 0; j < 16; j++) sum += a[i + j] < 0 ? -a[i + j] : a[i + j];
+        all = all && sum <= kNarrow;
+    }
+    return all;
+}
+EI_INLINE I32 add_narrow_times(I32 sum, Dot d, Scale scale) {
+    for (int i = 0; i < 16; i++) sum.v[i] += static_cast<int16_t>(d.v[i]) * scale.v[i];
+    return sum;
+}
+EI_INLINE Scale even_low(I16 v) { return even_i16(v); }
+EI_INLINE Scale odd_low(I16 v) { return odd_i16(v); }
+
+}  // namespace

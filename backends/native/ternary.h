@@ -12,23 +12,23 @@ constexpr int kParts = kDots<8> == 1 || NC >= 8 ? 1
                        : NC >= 4                ? 2
                                                 : 4 / NC;
 
-template <int NC>
+template <int NC, int G>
 struct Parts {
-    Dot sum[kParts<NC>][NC];
+    Of<Dot, G> sum[kParts<NC>][NC];
 
     EI_INLINE Parts() {
         for (auto& part : sum) {
-            for (Dot& s : part) s = dot_zero();
+            for (auto& s : part) s = dot_zero();
         }
     }
     // Codes of four inputs a row, the jth of a line; their activations stand at a[c] + k.
-    EI_INLINE void add(int j, U8 codes, const int8_t* const (&a)[NC], int k) {
+    EI_INLINE void add(int j, const Of<U8, G>& codes, const int8_t* const (&a)[NC], int k) {
         for (int c = 0; c < NC; c++) {
-            Dot& s = sum[j % kParts<NC>][c];
+            auto& s = sum[j % kParts<NC>][c];
             s = dot(s, codes, a[c] + k);
         }
     }
-    EI_INLINE void add_to(I32 (&total)[NC]) const {
+    EI_INLINE void add_to(Of<I32, G> (&total)[NC]) const {
         for (const auto& part : sum) {
             for (int c = 0; c < NC; c++) total[c] = add_dot(total[c], part[c]);
         }
@@ -45,13 +45,14 @@ struct TwoBits {
     static constexpr int kCounted = kDots<8> == 1 && NC <= 2 ? 4 : 1;
 
     // Adds the products of up to kLines lines with NC columns; a[c] points at the activations of column c.
-    template <int NC>
-    static EI_INLINE void dot_lines(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-        if constexpr (kCounted<NC> == 4) return dot_unshifted<NC>(lines, n_lines, a, sum);
-        Parts<NC> parts;
+    template <int NC, int G>
+    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
+                                    Of<I32, G> (&sum)[NC]) {
+        if constexpr (kCounted<NC> == 4) return dot_unshifted<NC, G>(lines, n_lines, a, sum);
+        Parts<NC, G> parts;
         for (int i = 0; i < n_lines; i++) {
             prefetch<NC>(lines + 64 * i, 1);
-            const U8 line = load_u8(lines + 64 * i);
+            const auto line = load_u8(lines + 64 * i);
             const auto quarter = [&]<int J>() {
                 parts.add(J, and_u8(shr_u16<2 * J>(line), 3), a, kInputs * i + 4 * J);
             };
@@ -62,22 +63,22 @@ struct TwoBits {
 
     // Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time.
     // And enough of it that the hardware's prefetchers, left alone, would not keep up with two threads.
-    template <int NC>
-    static EI_INLINE void dot_unshifted(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC],
-                                        I32 (&sum)[NC]) {
+    template <int NC, int G>
+    static EI_INLINE void dot_unshifted(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
+                                        Of<I32, G> (&sum)[NC]) {
         for (int first = 0; first < n_lines; first += kUnshiftedLines) {
-            Dot once[NC], fourfold[NC];
+            Of<Dot, G> once[NC], fourfold[NC];
             for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
             for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
-                __builtin_prefetch(lines + 64 * i + kPrefetch);
-                const U8 line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
+                prefetch<3>(lines + 64 * i, 1);
+                const auto line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
                 for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
                 for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
                 for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(upper, 0x03), a[c] + 16 * i + 8);
                 for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(upper, 0x0c), a[c] + 16 * i + 12);
             }
             for (int c = 0; c < NC; c++) {
-                sum[c] = add_i32(sum[c], shl_i32(add_dot(set_i32(0), once[c]), 2));
+                sum[c] = add_i32(sum[c], shl_i32(add_dot(Of<I32, G>(set_i32(0)), once[c]), 2));
                 sum[c] = add_dot(sum[c], fourfold[c]);
             }
         }
@@ -91,44 +92,59 @@ struct BaseThree {
     template <int NC>
     static constexpr int kCounted = 1;
 
-    template <int NC>
-    static EI_INLINE void dot_lines(const uint8_t* lines, int n_lines, const int8_t* const (&a)[NC], I32 (&sum)[NC]) {
-        Parts<NC> parts;
+    template <int NC, int G>
+    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
+                                    Of<I32, G> (&sum)[NC]) {
+        Parts<NC, G> parts;
         for (int i = 0; i < n_lines; i++) {
-            __builtin_prefetch(lines + 64 * i + kPrefetch);
-            unpack_base_three(load_u8(lines + 64 * i),
-                              [&]<int J>(U8 codes) { parts.add(J, codes, a, kInputs * i + 4 * J); });
+            prefetch<3>(lines + 64 * i, 1);
+            Of<U8, G> codes[5];
+            if constexpr (G == 1) {
+                unpack_base_three(load_u8(lines + 64 * i), [&]<int J>(U8 one) { codes[J] = one; });
+            } else {
+                for (int g = 0; g < G; g++) {
+                    unpack_base_three(load_u8(of_group(lines, g) + 64 * i),
+                                      [&]<int J>(U8 one) { codes[J].of[g] = one; });
+                }
+            }
+            for_each<5>([&]<int J>() { parts.add(J, codes[J], a, kInputs * i + 4 * J); });
         }
         parts.add_to(sum);
     }
 };
 
-template <class Trits, int NC>
-EI_INLINE F32 counted_once(I32 sum) {
+template <class Trits, int NC, class Sum>
+EI_INLINE auto counted_once(const Sum& sum) {
     constexpr int kCounted = Trits::template kCounted<NC>;
-    return kCounted == 1 ? to_f32(sum) : mul_f32(to_f32(sum), set_f32(1.0f / kCounted));
+    if constexpr (kCounted == 1) {
+        return to_f32(sum);
+    } else {
+        return mul_f32(to_f32(sum), set_f32(1.0f / kCounted));
+    }
 }
 
 // I2_S: a scale a row, and activations with a scale a token.
 template <class Trits>
 struct TernaryRows {
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
+
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         const int8_t* a[NC];
-        I32 sum[NC];
+        Of<I32, G> sum[NC];
         for (int c = 0; c < NC; c++) {
             a[c] = x.q_token + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
             sum[c] = set_i32(-Trits::template kCounted<NC> * x.sum_token[c0 + c]);
         }
-        const uint8_t* lines = group + 64;
+        At<G> lines = group + 64;
         for (int left = (x.n_in + Trits::kInputs - 1) / Trits::kInputs; left > 0; left -= Trits::kLines) {
-            Trits::template dot_lines<NC>(lines, left < Trits::kLines ? left : Trits::kLines, a, sum);
+            Trits::template dot_lines<NC, G>(lines, left < Trits::kLines ? left : Trits::kLines, a, sum);
             lines += 64 * Trits::kLines;
             for (int c = 0; c < NC; c++) a[c] += Trits::kInputs * Trits::kLines;
         }
-        const F32 scale = load_f32(reinterpret_cast<const float*>(group));
+        const auto scale = load_row_scales(group);
         for (int c = 0; c < NC; c++) {
-            const F32 product = mul_f32(counted_once<Trits, NC>(sum[c]), scale);
+            const auto product = mul_f32(counted_once<Trits, NC>(sum[c]), scale);
             f[c] = mul_f32(product, set_f32(x.scale_token[c0 + c]));
         }
     }
@@ -136,8 +152,10 @@ struct TernaryRows {
 
 // Q2_0: scales of 64 inputs, and of 32 activations.
 struct TernaryBlocks {
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* group, const Inputs& x, int c0, F32 (&f)[NC]) {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewestColumns;
+
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         const size_t n_blocks = static_cast<size_t>(x.n_in) / 32;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -148,16 +166,16 @@ struct TernaryBlocks {
             as[c] = x.sum32 + static_cast<size_t>(c0 + c) * n_blocks;
             f[c] = set_f32(0.0f);
         }
-        const uint8_t* scales = group;
+        At<G> scales = group;
         for (size_t b = 0; b < n_blocks; b++) {
             if (b % 4 == 0) {
                 scales = group;
                 group += 64;
             }
-            const F32 d = load_f16(scales + b % 4 / 2 * 32);
-            I32 sum[NC];
+            const auto d = load_f16(scales + b % 4 / 2 * 32);
+            Of<I32, G> sum[NC];
             for (int c = 0; c < NC; c++) sum[c] = set_i32(-TwoBits::kCounted<NC> * as[c][b]);
-            TwoBits::dot_lines<NC>(group, 2, a, sum);
+            TwoBits::dot_lines<NC, G>(group, 2, a, sum);
             for (int c = 0; c < NC; c++) {
                 f[c] = fma_f32(mul_f32(counted_once<TwoBits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 32;
@@ -170,8 +188,10 @@ struct TernaryBlocks {
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
 template <class Trits>
 struct TernaryTiles {
-    template <int NC>
-    static EI_INLINE void strip(const uint8_t* tile, const Inputs& x, int c0, F32 (&f)[NC]) {
+    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
+
+    template <int NC, int G>
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
         constexpr int kTileLines = (256 + Trits::kInputs - 1) / Trits::kInputs;
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
@@ -179,7 +199,7 @@ struct TernaryTiles {
         const int16_t* as[NC];
         columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
-        const uint8_t* scales = tile;
+        At<G> scales = tile;
         for (int b = 0; b < n_tiles; b++) {
             if (b % 2 == 0) {
                 scales = tile;
@@ -187,15 +207,15 @@ struct TernaryTiles {
             } else {
                 scales += 32;
             }
-            I32 sum[NC];
+            Of<I32, G> sum[NC];
             for (int c = 0; c < NC; c++) {
                 int32_t of_tile = 0;
                 for (int j = 0; j < 8; j++) of_tile += as[c][j];
                 sum[c] = set_i32(-Trits::template kCounted<NC> * of_tile);
                 as[c] += 8;
             }
-            Trits::template dot_lines<NC>(tile, kTileLines, a, sum);
-            const F32 d = load_f16(scales);
+            Trits::template dot_lines<NC, G>(tile, kTileLines, a, sum);
+            const auto d = load_f16(scales);
             for (int c = 0; c < NC; c++) {
                 f[c] = fma_f32(mul_f32(counted_once<Trits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 256;
