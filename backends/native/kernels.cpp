@@ -412,12 +412,12 @@ void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& 
     columns<FORMAT, NC, G>(w, group, row, x, c, y, ldy);
 }
 
-// Columns c..end-1. The first wait for the rows to come from memory and are as many as there is room for, the others come in
-// parts that are as large as each other.
+// Columns c..end-1, in parts that are as large as each other. Where there are few, the first wait for the rows to come from
+// memory, and are as many as there is room for.
 template <class FORMAT, int G>
 EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end, float* y,
                            size_t ldy) {
-    if (c == 0) {
+    if (end <= 2 * kColumnsAtOnce) {
         some_columns<FORMAT, kColumnsAtOnce, G>(w, group, row, x, c, end, y, ldy);
         c = kColumnsAtOnce;
     }
@@ -431,6 +431,8 @@ EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
     constexpr int G = FORMAT::kTogether;
+    const uint8_t* begin = w.data + static_cast<size_t>(first) * w.group_bytes;
+    for (size_t at = 0; streams_want_prefetch && at < kPrefetch; at += 64) __builtin_prefetch(begin + at);
     for (int c = 0; c < n; c += kColumnsTogether) {
         const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
         int g = first;
