@@ -425,16 +425,19 @@ Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, c
 
 namespace {
 
-// A matrix product cut into tasks of some row groups each. With many columns those that come last are smaller: of two
-// threads, one waits for the other's last task. With few it is the memory that all wait for, in long streams.
+// A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
+// the other's last task. Only where few columns make it a stream, and one thread gets what another leaves of the memory's
+// rate, long streams are better.
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest;
 
     Tasks(const Matrix& w, int n, int n_threads, int together)
         : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)) {
-        const int rest = n_threads > 1 && n > kColumnsTogether ? std::min(n_groups, n_threads * groups_each) : 0;
+        const bool cut = n_threads > 1 && (n > kColumnsTogether || (n <= 2 && streams_want_prefetch));
+        const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
+        const int least = n <= 2 ? 1 : together;
         n_whole = (n_groups - rest) / groups_each;
-        groups_of_rest = rest ? std::max(together, groups_each / 4 / together * together) : groups_each;
+        groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
     }
     int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
     int first(int task) const {

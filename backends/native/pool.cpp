@@ -25,12 +25,12 @@ void Pool::run(const std::function<void(int)>& program) {
     round_.notify_all();
     program(0);
     inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    while (const uint32_t n = inside_.load(std::memory_order_acquire)) wait_for_change(inside_, n);
+    while (const uint32_t n = inside_.load(std::memory_order_acquire)) wait_for_change(inside_, n, threads_[0].spins);
 }
 
 void Pool::work(int index) {
     for (uint32_t round = 0;;) {
-        wait_for_change(round_, round);
+        wait_for_change(round_, round, threads_[index].spins);
         round = round_.load(std::memory_order_acquire);
         if (closing_) return;
         uint32_t n = inside_.load(std::memory_order_acquire);
@@ -53,10 +53,8 @@ void Pool::next_phase(uint32_t phase) {
 
 // Waits until value is no longer old: awake for as long as that was worth it lately, then asleep. A thread that spins
 // while another process has the core of the one it waits for uses up its own share of time, and both come last.
-void Pool::wait_for_change(std::atomic<uint32_t>& value, uint32_t old) {
-    constexpr int kMostSpins = 4000, kFewestSpins = 60;  // some 70 microseconds, and one
-    thread_local int spins = kMostSpins;
-    for (int i = 0; i < spins; i++) {
+void Pool::wait_for_change(std::atomic<uint32_t>& value, uint32_t old, int& spins) {
+    for (int i = 0, most = spins; i < most; i++) {
         if (value.load(std::memory_order_acquire) != old) {
             spins = std::min(kMostSpins, spins + spins / 8 + 1);
             return;

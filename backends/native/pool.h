@@ -41,19 +41,22 @@ public:
         for (;;) {
             const uint32_t seen = phases_.load(std::memory_order_acquire);
             if (static_cast<uint32_t>(ticket_.load(std::memory_order_acquire) >> 32) != phase) return;
-            wait_for_change(phases_, seen);
+            wait_for_change(phases_, seen, threads_[thread].spins);
         }
     }
 
 private:
+    static constexpr int kMostSpins = 4000, kFewestSpins = 60;  // some 70 microseconds, and one
+
     struct alignas(64) Thread {
-        uint32_t phase = 0;  // the next one it comes to
+        uint32_t phase = 0;      // the next one it comes to
+        int spins = kMostSpins;  // for which it waits awake
         std::thread thread;
     };
 
     void work(int index);
     void next_phase(uint32_t phase);
-    static void wait_for_change(std::atomic<uint32_t>& value, uint32_t old);
+    static void wait_for_change(std::atomic<uint32_t>& value, uint32_t old, int& spins);
 
     static constexpr uint32_t kOpen = 1u << 31;
 
