@@ -429,11 +429,15 @@ namespace {
 // the other's last task. Only where few columns make it a stream, and one thread gets what another leaves of the memory's
 // rate, long streams are better.
 struct Tasks {
-    int n_groups, groups_each, n_whole, groups_of_rest;
+    int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
+    bool announced;
 
     Tasks(const Matrix& w, int n, int n_threads, int together)
-        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)) {
-        const bool cut = n_threads > 1 && (n > kColumnsTogether || (n <= 2 && streams_want_prefetch));
+        : n_groups(w.n_groups()),
+          groups_each(groups_of_task(w, n, n_threads, together)),
+          n_threads(n_threads),
+          announced(n <= 2 && streams_want_prefetch) {
+        const bool cut = n_threads > 1 && (n > kColumnsTogether || announced);
         const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
         const int least = n <= 2 ? 1 : together;
         n_whole = (n_groups - rest) / groups_each;
@@ -445,6 +449,12 @@ struct Tasks {
         return std::min(n_groups, whole * groups_each + (task - whole) * groups_of_rest);
     }
     int last(int task) const { return first(task + 1); }
+    // Fetches the first lines of the task that this thread will probably do next into its L2 cache.
+    void announce(const Matrix& w, int task) const {
+        if (!announced || task + n_threads >= count()) return;
+        const uint8_t* lines = w.data + static_cast<size_t>(first(task + n_threads)) * w.group_bytes;
+        for (size_t at = 0; at < kPrefetch; at += 64) __builtin_prefetch(lines + at, 0, 2);
+    }
 };
 
 // y[c][row] += bias[row] for the rows of groups first..last-1.
@@ -460,8 +470,10 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
     const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
-    for_tasks(pass, thread, tasks.count(),
-              [&](int task) { kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy); });
+    for_tasks(pass, thread, tasks.count(), [&](int task) {
+        tasks.announce(w, task);
+        kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
+    });
 }
 
 // x = what the gate makes of the features and of the embeddings, which are in x.
@@ -530,6 +542,7 @@ void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, c
     const int n = pass.n, n_threads = pool_.size(), together = kernels_.groups_at_once;
     const Tasks q(w.q, n, n_threads, together), k(w.k, n, n_threads, together), v(w.v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
+        tasks.announce(m, task);
         kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
         add_bias(m, bias, pass.n, tasks.first(task), tasks.last(task), y, ldy);
     };
@@ -695,6 +708,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
     const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
+        tasks.announce(w, task);
         kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
         add_bias(w, bias, pass.n, first, last, b.h, b.ld_embd);
         for (int c = 0; !post_norm && c < pass.n; c++) add(c, first * kRows, std::min(w.n_out, last * kRows));
@@ -720,6 +734,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
             const int n = std::min(kColumnsTogether, pass.n - c);
             const Inputs columns = inputs.from(c);
             float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
+            tasks.announce(w.gate, task);
             kernels_.matmul(w.gate, columns, n, first, last, gate, b.ld_ff);
             kernels_.matmul(w.up, columns, n, first, last, b.up, b.ld_ff);
             for (int i = 0; i < n; i++) {
@@ -736,6 +751,7 @@ void Decoder::head(const Pass& pass, int thread) {
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;
+        tasks.announce(output_, task);
         kernels_.matmul(output_, inputs, pass.n_rows, first, last, pass.logits, static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
             float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;

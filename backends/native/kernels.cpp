@@ -14,8 +14,6 @@ namespace {
 
 // ---- matrix products -------------------------------------------------------------------------------------------
 
-constexpr size_t kPrefetch = 4736;  // bytes ahead of the weight stream
-
 // f<0>(), f<1>(), ... f<N - 1>()
 template <int N, class F>
 EI_INLINE void for_each(const F& f) {
@@ -431,6 +429,7 @@ EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const
 template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
     constexpr int G = FORMAT::kTogether;
+    // What comes before the first lines that strips prefetch.
     const uint8_t* begin = w.data + static_cast<size_t>(first) * w.group_bytes;
     for (size_t at = 0; streams_want_prefetch && at < kPrefetch; at += 64) __builtin_prefetch(begin + at);
     for (int c = 0; c < n; c += kColumnsTogether) {

@@ -81,5 +81,6 @@ struct InstructionSet {
 extern const InstructionSet instruction_sets[];
 extern const int n_instruction_sets;
 
-// Whether this CPU reads even a single stream of memory sooner when told in advance.
+// Whether this CPU reads even a single stream of memory sooner when told in advance, and how many bytes ahead.
 extern const bool streams_want_prefetch;
+constexpr size_t kPrefetch = 4736;
