@@ -76,7 +76,8 @@ EI_INLINE void score_q8(const uint8_t* tile, int head_dim, const AttentionRow* r
         for (int r = 0; r < NR; r++) sum[r] = set_i32(-kOffset8 * rows[r].sums[b]);
         const int8_t* codes[NR];
         for (int r = 0; r < NR; r++) codes[r] = rows[r].codes + 32 * b;
-        dot32<8, NR, 1>(tile + 64 * (n_blocks + 8 * b), codes, [&](int r, Dot d) { sum[r] = add_dot(sum[r], d); });
+        dot32<8, NR, 1>(tile + 64 * (n_blocks + 8 * b), codes, from_zero,
+                        [&](int r, Dot d) { sum[r] = add_dot(sum[r], d); });
         const F32 scale = load_f32(reinterpret_cast<const float*>(tile + 64 * b));
         for (int r = 0; r < NR; r++) {
             scores[r] = fma_f32(mul_f32(to_f32(sum[r]), scale), set_f32(rows[r].scales[b]), scores[r]);

@@ -37,16 +37,18 @@ EI_INLINE void prefetch(const Places<G>& at, int n_lines) {
     for (int g = 0; g < G; g++) prefetch<NC>(of_group(at, g) + past, n_lines);
 }
 
-// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. Calls
-// add(c, dot) with the sums of column c, once or a few times.
-template <int BITS, int NC, int G, class Add>
-EI_INLINE void dot32(const At<G>& lines, const int8_t* const (&a)[NC], const Add& add) {
+EI_INLINE Dot from_zero(int) { return dot_zero(); }
+
+// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. The
+// first sums of column c begin with begin(c). Calls add(c, dot) with them, once or a few times.
+template <int BITS, int NC, int G, class Begin, class Add>
+EI_INLINE void dot32(const At<G>& lines, const int8_t* const (&a)[NC], const Begin& begin, const Add& add) {
     using Sum = Of<Dot, G>;
     using Codes = Of<U8, G>;
     Sum d[NC];
     const auto line = [&]<int I>(const auto& one) {  // the Ith of eight
         for (int c = 0; c < NC; c++) {
-            d[c] = one(I % kDots<BITS> ? d[c] : Sum(dot_zero()), c);
+            d[c] = one(I == 0 ? Sum(begin(c)) : I % kDots<BITS> ? d[c] : Sum(dot_zero()), c);
             if ((I + 1) % kDots<BITS> == 0) add(c, d[c]);
         }
     };
@@ -121,9 +123,14 @@ struct Blocks32 {
                 scales += 32;
             }
             Of<I32, G> sum[NC];
-            for (int c = 0; c < NC; c++) sum[c] = set_i32(-OFFSET * as[c][b]);
+            const auto offset = [&](int c) { return set_i32(-OFFSET * as[c][b]); };
             prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
-            dot32<BITS, NC, G>(group, a, [&](int c, const auto& d) { sum[c] = add_dot(sum[c], d); });
+            if constexpr (kDots<8> > 1) {  // of 32 bits
+                dot32<BITS, NC, G>(group, a, offset, [&](int c, const auto& d) { sum[c] = d; });
+            } else {
+                for (int c = 0; c < NC; c++) sum[c] = offset(c);
+                dot32<BITS, NC, G>(group, a, from_zero, [&](int c, const auto& d) { sum[c] = add_dot(sum[c], d); });
+            }
             const auto d = load_f16(scales);
             Of<F32, G> m;
             if constexpr (MIN) m = load_f16(scales + 32);
@@ -213,7 +220,7 @@ struct Tiles45K {
         for (int j = 0; j < 8; j++) {
             prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
             const auto scale = load_scale(tile + 64 + 16 * j);
-            dot32<BITS, NC, G>(lines, a, [&](int c, const auto& d) {
+            dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) {
                 if constexpr (NARROW) {
                     total[c] = add_narrow_times(total[c], d, scale);
                 } else {
@@ -231,9 +238,9 @@ struct Tiles45K {
         At<G> lines = tile + 320;
         for (int p = 0; p < 4; p++) {
             Of<Dot, G> even[NC], odd[NC];
-            dot32<BITS, NC, G>(lines, a, [&](int c, const auto& d) { even[c] = d; });
+            dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) { even[c] = d; });
             for (int c = 0; c < NC; c++) a[c] += 32;
-            dot32<BITS, NC, G>(lines + 256, a, [&](int c, const auto& d) { odd[c] = d; });
+            dot32<BITS, NC, G>(lines + 256, a, from_zero, [&](int c, const auto& d) { odd[c] = d; });
             const auto scales = load_scale_pair(tile + 64 + 32 * p);
             for (int c = 0; c < NC; c++) {
                 total[c] = add_pair_times(total[c], even[c], odd[c], scales);
