@@ -23,7 +23,7 @@ namespace {
 
 // Of a matrix product: the sums of so many columns of so many row groups stay in registers. Where two dot products are
 // done in a cycle, an activation can be loaded but once for two of them. In 16 bits they leave fewer registers.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(__SANITIZE_ADDRESS__)  // which would compile for many minutes
 constexpr int kColumnsAtOnce = 8;
 #else
 constexpr int kColumnsAtOnce = 4;
