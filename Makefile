@@ -38,7 +38,7 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv
 	@touch $@
 
 .venv/.installed: .venv/.builders pyproject.toml $(NATIVE)
-	@echo "== compiling and installing edgeinfer (editable); about half a minute the first time"
+	@echo "== compiling and installing edgeinfer (editable); a minute or two the first time"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-build-isolation --editable .
 	@touch $@
 
