@@ -28,7 +28,7 @@ constexpr int kColumnsAtOnce = 8;
 #else
 constexpr int kColumnsAtOnce = 4;
 #endif
-#if defined(__AVX512VNNI__) && !defined(EI_ZEN4)
+#if defined(__AVX512VNNI__) && !defined(EI_ZEN4) && (defined(__AVX512VBMI__) || !defined(__SANITIZE_ADDRESS__))
 constexpr int kGroupsAtOnce = 2;
 #else
 constexpr int kGroupsAtOnce = 1;
