@@ -125,7 +125,7 @@ struct Blocks32 {
             Of<I32, G> sum[NC];
             const auto offset = [&](int c) { return set_i32(-OFFSET * as[c][b]); };
             prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
-            if constexpr (kDots<8> > 1) {  // of 32 bits
+            if constexpr (kDots<8> > 1) {  // dots of 32 bits can begin with it
                 dot32<BITS, NC, G>(group, a, offset, [&](int c, const auto& d) { sum[c] = d; });
             } else {
                 for (int c = 0; c < NC; c++) sum[c] = offset(c);
