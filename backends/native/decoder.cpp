@@ -430,16 +430,12 @@ namespace {
 // rate, long streams are better.
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
-    bool announced;
 
     Tasks(const Matrix& w, int n, int n_threads, int together)
-        : n_groups(w.n_groups()),
-          groups_each(groups_of_task(w, n, n_threads, together)),
-          n_threads(n_threads),
-          announced(n <= 2 && streams_want_prefetch) {
-        const bool cut = n_threads > 1 && (n > kColumnsTogether || announced);
+        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)), n_threads(n_threads) {
+        const bool cut = n_threads > 1 && (n > kColumnsTogether || (n <= reading.most && reading.always));
         const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
-        const int least = n <= 2 ? 1 : together;
+        const int least = n <= reading.most ? 1 : together;
         n_whole = (n_groups - rest) / groups_each;
         groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
     }
@@ -449,11 +445,10 @@ struct Tasks {
         return std::min(n_groups, whole * groups_each + (task - whole) * groups_of_rest);
     }
     int last(int task) const { return first(task + 1); }
-    // Fetches the first lines of the task that this thread will probably do next into its L2 cache.
-    void announce(const Matrix& w, int task) const {
-        if (!announced || task + n_threads >= count()) return;
-        const uint8_t* lines = w.data + static_cast<size_t>(first(task + n_threads)) * w.group_bytes;
-        for (size_t at = 0; at < kPrefetch; at += 64) __builtin_prefetch(lines + at, 0, 2);
+    // What the thread that does a task will probably read next, or null.
+    const uint8_t* behind(const Matrix& w, int task) const {
+        const int next = task + n_threads;
+        return next < count() ? w.data + static_cast<size_t>(first(next)) * w.group_bytes : nullptr;
     }
 };
 
@@ -471,8 +466,7 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
     const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
-        tasks.announce(w, task);
-        kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
+        kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(w, task), y, ldy);
     });
 }
 
@@ -532,7 +526,8 @@ void Decoder::combine(const float* rows, int n, float* features) {
         });
         const Tasks tasks(combine_.matrix, n, pool_.size(), kernels_.groups_at_once);
         pool_.for_tasks(thread, tasks.count(), [&](int task) {
-            kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task), features, n_embd);
+            kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task),
+                            tasks.behind(combine_.matrix, task), features, n_embd);
         });
     });
 }
@@ -542,8 +537,7 @@ void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, c
     const int n = pass.n, n_threads = pool_.size(), together = kernels_.groups_at_once;
     const Tasks q(w.q, n, n_threads, together), k(w.k, n, n_threads, together), v(w.v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
-        tasks.announce(m, task);
-        kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), y, ldy);
+        kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(m, task), y, ldy);
         add_bias(m, bias, pass.n, tasks.first(task), tasks.last(task), y, ldy);
     };
     for_tasks(pass, thread, q.count() + k.count() + v.count(), [&](int task) {
@@ -708,8 +702,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
     const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        tasks.announce(w, task);
-        kernels_.matmul(w, inputs, pass.n, first, last, b.h, b.ld_embd);
+        kernels_.matmul(w, inputs, pass.n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
         add_bias(w, bias, pass.n, first, last, b.h, b.ld_embd);
         for (int c = 0; !post_norm && c < pass.n; c++) add(c, first * kRows, std::min(w.n_out, last * kRows));
     });
@@ -734,9 +727,9 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
             const int n = std::min(kColumnsTogether, pass.n - c);
             const Inputs columns = inputs.from(c);
             float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
-            tasks.announce(w.gate, task);
-            kernels_.matmul(w.gate, columns, n, first, last, gate, b.ld_ff);
-            kernels_.matmul(w.up, columns, n, first, last, b.up, b.ld_ff);
+            const uint8_t* up = w.up.data + static_cast<size_t>(first) * w.up.group_bytes;
+            kernels_.matmul(w.gate, columns, n, first, last, up, gate, b.ld_ff);
+            kernels_.matmul(w.up, columns, n, first, last, tasks.behind(w.gate, task), b.up, b.ld_ff);
             for (int i = 0; i < n; i++) {
                 const size_t at = static_cast<size_t>(i) * b.ld_ff + static_cast<size_t>(first * kRows);
                 gated(gate + at, b.up + at, (last - first) * kRows);
@@ -751,8 +744,8 @@ void Decoder::head(const Pass& pass, int thread) {
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;
-        tasks.announce(output_, task);
-        kernels_.matmul(output_, inputs, pass.n_rows, first, last, pass.logits, static_cast<size_t>(n_logits));
+        kernels_.matmul(output_, inputs, pass.n_rows, first, last, tasks.behind(output_, task), pass.logits,
+                        static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
             float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;
             kernels_.scale_and_cap(row, std::min(n_logits, last * kRows) - first * kRows, config_.logit_scale,

@@ -16,14 +16,13 @@ struct Groups {
     }
 };
 
-// A place in each of G row groups that follow each other. end: of the first of them.
+// A place in each of G row groups that follow each other.
 template <int G>
 struct Places {
     const uint8_t* first;
     size_t group_bytes;
-    const uint8_t* end;
 
-    EI_INLINE Places operator+(size_t n) const { return {first + n, group_bytes, end}; }
+    EI_INLINE Places operator+(size_t n) const { return {first + n, group_bytes}; }
     EI_INLINE Places& operator+=(size_t n) {
         first += n;
         return *this;
@@ -40,7 +39,7 @@ EI_INLINE At<G> places(const uint8_t* first, [[maybe_unused]] size_t group_bytes
     if constexpr (G == 1) {
         return first;
     } else {
-        return {first, group_bytes, first + group_bytes};
+        return {first, group_bytes};
     }
 }
 

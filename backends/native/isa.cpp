@@ -71,12 +71,22 @@ const InstructionSet instruction_sets[] = {
 };
 const int n_instruction_sets = sizeof instruction_sets / sizeof instruction_sets[0];
 
-// Measured on Ice Lake, where a stream comes a quarter faster so; on Zen 4 it gains nothing.
 #if defined(__x86_64__)
-const bool streams_want_prefetch = [] {
+namespace {
+bool is_amd_from_zen5() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __builtin_cpu_is("amd") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+           (eax >> 8 & 15) + (eax >> 20 & 255) >= 0x1a;
+}
+}  // namespace
+
+// On Zen 5 one stream comes a fifth faster so, and another twentieth around its L3, which takes what L2 throws out; on Ice
+// Lake a quarter faster. Zen 4's own prefetchers did better at one and two columns.
+const Reading reading = [] {
     __builtin_cpu_init();
-    return __builtin_cpu_is("intel") != 0;
+    if (is_amd_from_zen5()) return Reading{7104, true, true, 4, size_t{800} << 10, 2};
+    return Reading{4736, __builtin_cpu_is("intel") != 0, false, 2, size_t{192} << 10, 4};
 }();
 #else
-const bool streams_want_prefetch = false;
+const Reading reading{4736, false, false, 2, size_t{192} << 10, 4};
 #endif

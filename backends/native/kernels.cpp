@@ -22,19 +22,29 @@ EI_INLINE void for_each(const F& f) {
     }(std::make_integer_sequence<int, N>());
 }
 
+// Where the lines are that a strip has fetched into the cache before it comes to them: reading.ahead bytes further on or,
+// where that is past the end, so many more.
+struct Ahead {
+    const uint8_t* end;
+    ptrdiff_t past_end;
+};
+
 // With one or two columns there are CPUs whose own prefetchers keep up with the stream, and are better left alone; with
-// more, the arithmetic between two lines holds them back.
-template <int NC>
-EI_INLINE void prefetch(const uint8_t* p, int n_lines) {
-    if (NC > 2 || streams_want_prefetch) {
-        for (int i = 0; i < n_lines; i++) __builtin_prefetch(p + kPrefetch + 64 * i);
+// more, the arithmetic between two lines holds them back. Either all lines are asked for or none: the prefetchers do not
+// see a few that are left out.
+template <int NC, class Lines>
+EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
+    if (NC <= 2 && !reading.always) return;
+    const size_t n = reading.ahead;
+    const ptrdiff_t more = of_group(at, 0) + n < ahead.end ? 0 : ahead.past_end;
+    for (int g = 0; g < kGroups<Lines>; g++) {
+        const uint8_t* lines = of_group(at, g) + n + more;
+        if (reading.around_l3) {
+            for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i, 0, 0);
+        } else {
+            for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i);
+        }
     }
-}
-// Behind the end of a group comes the one that is read next: as many further on as there are.
-template <int NC, int G>
-EI_INLINE void prefetch(const Places<G>& at, int n_lines) {
-    const size_t past = at.first + kPrefetch < at.end ? 0 : (G - 1) * at.group_bytes;
-    for (int g = 0; g < G; g++) prefetch<NC>(of_group(at, g) + past, n_lines);
 }
 
 EI_INLINE Dot from_zero(int) { return dot_zero(); }
@@ -103,7 +113,7 @@ struct Blocks32 {
     static constexpr int kTogether = kGroupsAtOnce, kColumns = MIN ? kColumnsAtOnce : kFewerColumns;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_blocks = x.n_in / 32;
         At<G> scales = group;
         const int8_t* a[NC];
@@ -118,13 +128,14 @@ struct Blocks32 {
         for (int b = 0; b < n_blocks; b++) {
             if (MIN || b % 2 == 0) {
                 scales = group;
+                prefetch<NC>(group, 1, ahead);
                 group += 64;
             } else {
                 scales += 32;
             }
             Of<I32, G> sum[NC];
             const auto offset = [&](int c) { return set_i32(-OFFSET * as[c][b]); };
-            prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64));
+            prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64), ahead);
             if constexpr (kDots<8> > 1) {  // dots of 32 bits can begin with it
                 dot32<BITS, NC, G>(group, a, offset, [&](int c, const auto& d) { sum[c] = d; });
             } else {
@@ -179,7 +190,7 @@ struct Tiles45K {
     static constexpr size_t kTile = 320 + 8 * kLines32<BITS>;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -189,12 +200,13 @@ struct Tiles45K {
         for (int b = 0; b < n_tiles; b++) {
             Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
+            prefetch<NC>(tile, 5, ahead);
             if (BITS != 4 || !in_16_bits<NC>(x, c0, b)) {
-                one_by_one<NC, G, false>(tile, a, total);
+                one_by_one<NC, G, false>(tile, a, ahead, total);
             } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
                 in_pairs<NC, G>(tile, a, total);
             } else if constexpr (kNarrowBy == NarrowBy::Singles) {
-                one_by_one<NC, G, true>(tile, a, total);
+                one_by_one<NC, G, true>(tile, a, ahead, total);
             }
             Of<I32, G> mins[NC];
             for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
@@ -215,10 +227,11 @@ struct Tiles45K {
     // Dot products times scales, of the 256 inputs of a tile; moves a behind them. NARROW: all dot products fit into 16
     // bits: one of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
     template <int NC, int G, bool NARROW>
-    static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* (&a)[NC], Of<I32, G> (&total)[NC]) {
+    static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* (&a)[NC], const Ahead& ahead,
+                                     Of<I32, G> (&total)[NC]) {
         At<G> lines = tile + 320;
         for (int j = 0; j < 8; j++) {
-            prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64));
+            prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64), ahead);
             const auto scale = load_scale(tile + 64 + 16 * j);
             dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) {
                 if constexpr (NARROW) {
@@ -256,7 +269,7 @@ struct Tiles6K {
     static constexpr size_t kTile = 3392;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -266,12 +279,13 @@ struct Tiles6K {
         for (int b = 0; b < n_tiles; b++) {
             Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
+            prefetch<NC>(tile, 5, ahead);
             if (!in_16_bits<NC>(x, c0, b)) {
-                one_by_one<NC, G, false>(tile, a, centre, total);
+                one_by_one<NC, G, false>(tile, a, centre, ahead, total);
             } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
                 in_pairs<NC, G>(tile, a, centre, total);
             } else if constexpr (kNarrowBy == NarrowBy::Singles) {
-                one_by_one<NC, G, true>(tile, a, centre, total);
+                one_by_one<NC, G, true>(tile, a, centre, ahead, total);
             }
             const auto d = load_f16(tile);
             for (int c = 0; c < NC; c++) {
@@ -287,7 +301,7 @@ struct Tiles6K {
     // of 6 bits is at most 32 * kNarrow.
     template <int NC, int G, bool NARROW>
     static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* const (&a)[NC],
-                                     const int32_t* const (&centre)[NC], Of<I32, G> (&total)[NC]) {
+                                     const int32_t* const (&centre)[NC], const Ahead& ahead, Of<I32, G> (&total)[NC]) {
         const auto times = [&](const auto& scale) {
             return [&, scale](int c, const auto& d) {
                 if constexpr (NARROW) {
@@ -299,7 +313,7 @@ struct Tiles6K {
         };
         for (int p = 0; p < 8; p++) {
             const auto scales = load_i8_as_i16(tile + 64 + 32 * p);
-            prefetch<NC>(tile + 320 + 384 * p, 6);
+            prefetch<NC>(tile + 320 + 384 * p, 6, ahead);
             if constexpr (NARROW) {
                 half<NC, G>(tile, 2 * p, a, centre, times(even_low(scales)));
                 half<NC, G>(tile, 2 * p + 1, a, centre, times(odd_low(scales)));
@@ -346,7 +360,7 @@ struct Floats {
     static constexpr int kTogether = 1, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(const uint8_t* w, const Inputs& x, int c0, F32 (&f)[NC]) {
+    static EI_INLINE void strip(const uint8_t* w, const Inputs& x, int c0, const Ahead&, F32 (&f)[NC]) {
         F32 part[4][NC];
         for (auto& sums : part) {
             for (F32& sum : sums) sum = set_f32(0.0f);
@@ -393,13 +407,14 @@ EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
 }
 
 template <class FORMAT, int NC, int G>
-void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, float* y, size_t ldy) {
+void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, const Ahead& ahead, float* y,
+             size_t ldy) {
     Of<F32, G> f[NC];
     // Stores become visible in order: those of sums that do not fit into registers would wait for lines of y to come.
     for (int c = 0; c0 > 0 && c < NC; c++) {
         for (int g = 0; g < G; g++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row + g * kRows, 1);
     }
-    FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, c0, f);
+    FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, c0, ahead, f);
     for (int c = 0; c < NC; c++) {
         for (int g = 0; g < G; g++) {
             const int at = row + g * kRows;
@@ -410,66 +425,75 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
 
 // NC of the columns or, where n is less, n.
 template <class FORMAT, int NC, int G>
-void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, float* y, size_t ldy) {
+void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, const Ahead& ahead,
+                  float* y, size_t ldy) {
     if constexpr (NC > 1) {
-        if (n < NC) return some_columns<FORMAT, NC - 1, G>(w, group, row, x, c, n, y, ldy);
+        if (n < NC) return some_columns<FORMAT, NC - 1, G>(w, group, row, x, c, n, ahead, y, ldy);
     }
-    columns<FORMAT, NC, G>(w, group, row, x, c, y, ldy);
+    columns<FORMAT, NC, G>(w, group, row, x, c, ahead, y, ldy);
 }
 
 // Columns c..end-1, in parts that are as large as each other. Where there are few, the first wait for the rows to come from
 // memory, and are as many as there is room for.
 template <class FORMAT, int G>
-EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end, float* y,
-                           size_t ldy) {
+EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end,
+                           const Ahead& ahead, float* y, size_t ldy) {
     if (end <= 2 * kColumnsAtOnce) {
-        some_columns<FORMAT, kColumnsAtOnce, G>(w, group, row, x, c, end, y, ldy);
+        some_columns<FORMAT, kColumnsAtOnce, G>(w, group, row, x, c, end, ahead, y, ldy);
         c = kColumnsAtOnce;
     }
     for (int parts = (end - c + FORMAT::kColumns - 1) / FORMAT::kColumns; parts > 0; parts--) {
         const int n = (end - c + parts - 1) / parts;
-        some_columns<FORMAT, FORMAT::kColumns, G>(w, group, row, x, c, n, y, ldy);
+        some_columns<FORMAT, FORMAT::kColumns, G>(w, group, row, x, c, n, ahead, y, ldy);
         c += n;
     }
 }
 
 template <class FORMAT>
-void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
+               size_t ldy) {
     constexpr int G = FORMAT::kTogether;
+    const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
+    // Behind `end` comes what is read next or, if that is not known, what is being read.
+    const auto ahead_of = [&](const uint8_t* end) {
+        return Ahead{end, next ? next - end : -static_cast<ptrdiff_t>(reading.ahead)};
+    };
     // What comes before the first lines that strips prefetch.
-    const uint8_t* begin = w.data + static_cast<size_t>(first) * w.group_bytes;
-    for (size_t at = 0; streams_want_prefetch && at < kPrefetch; at += 64) __builtin_prefetch(begin + at);
+    for (size_t at = 0; reading.always && at < reading.ahead; at += 64) __builtin_prefetch(group(first) + at);
     for (int c = 0; c < n; c += kColumnsTogether) {
         const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
         int g = first;
-        const auto group = [&] { return w.data + static_cast<size_t>(g) * w.group_bytes; };
         if constexpr (G > 1) {
-            // One or two columns are a stream from memory, and better off with one of them.
-            for (; n > 2 && g + G <= last; g += G) all_columns<FORMAT, G>(w, group(), g * kRows, x, c, end, y, ldy);
+            for (; n > reading.most && g + G <= last; g += G) {
+                const Ahead ahead = g + G < last ? Ahead{group(g + 1), static_cast<ptrdiff_t>((G - 1) * w.group_bytes)}
+                                                 : ahead_of(group(g + 1));
+                all_columns<FORMAT, G>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);
+            }
         }
-        for (; g < last; g++) all_columns<FORMAT, 1>(w, group(), g * kRows, x, c, end, y, ldy);
+        const Ahead ahead = ahead_of(group(last));
+        for (; g < last; g++) all_columns<FORMAT, 1>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);
     }
 }
 
-void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy) {
+void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y, size_t ldy) {
     switch (w.format) {
-        case Format::F32: return matmul_as<Floats<4, load_row_f32>>(w, x, n, first, last, y, ldy);
-        case Format::F16: return matmul_as<Floats<2, load_row_f16>>(w, x, n, first, last, y, ldy);
-        case Format::BF16: return matmul_as<Floats<2, load_row_bf16>>(w, x, n, first, last, y, ldy);
-        case Format::Q8_0: return matmul_as<Blocks32<8, kOffset8, false>>(w, x, n, first, last, y, ldy);
-        case Format::Q4_0: return matmul_as<Blocks32<4, 8, false>>(w, x, n, first, last, y, ldy);
-        case Format::Q4_1: return matmul_as<Blocks32<4, 0, true>>(w, x, n, first, last, y, ldy);
-        case Format::Q5_0: return matmul_as<Blocks32<5, 16, false>>(w, x, n, first, last, y, ldy);
-        case Format::Q5_1: return matmul_as<Blocks32<5, 0, true>>(w, x, n, first, last, y, ldy);
-        case Format::Q4_K: return matmul_as<Tiles45K<4>>(w, x, n, first, last, y, ldy);
-        case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, y, ldy);
-        case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, y, ldy);
+        case Format::F32: return matmul_as<Floats<4, load_row_f32>>(w, x, n, first, last, next, y, ldy);
+        case Format::F16: return matmul_as<Floats<2, load_row_f16>>(w, x, n, first, last, next, y, ldy);
+        case Format::BF16: return matmul_as<Floats<2, load_row_bf16>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q8_0: return matmul_as<Blocks32<8, kOffset8, false>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q4_0: return matmul_as<Blocks32<4, 8, false>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q4_1: return matmul_as<Blocks32<4, 0, true>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q5_0: return matmul_as<Blocks32<5, 16, false>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q5_1: return matmul_as<Blocks32<5, 0, true>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q4_K: return matmul_as<Tiles45K<4>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, next, y, ldy);
         case Format::TQ1_0:
-        case Format::TQ2_0: return matmul_as<TernaryTiles<TwoBits>>(w, x, n, first, last, y, ldy);
-        case Format::TQ_BASE_THREE: return matmul_as<TernaryTiles<BaseThree>>(w, x, n, first, last, y, ldy);
-        case Format::I2_S: return matmul_as<TernaryRows<TwoBits>>(w, x, n, first, last, y, ldy);
-        case Format::I2_S_BASE_THREE: return matmul_as<TernaryRows<BaseThree>>(w, x, n, first, last, y, ldy);
-        case Format::Q2_0: return matmul_as<TernaryBlocks>(w, x, n, first, last, y, ldy);
+        case Format::TQ2_0: return matmul_as<TernaryTiles<TwoBits>>(w, x, n, first, last, next, y, ldy);
+        case Format::TQ_BASE_THREE: return matmul_as<TernaryTiles<BaseThree>>(w, x, n, first, last, next, y, ldy);
+        case Format::I2_S: return matmul_as<TernaryRows<TwoBits>>(w, x, n, first, last, next, y, ldy);
+        case Format::I2_S_BASE_THREE: return matmul_as<TernaryRows<BaseThree>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q2_0: return matmul_as<TernaryBlocks>(w, x, n, first, last, next, y, ldy);
     }
 }
 
@@ -673,7 +697,7 @@ int32_t read(const uint8_t* p, size_t n) {
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
     for (size_t at = 0; at < n; at += 256) {
-        prefetch<1>(p + at, 4);
+        prefetch<1>(p + at, 4, {p + n, 0});
         for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
     }
     const int8_t ones[4] = {1, 1, 1, 1};

@@ -40,8 +40,10 @@ constexpr int kMultiplyAdds = 64 * 64;
 struct Kernels {
     const char* name;
     int groups_at_once;  // row groups that a product of several columns is best given together
-    // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns.
-    void (*matmul)(const Matrix& w, const Inputs& x, int n, int first, int last, float* y, size_t ldy);
+    // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns. next: row
+    // groups that this thread will probably read then, or null.
+    void (*matmul)(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
+                   size_t ldy);
     // Prepares column c of the inputs. x.n_in must be a multiple of 32, or 256.
     void (*quantize32)(const Inputs& x, int c);
     void (*quantize256)(const Inputs& x, int c);
@@ -80,7 +82,3 @@ struct InstructionSet {
 };
 extern const InstructionSet instruction_sets[];
 extern const int n_instruction_sets;
-
-// Whether this CPU reads even a single stream of memory sooner when told in advance, and how many bytes ahead.
-extern const bool streams_want_prefetch;
-constexpr size_t kPrefetch = 4736;

@@ -42,6 +42,7 @@
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -83,17 +84,30 @@ struct Matrix {
 // So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
 constexpr int kColumnsTogether = 64;
 
-// How many row groups one task of a matrix product with n columns takes, with several columns a multiple of `together`. With
-// few columns it is a stream from memory, and a task is long enough for the prefetchers to be worth starting. With many it
-// is read again for each kColumnsTogether, from the core's cache.
+// How products with few columns, which are streams from memory, read it best, as measured on this CPU.
+struct Reading {
+    size_t ahead;    // bytes that are asked for before they are needed
+    bool always;     // with one or two columns too, where the CPU's own prefetchers might keep up alone
+    bool around_l3;  // without leaving lines that are read once in the outer caches
+    int most;        // columns of a stream, which reads one row group after the other, not several at once
+    size_t task;     // bytes
+    int tasks_each;  // that a thread gets at least, of a small matrix
+};
+extern const Reading reading;
+
+// How many row groups one task of a matrix product with n columns takes, with many columns a multiple of `together`. A task
+// of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
+// kColumnsTogether, from the core's cache.
 inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
-    constexpr size_t kStreamBytes = size_t{192} << 10;
-    const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads), large = n_groups / (4 * n_threads);
-    const int stream = static_cast<int>(kStreamBytes / w.group_bytes) + 1;
-    const int many = n > kColumnsTogether && stream < small ? stream : small;
-    const int wanted = n > 2 || stream < small ? many : stream < large ? stream : large;
-    const int least = wanted > 1 ? wanted : 1;
-    return n > 2 ? (least + together - 1) / together * together : least;
+    constexpr size_t kInCache = size_t{192} << 10;
+    const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads);
+    const auto of_bytes = [&](size_t bytes) { return static_cast<int>(bytes / w.group_bytes) + 1; };
+    if (n > reading.most) {
+        const int many = n > kColumnsTogether ? std::min(small, of_bytes(kInCache)) : small;
+        return (std::max(1, many) + together - 1) / together * together;
+    }
+    const int large = n_groups / (reading.tasks_each * n_threads);
+    return std::max(1, std::clamp(of_bytes(reading.task), small, large));
 }
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.

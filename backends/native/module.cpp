@@ -312,7 +312,7 @@ public:
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8ByToken) kernels.quantize_token(in, c);
         }
-        kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), y.data(),
+        kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), nullptr, y.data(),
                        static_cast<size_t>(matrix_.n_out));
     }
 
@@ -353,7 +353,10 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
             of_matrix.n_in = m->n_in;
             const int each = groups_of_task(*m, n, pool.size(), kernels.groups_at_once);
             pool.for_tasks(thread, (m->n_groups() + each - 1) / each, [&](int task) {
-                kernels.matmul(*m, of_matrix, n, task * each, std::min(m->n_groups(), (task + 1) * each), y.data(),
+                const int first = task * each, next = first + pool.size() * each;
+                const uint8_t* behind =
+                    next < m->n_groups() ? m->data + static_cast<size_t>(next) * m->group_bytes : nullptr;
+                kernels.matmul(*m, of_matrix, n, first, std::min(m->n_groups(), first + each), behind, y.data(),
                                most_out);
             });
         }

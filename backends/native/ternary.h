@@ -46,12 +46,12 @@ struct TwoBits {
 
     // Adds the products of up to kLines lines with NC columns; a[c] points at the activations of column c.
     template <int NC, int G>
-    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
+    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC], const Ahead& ahead,
                                     Of<I32, G> (&sum)[NC]) {
-        if constexpr (kCounted<NC> == 4) return dot_unshifted<NC, G>(lines, n_lines, a, sum);
+        if constexpr (kCounted<NC> == 4) return dot_unshifted<NC, G>(lines, n_lines, a, ahead, sum);
         Parts<NC, G> parts;
         for (int i = 0; i < n_lines; i++) {
-            prefetch<NC>(lines + 64 * i, 1);
+            prefetch<NC>(lines + 64 * i, 1, ahead);
             const auto line = load_u8(lines + 64 * i);
             const auto quarter = [&]<int J>() {
                 parts.add(J, and_u8(shr_u16<2 * J>(line), 3), a, kInputs * i + 4 * J);
@@ -65,12 +65,12 @@ struct TwoBits {
     // And enough of it that the hardware's prefetchers, left alone, would not keep up with two threads.
     template <int NC, int G>
     static EI_INLINE void dot_unshifted(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
-                                        Of<I32, G> (&sum)[NC]) {
+                                        const Ahead& ahead, Of<I32, G> (&sum)[NC]) {
         for (int first = 0; first < n_lines; first += kUnshiftedLines) {
             Of<Dot, G> once[NC], fourfold[NC];
             for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
             for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
-                prefetch<3>(lines + 64 * i, 1);
+                prefetch<3>(lines + 64 * i, 1, ahead);
                 const auto line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
                 for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
                 for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
@@ -93,11 +93,11 @@ struct BaseThree {
     static constexpr int kCounted = 1;
 
     template <int NC, int G>
-    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC],
+    static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC], const Ahead& ahead,
                                     Of<I32, G> (&sum)[NC]) {
         Parts<NC, G> parts;
         for (int i = 0; i < n_lines; i++) {
-            prefetch<3>(lines + 64 * i, 1);
+            prefetch<3>(lines + 64 * i, 1, ahead);
             Of<U8, G> codes[5];
             if constexpr (G == 1) {
                 unpack_base_three(load_u8(lines + 64 * i), [&]<int J>(U8 one) { codes[J] = one; });
@@ -129,16 +129,17 @@ struct TernaryRows {
     static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int8_t* a[NC];
         Of<I32, G> sum[NC];
         for (int c = 0; c < NC; c++) {
             a[c] = x.q_token + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
             sum[c] = set_i32(-Trits::template kCounted<NC> * x.sum_token[c0 + c]);
         }
+        prefetch<3>(group, 1, ahead);
         At<G> lines = group + 64;
         for (int left = (x.n_in + Trits::kInputs - 1) / Trits::kInputs; left > 0; left -= Trits::kLines) {
-            Trits::template dot_lines<NC, G>(lines, left < Trits::kLines ? left : Trits::kLines, a, sum);
+            Trits::template dot_lines<NC, G>(lines, left < Trits::kLines ? left : Trits::kLines, a, ahead, sum);
             lines += 64 * Trits::kLines;
             for (int c = 0; c < NC; c++) a[c] += Trits::kInputs * Trits::kLines;
         }
@@ -155,7 +156,7 @@ struct TernaryBlocks {
     static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewestColumns;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const size_t n_blocks = static_cast<size_t>(x.n_in) / 32;
         const int8_t* a[NC];
         const float* ad[NC];
@@ -169,13 +170,14 @@ struct TernaryBlocks {
         At<G> scales = group;
         for (size_t b = 0; b < n_blocks; b++) {
             if (b % 4 == 0) {
+                prefetch<3>(group, 1, ahead);
                 scales = group;
                 group += 64;
             }
             const auto d = load_f16(scales + b % 4 / 2 * 32);
             Of<I32, G> sum[NC];
             for (int c = 0; c < NC; c++) sum[c] = set_i32(-TwoBits::kCounted<NC> * as[c][b]);
-            TwoBits::dot_lines<NC, G>(group, 2, a, sum);
+            TwoBits::dot_lines<NC, G>(group, 2, a, ahead, sum);
             for (int c = 0; c < NC; c++) {
                 f[c] = fma_f32(mul_f32(counted_once<TwoBits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);
                 a[c] += 32;
@@ -191,7 +193,7 @@ struct TernaryTiles {
     static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         constexpr int kTileLines = (256 + Trits::kInputs - 1) / Trits::kInputs;
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
@@ -202,6 +204,7 @@ struct TernaryTiles {
         At<G> scales = tile;
         for (int b = 0; b < n_tiles; b++) {
             if (b % 2 == 0) {
+                prefetch<3>(tile, 1, ahead);
                 scales = tile;
                 tile += 64;
             } else {
@@ -214,7 +217,7 @@ struct TernaryTiles {
                 sum[c] = set_i32(-Trits::template kCounted<NC> * of_tile);
                 as[c] += 8;
             }
-            Trits::template dot_lines<NC, G>(tile, kTileLines, a, sum);
+            Trits::template dot_lines<NC, G>(tile, kTileLines, a, ahead, sum);
             const auto d = load_f16(scales);
             for (int c = 0; c < NC; c++) {
                 f[c] = fma_f32(mul_f32(counted_once<Trits, NC>(sum[c]), d), set_f32(ad[c][b]), f[c]);

@@ -129,7 +129,7 @@ void matrix_product(const Kernels& kernels, Format of, Format as, Numbers& numbe
     InputArrays arrays;
     const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
     std::vector<float> y(static_cast<size_t>(n * n_out));
-    kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, y.data(), n_out);
+    kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, nullptr, y.data(), n_out);
     report(kernels, "matmul-" + std::to_string(static_cast<int>(as)), y);
 }
 
