@@ -98,6 +98,21 @@ void score_tiles(const KvHead& kv, const AttentionRow* rows, int first, int last
     }
 }
 
+// The first tile from `tile` on with slots that one of these rows sees. n_seen: of each row's path, those before the tiles
+// that were asked for already. Of a wide tree, most tiles are other branches'.
+template <int NR>
+EI_INLINE int next_seen(const AttentionRow* rows, int* n_seen, int tile) {
+    int next = INT_MAX;
+    for (int r = 0; r < NR; r++) {
+        const AttentionRow& row = rows[r];
+        if (16 * tile < row.n_past) return tile;
+        int& i = n_seen[r];
+        while (i < row.n_path && row.path[i] < 16 * tile) i++;
+        if (i < row.n_path && row.path[i] / 16 < next) next = row.path[i] / 16;
+    }
+    return next;
+}
+
 // Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16.
 EI_INLINE float soft_max(float* scores, int n) {
     for (int i = n; i % 16 != 0; i++) scores[i] = scores[0];
@@ -221,9 +236,17 @@ void attention(const Attention& a) {
         last = end > last ? end : last;
     }
     if (first > common_last) first = common_last;  // a window that begins within the path
+    int n_seen[kTaskRows] = {};                    // of each row's path
     for_segments(first / 16 * 16, (last + 15) / 16 * 16, [&](int begin, int end) {
-        for_rows<kRowsAtOnce>(0, a.n_rows,
-                              [&]<int NR>(int r) { score_tiles<NR>(a.kv, a.rows + r, begin / 16, end / 16); });
+        for_rows<kRowsAtOnce>(0, a.n_rows, [&]<int NR>(int r) {
+            const auto seen_from = [&](int tile) { return next_seen<NR>(a.rows + r, n_seen + r, tile); };
+            for (int t = seen_from(begin / 16); t < end / 16; t = seen_from(t + 1)) {
+                const int past = end < a.rows[r].n_past ? end / 16 : a.rows[r].n_past / 16;
+                const int stop = past > t ? past : t + 1;
+                score_tiles<NR>(a.kv, a.rows + r, t, stop);
+                t = stop - 1;
+            }
+        });
     });
     float scale[kTaskRows];
     for (int r = 0; r < a.n_rows; r++) {

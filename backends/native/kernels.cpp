@@ -4,6 +4,7 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 #include <utility>
 

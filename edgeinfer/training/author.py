@@ -17,7 +17,7 @@ from edgeinfer.training.corpus import Request, Text
 from edgeinfer.types import Logits
 
 MIN_ANSWER = 8
-ROWS = 1536  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs
+ROWS = 3072  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs
 
 Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what it asks
 

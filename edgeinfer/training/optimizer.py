@@ -22,11 +22,12 @@ class Muon(torch.optim.Optimizer):
     https://kellerjordan.github.io/posts/muon/), as large as AdamW's at that learning rate (Liu et al.,
     arXiv:2502.16982).
 
-    All is in float32: torch.optim.Muon multiplies in bfloat16, which many a CPU has no instructions for.
+    bfloat16: multiply in it, as torch.optim.Muon always does; a CPU without instructions for it is slower so.
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], lr: float) -> None:
+    def __init__(self, matrices: Iterable[nn.Parameter], lr: float, bfloat16: bool = False) -> None:
         super().__init__(matrices, {"lr": lr})
+        self._type = torch.bfloat16 if bfloat16 else torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -39,32 +40,34 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
                 momentum = state["momentum"].mul_(_MOMENTUM).add_(matrix.grad)
-                direction = orthogonalized(matrix.grad + _MOMENTUM * momentum)  # Nesterov's
+                direction = orthogonalized(matrix.grad + _MOMENTUM * momentum, self._type)  # Nesterov's
                 size = _ADAMW_SIZE * math.sqrt(max(matrix.shape))
                 matrix.mul_(1.0 - group["lr"] * WEIGHT_DECAY).add_(direction, alpha=-group["lr"] * size)
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A matrix with the singular vectors of this one, and singular values near 1: five Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
+    x = (x / (x.norm() + 1e-7)).to(dtype)
     for _ in range(_N_ITERATIONS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
-    return x.T if is_tall else x
+    return (x.T if is_tall else x).to(matrix.dtype)
 
 
 class Optimizers:
     """The optimizers of a head's parameters, in step."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], name: OptimizerName, rate: float) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], name: OptimizerName, rate: float, bfloat16: bool = False
+    ) -> None:
         every = list(parameters)
         matrices = [each for each in every if each.ndim == 2 and name == "muon"]
         rest = [each for each in every if each.ndim != 2 or name != "muon"]
         adamw = torch.optim.AdamW(rest, lr=rate, betas=_BETAS, weight_decay=WEIGHT_DECAY)
-        self._every: list[torch.optim.Optimizer] = [adamw, *([Muon(matrices, rate)] if matrices else [])]
+        self._every: list[torch.optim.Optimizer] = [adamw, *([Muon(matrices, rate, bfloat16)] if matrices else [])]
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

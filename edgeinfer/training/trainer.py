@@ -104,7 +104,9 @@ class Trainer:
         self._settings = settings
         self._checkpoint = checkpoint
         self._workers = workers
-        self._optimizers = Optimizers(objective.head.parameters(), schedule.optimizer, schedule.learning_rate)
+        self._optimizers = Optimizers(
+            objective.head.parameters(), schedule.optimizer, schedule.learning_rate, workers.has_bfloat16
+        )
         self._module: Any = objective
         if workers.n > 1:
             ids = [workers.device.index] if workers.device.type == "cuda" else None
@@ -201,8 +203,8 @@ class Trainer:
         self._save()
 
     def _autocast(self) -> Any:
-        is_cuda = self._workers.device.type == "cuda"
-        return torch.autocast("cuda", dtype=torch.bfloat16) if is_cuda else contextlib.nullcontext()
+        kind, is_faster = self._workers.device.type, self._workers.has_bfloat16
+        return torch.autocast(kind, dtype=torch.bfloat16) if is_faster else contextlib.nullcontext()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,11 @@ class Workers:
         return cls(rank, n, torch.device(kind, local) if kind == "cuda" else torch.device(kind))
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device multiplies numbers of 16 bits several times as fast as those of 32."""
+        return self.device.type == "cuda" or cpu_has_bfloat16()
+
+    @property
     def share(self) -> tuple[int, int]:
         """(rank, n)."""
         return self.rank, self.n
@@ -71,3 +76,9 @@ class Workers:
     ) -> None:
         if self.n > 1:
             distributed.destroy_process_group()
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16: AVX512_BF16 (Zen 4, Cooper Lake) or AMX."""
+    capabilities: dict[str, object] = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) is True for name in ("avx512_bf16", "amx_bf16"))

@@ -23,11 +23,12 @@ def test_a_matrix_keeps_its_singular_vectors_and_its_values_come_near_one(shape:
     assert (found - torch.diag(diagonal)).abs().max() < 1e-4
 
 
-def test_steps_are_those_of_torchs_muon_as_far_as_bfloat16_goes() -> None:
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_steps_are_those_of_torchs_muon_as_far_as_bfloat16_goes(bfloat16: bool) -> None:
     start = torch.randn((32, 64), generator=torch.Generator().manual_seed(0))
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     options = {"momentum": 0.95, "nesterov": True, "weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
-    optimizers = Muon([ours], 0.01), torch.optim.Muon([theirs], 0.01, **options)
+    optimizers = Muon([ours], 0.01, bfloat16), torch.optim.Muon([theirs], 0.01, **options)
     for step in range(5):
         gradient = torch.randn((32, 64), generator=torch.Generator().manual_seed(step + 1))
         for matrix, optimizer in zip((ours, theirs), optimizers, strict=True):
