@@ -64,6 +64,11 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     show_default=True,
     help="Share of the training before which it has one step, in a third of the time of three.",
 )
+@click.option(
+    "--init",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A head of the same target, whose training goes on; with another --seed, on other answers.",
+)
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
 @click.option(
     "--optimizer",

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from edgeinfer import devices, engine
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.engine import Engine
-from edgeinfer.errors import Interrupted, InvalidArgument
+from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.draft_head import write_draft_head
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import MOST_TAPS, fingerprint
+from edgeinfer.models.draft_head import MOST_TAPS, check_target, fingerprint, read_head
 from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
@@ -82,6 +82,7 @@ class Settings:
     optimizer: OptimizerName = "muon"
     rounds: int = 0
     steps_from: float = 0.0
+    init: Path | None = None
     author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
@@ -140,6 +141,8 @@ class _Distillation:
         self._target = TorchTarget(file, spec, workers.device)
         self._taps = taps_named(settings.taps, spec)
         self._sizes = HeadSizes.of(file, spec, settings.blocks, self._taps)
+        if settings.init:  # what does not fit is refused before answers are written
+            self._begin_with(DraftHead(self._sizes), settings.init)
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
         self._author: Author = NativeAuthor(run, settings.context, settings.max_tokens)
@@ -178,7 +181,7 @@ class _Distillation:
         tensors = self._rounded_as_stored(head)
         summary = {
             "target": {"name": self._engine.name, "fingerprint": fingerprint(self._file)},
-            "settings": asdict(self._settings),
+            "settings": asdict(self._settings) | {"init": self._settings.init and self._settings.init.name},
             "prompts": prompts.name,
             "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
             "texts": len(texts),
@@ -277,8 +280,11 @@ class _Distillation:
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
         wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
         batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
+        wanted["init"] = settings.init and hashlib.sha256(settings.init.read_bytes()).hexdigest()
         checkpoint = self._work / "checkpoint.pt"
-        if not checkpoint.exists():
+        if settings.init:
+            self._begin_with(head, settings.init)
+        elif not checkpoint.exists():
             fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
             guess = linear_guess(fitted, self._spec.n_embd, self._workers.device, features_of)
             head.begin_with(guess, self._target.last_norm)
@@ -294,6 +300,22 @@ class _Distillation:
             Rounds(batches, replay, self._recorder, settings.steps, settings.seed),
         )
         return trainer, head
+
+    def _begin_with(self, head: DraftHead, path: Path) -> None:
+        """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""
+        with ModelFile.open(path) as file:
+            check_target(read_head(file), path, self._file, self._spec)
+            wanted = {name: values.shape for name, values in head.tensors().items()}
+            found = {name: file.tensors[name].shape for name in wanted if name in file.tensors}
+            n_blocks = file.metadata.get("draft-head.block_count")
+            if found != wanted or n_blocks != self._sizes.n_layers:
+                raise UnsupportedModel(
+                    f"--init {path} must have the sizes of the head that is wanted, {self._sizes.n_layers} blocks and "
+                    f"{self._sizes.n_taps} taps: found {n_blocks} blocks; name its --blocks and --taps"
+                )
+            head.load_tensors(
+                {name: dequantize(file.tensors[name].type, file.data(name), shape) for name, shape in wanted.items()}
+            )
 
     def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
         """The weights, which the head then has as the file will, so that the report is on what is written."""

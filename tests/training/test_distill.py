@@ -88,6 +88,20 @@ def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path:
         assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_training_goes_on_from_a_head(given: Path, work: Path, tmp_path: Path) -> None:
+    first, folder = given / "first.gguf", fresh(work, tmp_path / "a")
+    result = run(given, tmp_path / "a.gguf", "--work", folder, "--init", first, "--lr", "1e-12", "--json")
+    assert result.exit_code == 0, result.output
+    report, before = json.loads(result.stdout), json.loads((given / "first.json").read_text())
+    assert report["match_by_depth"][0] == pytest.approx(before["match_by_depth"][0], abs=0.02)
+    assert report["settings"]["init"] == "first.gguf"
+    again = run(given, tmp_path / "a.gguf", "--work", folder, "--lr", "1e-12")
+    assert again.exit_code == 2 and "init" in again.output
+    other = run(given, tmp_path / "b.gguf", "--work", tmp_path / "b", "--init", first, "--blocks", "2")
+    assert other.exit_code == 3 and "found 1 blocks; name its --blocks and --taps" in other.output
+    assert not (tmp_path / "b").exists()
+
+
 def test_the_file_is_as_documented(given: Path, work: Path) -> None:
     with ModelFile.open(given / "first.gguf") as head, ModelFile.open(given / "m.gguf") as target:
         keys = {key.removeprefix("draft-head."): value for key, value in head.metadata.items()}
