@@ -1,5 +1,6 @@
 """Drafting with a head: the same text whatever fails, and nothing computed twice or from the wrong features."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -574,3 +575,20 @@ def test_the_head_that_the_package_brings_is_used_by_default(opened, plain, mode
     assert tokens_of(engine) == tokens_of(plain)
     other = write_tiny_model(tmp_path / "other.gguf", n_ctx_train=256, seed=5)
     assert [one.name for one in opened(other).speculator.drafters] == ["suffix", "recycling"]
+
+
+def test_the_head_of_the_figures_is_one_for_the_default_model_and_drafts_its_text(default_model):
+    path = Path(__file__).parents[2] / "docs" / "measurements" / "head-smollm2-135m.gguf"
+    with ModelFile.open(path) as file:
+        matches = file.metadata["draft-head.matches"]
+    assert matches == pytest.approx(json.loads(path.with_suffix(".json").read_text())["match_by_depth"])
+    question = [{"role": "user", "content": "Write three sentences about the sea."}]
+    with (
+        edgeinfer.load(default_model, n_ctx=512, draft="none") as plain,
+        edgeinfer.load(default_model, n_ctx=512, draft=[str(path)]) as drafting,
+    ):
+        always(drafting)
+        prompt = plain.template.encode(plain.tokenizer, question, add_generation_prompt=True)
+        alone, ours = (one.generate(prompt, max_tokens=64, **GREEDY) for one in (plain, drafting))
+        assert ours.tokens == alone.tokens
+        assert len(ours.tokens) == 64 and ours.timings.speculation.steps < 64 / 1.25
