@@ -80,5 +80,5 @@ class Workers:
 
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU has instructions for products of bfloat16: AVX512_BF16 (Zen 4, Cooper Lake) or AMX."""
-    capabilities: dict[str, object] = torch.cpu.get_capabilities()
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch: none known
     return any(capabilities.get(name) is True for name in ("avx512_bf16", "amx_bf16"))
