@@ -1,12 +1,14 @@
 """Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
-        [--tokens 128] [--threads 2] [--temp 0] [--every N] [--skip N] [--only NAME,...] [--record FILE]
+        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--every N] [--skip N] [--only NAME,...]
+        [--record FILE]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
 many tokens: ours one by one, with the free drafters, with the draft model too; llama-cpp-python one by one and with
 its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with
-the draft model and its n-gram drafter. The order is turned with every prompt. Speed is that of all tokens behind the
+the draft model and its n-gram drafter, or instead with each --peer "FLAGS" as the program takes them (the contender
+"llama.cpp FLAGS"). The order is turned with every prompt. Speed is that of all tokens behind the
 first, time-weighted by category; what a draft model takes to read the prompts stands beside it. The process is pinned
 to as many cores as there are threads. --only names the contenders, as the table does; --record keeps what every prompt
 gave, and the same command goes on behind the last one. One JSON line on stdout at the end.
@@ -41,6 +43,7 @@ from edgeinfer.speculation.pipeline import Speculator
 
 SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up
+PEERS = ("--spec-type ngram-simple", "--spec-type draft-simple")  # of llama-speculative-simple
 PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
 
 
@@ -108,10 +111,11 @@ def llama_cpp(path: Path, n_threads: int, n_tokens: int, temperature: float, n_l
     return run
 
 
-def speculative_simple(arguments: argparse.Namespace, draft: Path | None, engine: Engine) -> Contender:
-    """llama.cpp's own program: with a draft model, or with its n-gram drafter. It takes the prompt as a text."""
-    kind = ["-md", str(draft), "--spec-type", "draft-simple"] if draft else ["--spec-type", "ngram-simple"]
-    command = [str(arguments.peer_dir / "llama-speculative-simple"), "-m", str(arguments.model), *kind]
+def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine) -> Contender:
+    """llama.cpp's own program with these flags. It takes the prompt as a text."""
+    command = [str(arguments.peer_dir / "llama-speculative-simple"), "-m", str(arguments.model), *flags.split()]
+    if "--spec-type draft" in flags:
+        command += ["-md", str(arguments.draft)]
     command += ["-n", str(arguments.tokens), "-t", str(arguments.threads), "-tb", str(arguments.threads)]
     command += ["--temp", str(arguments.temp), "-s", "1", "-c", "4096", "-p"]
 
@@ -148,9 +152,9 @@ def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Conte
     for name, n_lookup in LLAMA_CPP.items():
         known[name] = partial(llama_cpp, path, n_threads, n_tokens, temperature, n_lookup)
     if arguments.peer_dir is not None:
-        known["llama.cpp speculative ngram"] = lambda: speculative_simple(arguments, None, engine)
-        if draft is not None:
-            known["llama.cpp speculative model"] = lambda: speculative_simple(arguments, draft, engine)
+        for flags in arguments.peer or PEERS:
+            if draft is not None or "--spec-type draft" not in flags:
+                known[f"llama.cpp {flags}"] = partial(speculative_simple, arguments, flags, engine)
     names = arguments.only.split(",") if arguments.only else list(known)
     if unknown := sorted(set(names) - set(known)):
         raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(known)}")
@@ -210,13 +214,14 @@ def show(figures: dict[str, dict[str, dict[str, float]]]) -> None:
         print(f"\n{category}", file=sys.stderr)
         for name, one in of.items():
             rest = "  ".join(f"{key} {value}" for key, value in one.items() if key != "tokens")
-            print(f"  {name:28} {rest}", file=sys.stderr)
+            print(f"  {name:34} {rest}", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     parser.add_argument("--peer-dir", type=Path, help="folder with llama-speculative-simple")
+    parser.add_argument("--peer", action="append", metavar="FLAGS", help="of llama-speculative-simple; several times")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--only", help="names of contenders, with commas between them")

@@ -1,11 +1,14 @@
 """Promise 1 with drafts on real models: the same tokens, whatever is drafted.
 
     python tests/benchmarks/check_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
-        [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious] [--record FILE]
+        [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious] [--costs free|measured]
+        [--record FILE]
 
 For every prompt (JSON Lines with "turns", the first of which is asked), greedily and at temperature 0.8, top-p 0.95
-with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. --record keeps what every
-prompt gave, and the same command goes on behind the last one. One JSON line on stdout at the end.
+with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. By default further tokens
+cost next to nothing, so all that is drafted is checked, up to 31 nodes; with --costs measured the trees are those that
+pay on this machine, except for drafters that are bad on purpose. --record keeps what every prompt gave, and the same
+command goes on behind the last one. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -28,13 +31,15 @@ from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa
 import edgeinfer  # noqa: E402
 from edgeinfer.drafters.base import Drafter  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
 ]
+
+BAD = ("random", "malicious")
 
 
 def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> Iterator[tuple[str, list[Drafter]]]:
@@ -48,26 +53,35 @@ def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> It
     return ((name, known[name]) for name in names if name in known)
 
 
-def check(engine: Engine, asked: list[dict[str, Any]], names: list[str], n_tokens: int, records: Records) -> None:
-    """Record the number of texts that differ by drafter, for every prompt."""
+def check(
+    engine: Engine, asked: list[dict[str, Any]], names: list[str], n_tokens: int, measured: bool, records: Records
+) -> None:
+    """Record the number of texts that differ by drafter, for every prompt. measured: as --costs measured."""
     own = engine.speculator.drafters if engine.speculator is not None else []
+    costs = engine.speculator.costs if engine.speculator is not None and measured else None
     for i, prompt in enumerate(asked):
         if prompt["id"] not in records.rows:
-            records.add(prompt["id"], differences(engine, prompt, own, names, n_tokens))
+            records.add(prompt["id"], differences(engine, prompt, own, names, n_tokens, costs))
         n = sum(sum(row.values()) for row in records.rows.values())
         print(f"{i + 1} of {len(asked)} prompts, {n} differences", file=sys.stderr, flush=True)
 
 
 def differences(
-    engine: Engine, prompt: dict[str, Any], own: list[Drafter], names: list[str], n_tokens: int
+    engine: Engine,
+    prompt: dict[str, Any],
+    own: list[Drafter],
+    names: list[str],
+    n_tokens: int,
+    costs: CostModel | None,
 ) -> dict[str, int]:
-    """Number of requests to one prompt whose text differs from the plain one, by drafter."""
+    """Number of requests to one prompt whose text differs from the plain one, by drafter. costs: None for no costs."""
     different: dict[str, int] = {}
     for request in REQUESTS:
         texts = {}
         for name, drafters in [("plain", []), *sets_of_drafters(engine, own, names)]:
+            of_it = FixedCosts() if costs is None or name in BAD else costs
             engine.speculator = (
-                Speculator(engine.session, drafters, FixedCosts(), engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
+                Speculator(engine.session, drafters, of_it, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
                 if drafters
                 else None
             )
@@ -86,6 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
+    parser.add_argument(
+        "--costs", choices=("free", "measured"), default="free", help="of checking, as drafters see them"
+    )
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
     names = arguments.drafters.split(",")
@@ -93,9 +110,10 @@ def main() -> None:
         names = [name for name in names if name not in ("model", "head")]
     asked = asked_prompts(arguments)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
+    settings |= {"costs": arguments.costs}
     records = Records(arguments.record, settings | {"tokens": arguments.tokens, "drafters": names})
     with edgeinfer.load(arguments.model, draft=str(arguments.draft) if arguments.draft else "auto") as engine:
-        check(engine, asked, names, arguments.tokens, records)
+        check(engine, asked, names, arguments.tokens, arguments.costs == "measured", records)
     rows = records.rows.values()
     different = {name: sum(row[name] for row in rows) for name in names if any(name in row for row in rows)}
     record = {"benchmark": "same text", "machine": machine(), "prompts": len(records.rows)} | settings
