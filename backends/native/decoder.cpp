@@ -425,33 +425,6 @@ Inputs Decoder::normed_inputs(const Pass& pass, int thread, const float* norm, c
 
 namespace {
 
-// A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
-// the other's last task. Only where few columns make it a stream, and one thread gets what another leaves of the memory's
-// rate, long streams are better.
-struct Tasks {
-    int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
-
-    Tasks(const Matrix& w, int n, int n_threads, int together)
-        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)), n_threads(n_threads) {
-        const bool cut = n_threads > 1 && (n > kColumnsTogether || (n <= reading.most && reading.always));
-        const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
-        const int least = n <= reading.most ? 1 : together;
-        n_whole = (n_groups - rest) / groups_each;
-        groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
-    }
-    int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
-    int first(int task) const {
-        const int whole = std::min(task, n_whole);
-        return std::min(n_groups, whole * groups_each + (task - whole) * groups_of_rest);
-    }
-    int last(int task) const { return first(task + 1); }
-    // What the thread that does a task will probably read next, or null.
-    const uint8_t* behind(const Matrix& w, int task) const {
-        const int next = task + n_threads;
-        return next < count() ? w.data + static_cast<size_t>(first(next)) * w.group_bytes : nullptr;
-    }
-};
-
 // y[c][row] += bias[row] for the rows of groups first..last-1.
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy) {
     if (!bias) return;

@@ -454,6 +454,7 @@ template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
                size_t ldy) {
     constexpr int G = FORMAT::kTogether;
+    const int most = most_of_stream(w);
     const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
     // Behind `end` comes what is read next or, if that is not known, what is being read.
     const auto ahead_of = [&](const uint8_t* end) {
@@ -465,7 +466,7 @@ void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, con
         const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
         int g = first;
         if constexpr (G > 1) {
-            for (; n > reading.most && g + G <= last; g += G) {
+            for (; n > most && g + G <= last; g += G) {
                 const Ahead ahead = g + G < last ? Ahead{group(g + 1), static_cast<ptrdiff_t>((G - 1) * w.group_bytes)}
                                                  : ahead_of(group(g + 1));
                 all_columns<FORMAT, G>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);

@@ -89,11 +89,25 @@ struct Reading {
     size_t ahead;    // bytes that are asked for before they are needed
     bool always;     // with one or two columns too, where the CPU's own prefetchers might keep up alone
     bool around_l3;  // without leaving lines that are read once in the outer caches
-    int most;        // columns of a stream, which reads one row group after the other, not several at once
+    int most;        // columns of a stream; with more, what takes the time is arithmetic
+    int most_ternary;
     size_t task;     // bytes
     int tasks_each;  // that a thread gets at least, of a small matrix
 };
 extern const Reading reading;
+
+// Columns up to which a product is a stream, which reads one row group after the other, not several at once.
+static inline int most_of_stream(const Matrix& w) {
+    switch (w.format) {
+        case Format::TQ1_0:
+        case Format::TQ2_0:
+        case Format::TQ_BASE_THREE:
+        case Format::I2_S:
+        case Format::I2_S_BASE_THREE:
+        case Format::Q2_0: return reading.most_ternary;
+        default: return reading.most;
+    }
+}
 
 // How many row groups one task of a matrix product with n columns takes, with many columns a multiple of `together`. A task
 // of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
@@ -102,13 +116,41 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
     constexpr size_t kInCache = size_t{192} << 10;
     const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads);
     const auto of_bytes = [&](size_t bytes) { return static_cast<int>(bytes / w.group_bytes) + 1; };
-    if (n > reading.most) {
+    if (n > most_of_stream(w)) {
         const int many = n > kColumnsTogether ? std::min(small, of_bytes(kInCache)) : small;
         return (std::max(1, many) + together - 1) / together * together;
     }
     const int large = n_groups / (reading.tasks_each * n_threads);
     return std::max(1, std::clamp(of_bytes(reading.task), small, large));
 }
+
+// A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
+// the other's last task. Only for a stream, where one thread gets what another leaves of the memory's rate, long ones are
+// better on some CPUs.
+struct Tasks {
+    int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
+
+    Tasks(const Matrix& w, int n, int n_threads, int together)
+        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)), n_threads(n_threads) {
+        const int most = most_of_stream(w);
+        const bool cut = n_threads > 1 && (n > most || reading.always);
+        const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
+        const int least = n <= most ? 1 : together;
+        n_whole = (n_groups - rest) / groups_each;
+        groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
+    }
+    int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
+    int first(int task) const {
+        const int whole = std::min(task, n_whole);
+        return std::min(n_groups, whole * groups_each + (task - whole) * groups_of_rest);
+    }
+    int last(int task) const { return first(task + 1); }
+    // What the thread that does a task will probably read next, or null.
+    const uint8_t* behind(const Matrix& w, int task) const {
+        const int next = task + n_threads;
+        return next < count() ? w.data + static_cast<size_t>(first(next)) * w.group_bytes : nullptr;
+    }
+};
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of

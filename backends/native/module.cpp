@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "decoder.h"
@@ -351,17 +353,23 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
         for (const Matrix* m : matrices) {
             Inputs of_matrix = in;
             of_matrix.n_in = m->n_in;
-            const int each = groups_of_task(*m, n, pool.size(), kernels.groups_at_once);
-            pool.for_tasks(thread, (m->n_groups() + each - 1) / each, [&](int task) {
-                const int first = task * each, next = first + pool.size() * each;
-                const uint8_t* behind =
-                    next < m->n_groups() ? m->data + static_cast<size_t>(next) * m->group_bytes : nullptr;
-                kernels.matmul(*m, of_matrix, n, first, std::min(m->n_groups(), first + each), behind, y.data(),
+            const Tasks tasks(*m, n, pool.size(), kernels.groups_at_once);
+            pool.for_tasks(thread, tasks.count(), [&](int task) {
+                kernels.matmul(*m, of_matrix, n, tasks.first(task), tasks.last(task), tasks.behind(*m, task), y.data(),
                                most_out);
             });
         }
     });
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
+
+// Returns when all threads of a pool are awake: one that was just made comes some milliseconds late.
+void gather(Pool& pool) {
+    std::atomic<int> n_here{0};
+    pool.run([&](int) {
+        n_here++;
+        while (n_here < pool.size()) std::this_thread::yield();
+    });
 }
 
 // The same for benchmarks.
@@ -372,6 +380,7 @@ double time_products(const std::vector<const PackedMatrix*>& packed, const std::
     for (const PackedMatrix* each : packed) matrices.push_back(&each->matrix());
     nb::gil_scoped_release release;
     Pool pool(n_threads);
+    gather(pool);
     return seconds_of_products(matrices, kernels, pool, n);
 }
 

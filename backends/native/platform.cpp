@@ -8,6 +8,11 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
 #endif
+#if defined(__linux__) && !defined(__ANDROID__)
+#define EI_HAS_AFFINITY 1
+#include <pthread.h>
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -81,3 +86,25 @@ void relax() {
     __asm__ volatile("yield");
 #endif
 }
+
+#if defined(EI_HAS_AFFINITY)
+bool keep_off_this_core(std::thread& thread, Cores& before) {
+    cpu_set_t cores;
+    static_assert(sizeof before.bits == sizeof cores);
+    const pthread_t handle = thread.native_handle();
+    const int here = sched_getcpu();
+    if (here < 0 || here >= CPU_SETSIZE || pthread_getaffinity_np(handle, sizeof cores, &cores)) return false;
+    std::memcpy(before.bits, &cores, sizeof cores);
+    CPU_CLR(here, &cores);
+    return CPU_COUNT(&cores) > 0 && pthread_setaffinity_np(handle, sizeof cores, &cores) == 0;
+}
+
+void let_run_on(const Cores& cores) {
+    cpu_set_t mask;
+    std::memcpy(&mask, cores.bits, sizeof mask);
+    pthread_setaffinity_np(pthread_self(), sizeof mask, &mask);
+}
+#else
+bool keep_off_this_core(std::thread&, Cores&) { return false; }
+void let_run_on(const Cores&) {}
+#endif

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 
-#include "platform.h"
-
 Pool::Pool(int n_threads)
     : n_threads_(n_threads), threads_(std::make_unique<Thread[]>(static_cast<size_t>(n_threads))) {
     for (int i = 1; i < n_threads; i++) threads_[i].thread = std::thread([this, i] { work(i); });
+    spread();
 }
 
 Pool::~Pool() {
@@ -17,6 +16,8 @@ Pool::~Pool() {
 }
 
 void Pool::run(const std::function<void(int)>& program) {
+    constexpr std::chrono::milliseconds kLong{1};
+    if (std::chrono::steady_clock::now() - last_run_ > kLong) spread();
     program_ = &program;
     first_phase_ = static_cast<uint32_t>(ticket_.load(std::memory_order_relaxed) >> 32);
     threads_[0].phase = first_phase_;
@@ -26,12 +27,24 @@ void Pool::run(const std::function<void(int)>& program) {
     program(0);
     inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
     while (const uint32_t n = inside_.load(std::memory_order_acquire)) wait_for_change(inside_, n, threads_[0].spins);
+    last_run_ = std::chrono::steady_clock::now();
+}
+
+// Keeps the other threads off the caller's core until they are awake. In a virtual machine whose host put an idle core
+// aside, Linux takes that core for a busy one: it wakes a thread where its waker runs, and both take turns on that core
+// for some milliseconds.
+void Pool::spread() {
+    for (int i = 1; i < n_threads_; i++) {
+        Thread& each = threads_[i];
+        if (!each.kept_off && keep_off_this_core(each.thread, each.cores)) each.kept_off = true;
+    }
 }
 
 void Pool::work(int index) {
     for (uint32_t round = 0;;) {
         wait_for_change(round_, round, threads_[index].spins);
         round = round_.load(std::memory_order_acquire);
+        if (threads_[index].kept_off.exchange(false)) let_run_on(threads_[index].cores);
         if (closing_) return;
         uint32_t n = inside_.load(std::memory_order_acquire);
         while ((n & kOpen) && !inside_.compare_exchange_weak(n, n + 1, std::memory_order_acq_rel)) {

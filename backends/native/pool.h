@@ -4,11 +4,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "platform.h"
 
 class Pool {
 public:
@@ -52,8 +55,11 @@ private:
         uint32_t phase = 0;      // the next one it comes to
         int spins = kMostSpins;  // for which it waits awake
         std::thread thread;
+        Cores cores{};  // to go back to, if it was kept off one
+        std::atomic<bool> kept_off{false};
     };
 
+    void spread();
     void work(int index);
     void next_phase(uint32_t phase);
     static void wait_for_change(std::atomic<uint32_t>& value, uint32_t old, int& spins);
@@ -63,7 +69,8 @@ private:
     int n_threads_;
     std::unique_ptr<Thread[]> threads_;
     const std::function<void(int)>* program_ = nullptr;
-    uint32_t first_phase_ = 0;  // of the program
+    uint32_t first_phase_ = 0;                          // of the program
+    std::chrono::steady_clock::time_point last_run_{};  // when it ended
     std::atomic<bool> closing_{false};
     alignas(64) std::atomic<uint32_t> round_{0};   // programs started
     alignas(64) std::atomic<uint32_t> inside_{0};  // threads in the program, and whether more may come in

@@ -6,15 +6,16 @@
 
 namespace {
 
-// What a dot product of few columns has several sums for: each waits some cycles for the one before.
-template <int NC>
-constexpr int kParts = kDots<8> == 1 || NC >= 8 ? 1
-                       : NC >= 4                ? 2
-                                                : 4 / NC;
+// What a dot product of few columns has several sums for: each waits four cycles for the one before. With one or two
+// columns it is unpacking that takes the time.
+template <int NC, int G>
+constexpr int kParts = kDots<8> == 1 || NC * G >= 8 ? 1
+                       : NC >= 3                    ? 2
+                                                    : 4 / NC;
 
 template <int NC, int G>
 struct Parts {
-    Of<Dot, G> sum[kParts<NC>][NC];
+    Of<Dot, G> sum[kParts<NC, G>][NC];
 
     EI_INLINE Parts() {
         for (auto& part : sum) {
@@ -24,7 +25,7 @@ struct Parts {
     // Codes of four inputs a row, the jth of a line; their activations stand at a[c] + k.
     EI_INLINE void add(int j, const Of<U8, G>& codes, const int8_t* const (&a)[NC], int k) {
         for (int c = 0; c < NC; c++) {
-            auto& s = sum[j % kParts<NC>][c];
+            auto& s = sum[j % kParts<NC, G>][c];
             s = dot(s, codes, a[c] + k);
         }
     }

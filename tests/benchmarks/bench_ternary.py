@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_engine import LlamaCpp, numbers
+from bench_engine import FEW, LlamaCpp, numbers
 from bench_engine import Ours as OurModel
 from bench_engine import measure as whole_passes
 from machine import machine
@@ -238,6 +238,8 @@ def measure(contenders: dict[str, Any], n: int, n_layers: int, rounds: int) -> d
     for _ in range(rounds):
         for name in names:
             time.sleep(0.02)  # ggml's threads spin for some milliseconds after its turn
+            if n <= FEW:
+                contenders[name].seconds(n, n_layers)  # the pause is over for all threads
             times[name].append(contenders[name].seconds(n, n_layers))
         names.reverse()
     return {name: 1e3 * statistics.median(of) * N_LAYERS / n_layers for name, of in times.items()}
