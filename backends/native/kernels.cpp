@@ -461,7 +461,9 @@ void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, con
         return Ahead{end, next ? next - end : -static_cast<ptrdiff_t>(reading.ahead)};
     };
     // What comes before the first lines that strips prefetch.
-    for (size_t at = 0; reading.always && at < reading.ahead; at += 64) __builtin_prefetch(group(first) + at);
+    for (int g = first; reading.always && g < first + (n > most && first + G <= last ? G : 1); g++) {
+        for (size_t at = 0; at < reading.ahead; at += 64) __builtin_prefetch(group(g) + at);
+    }
     for (int c = 0; c < n; c += kColumnsTogether) {
         const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
         int g = first;

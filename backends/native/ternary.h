@@ -9,17 +9,22 @@ namespace {
 // What a dot product of few columns has several sums for: each waits four cycles for the one before. With one or two
 // columns it is unpacking that takes the time.
 template <int NC, int G>
-constexpr int kParts = kDots<8> == 1 || NC * G >= 8 ? 1
-                       : NC >= 3                    ? 2
-                                                    : 4 / NC;
+constexpr int kParts = kDots<8> == 1 || NC * G > 8 ? 1
+                       : NC >= 3                   ? 2
+                                                   : 4 / NC;
 
 template <int NC, int G>
 struct Parts {
+    // From the total, where sums have 32 bits and there are enough of them that none waits for another.
+    static constexpr bool kGoesOn = NC * G >= 8 && kDots<8> > 1;
     Of<Dot, G> sum[kParts<NC, G>][NC];
 
-    EI_INLINE Parts() {
+    EI_INLINE explicit Parts(const Of<I32, G> (&total)[NC]) {
         for (auto& part : sum) {
             for (auto& s : part) s = dot_zero();
+        }
+        if constexpr (kGoesOn) {
+            for (int c = 0; c < NC; c++) sum[0][c] = total[c];
         }
     }
     // Codes of four inputs a row, the jth of a line; their activations stand at a[c] + k.
@@ -29,9 +34,15 @@ struct Parts {
             s = dot(s, codes, a[c] + k);
         }
     }
-    EI_INLINE void add_to(Of<I32, G> (&total)[NC]) const {
-        for (const auto& part : sum) {
-            for (int c = 0; c < NC; c++) total[c] = add_dot(total[c], part[c]);
+    EI_INLINE void put_into(Of<I32, G> (&total)[NC]) const {
+        for (int part = 0; part < kParts<NC, G>; part++) {
+            for (int c = 0; c < NC; c++) {
+                if constexpr (kGoesOn) {
+                    total[c] = part == 0 ? sum[0][c] : add_i32(total[c], sum[part][c]);
+                } else {
+                    total[c] = add_dot(total[c], sum[part][c]);
+                }
+            }
         }
     }
 };
@@ -50,7 +61,7 @@ struct TwoBits {
     static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC], const Ahead& ahead,
                                     Of<I32, G> (&sum)[NC]) {
         if constexpr (kCounted<NC> == 4) return dot_unshifted<NC, G>(lines, n_lines, a, ahead, sum);
-        Parts<NC, G> parts;
+        Parts<NC, G> parts(sum);
         for (int i = 0; i < n_lines; i++) {
             prefetch<NC>(lines + 64 * i, 1, ahead);
             const auto line = load_u8(lines + 64 * i);
@@ -59,7 +70,7 @@ struct TwoBits {
             };
             for_each<4>(quarter);
         }
-        parts.add_to(sum);
+        parts.put_into(sum);
     }
 
     // Every second code is left where it stands, four times as large: with few columns, unpacking takes much of the time.
@@ -96,7 +107,7 @@ struct BaseThree {
     template <int NC, int G>
     static EI_INLINE void dot_lines(const At<G>& lines, int n_lines, const int8_t* const (&a)[NC], const Ahead& ahead,
                                     Of<I32, G> (&sum)[NC]) {
-        Parts<NC, G> parts;
+        Parts<NC, G> parts(sum);
         for (int i = 0; i < n_lines; i++) {
             prefetch<3>(lines + 64 * i, 1, ahead);
             Of<U8, G> codes[5];
@@ -110,7 +121,7 @@ struct BaseThree {
             }
             for_each<5>([&]<int J>() { parts.add(J, codes[J], a, kInputs * i + 4 * J); });
         }
-        parts.add_to(sum);
+        parts.put_into(sum);
     }
 };
 

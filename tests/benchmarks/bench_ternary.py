@@ -6,9 +6,10 @@
 The matrices are the linears of BitNet b1.58 2B4T (30 layers: 2560x2560 twice, 640x2560 twice, 6912x2560 twice,
 2560x6912) with random trits; some of the layers, more than any cache holds, stand for all. For each number of threads
 and columns: milliseconds for the 30 layers, of ours in I2_S, held in 2 bits a weight and in 1.6, and of ggml in TQ2_0
-and TQ1_0, the order swapped each round, medians. ggml rounds the activations within that time, ours are rounded before:
-some microseconds a matrix. The process is pinned to as many cores as there are threads. One JSON line on stdout at the
-end.
+and TQ1_0, the order swapped each round, medians. Of ours also the shares of the machine's bandwidth and int8 peak, both
+measured in each round, and the cost: the time over that of one column. ggml rounds the activations within that time,
+ours are rounded before: some microseconds a matrix. The process is pinned to as many cores as there are threads. One
+JSON line on stdout at the end.
 
 --peer-dir adds those whose libggml.so, built as a shared library, lies there in the folder bitnet.cpp (I2_S) or
 ik_llama.cpp (IQ2_BN, IQ2_BN_R4).
@@ -31,10 +32,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from bench_engine import FEW, LlamaCpp, numbers
+from bench_engine import Contender as OfModel
 from bench_engine import Ours as OurModel
 from bench_engine import measure as whole_passes
 from machine import machine
@@ -49,6 +51,7 @@ SHAPES = [(2560, 2560), (640, 2560), (640, 2560), (2560, 2560), (6912, 2560), (6
 N_LAYERS = 30
 MULTIPLY_ADDS = N_LAYERS * sum(n_out * n_in for n_out, n_in in SHAPES)
 SIZES = (1, 2, 4, 8, 16, 128)
+FORMATS: tuple[TernaryBits, ...] = ("2", "1.6")
 FEW_LAYERS = 3  # for many columns, where the arithmetic takes the time
 N_VOCAB = 128256
 N_CONTEXT = 64
@@ -73,6 +76,11 @@ def random_trits(n_bytes: int, rng: np.random.Generator) -> np.ndarray:
 
 def _any_bytes(n_bytes: int, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(0, 256, n_bytes, dtype=np.uint8)
+
+
+class Contender(Protocol):
+    def seconds(self, n: int, n_layers: int) -> float:
+        """Of n_layers, with n columns."""
 
 
 class Ours:
@@ -229,28 +237,56 @@ class Ggml:
         return tensor
 
 
-def measure(contenders: dict[str, Any], n: int, n_layers: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each for all layers, alternating."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for name in names:
-        contenders[name].seconds(n, n_layers)  # warm-up
-    for _ in range(rounds):
-        for name in names:
+class Rounds:
+    """What contenders and the machine do with n columns, round by round, the order swapped each time."""
+
+    def __init__(self, contenders: dict[str, Contender], n: int, n_threads: int, n_layers: int) -> None:
+        self.contenders, self.n, self.n_threads, self.n_layers = contenders, n, n_threads, n_layers
+        self.seconds: dict[str, list[float]] = {name: [] for name in contenders}  # for all layers
+        self.limits: list[MachineLimits] = []
+        for contender in contenders.values():
+            contender.seconds(n, n_layers)  # warm-up
+
+    def add(self) -> None:
+        self.limits.append(MachineLimits.measure(best_isa(), self.n_threads, n_rounds=1))
+        names = list(self.contenders)
+        for name in names if len(self.limits) % 2 else reversed(names):
             time.sleep(0.02)  # ggml's threads spin for some milliseconds after its turn
-            if n <= FEW:
-                contenders[name].seconds(n, n_layers)  # the pause is over for all threads
-            times[name].append(contenders[name].seconds(n, n_layers))
-        names.reverse()
-    return {name: 1e3 * statistics.median(of) * N_LAYERS / n_layers for name, of in times.items()}
+            contender = self.contenders[name]
+            if self.n <= FEW:
+                contender.seconds(self.n, self.n_layers)  # the pause is over for all threads
+            self.seconds[name].append(contender.seconds(self.n, self.n_layers) * N_LAYERS / self.n_layers)
+
+    def ms(self, name: str) -> float:
+        return 1e3 * statistics.median(self.seconds[name])
+
+    def over(self, name: str, bounds: list[float]) -> float:
+        """Seconds of each round over what is given for it."""
+        return statistics.median(of / bound for of, bound in zip(self.seconds[name], bounds, strict=True))
+
+    def row(self, formats: dict[str, Ours], single: Rounds) -> dict[str, Any]:
+        """As it is printed. single: with one column."""
+        row: dict[str, Any] = {"n": self.n, "ms": {name: round(self.ms(name), 2) for name in self.contenders}}
+        arithmetic = [MULTIPLY_ADDS * self.n / limits.int8_multiply_adds_per_second for limits in self.limits]
+        for name, ours in formats.items():
+            reading = [ours.n_bytes / limits.read_bytes_per_second for limits in self.limits]
+            peers = [peer for peer in self.contenders if peer not in formats]
+            row[name] = {
+                "speedup": {peer: round(self.ms(peer) / self.ms(name), 2) for peer in peers},
+                "cost": round(self.over(name, single.seconds[name]), 2),
+                "bandwidth_share": round(1 / self.over(name, reading), 3),
+                "int8_share": round(1 / self.over(name, arithmetic), 3),
+            }
+        gb_s = [limits.read_bytes_per_second / 1e9 for limits in self.limits]
+        gmac_s = [limits.int8_multiply_adds_per_second / 1e9 for limits in self.limits]
+        return row | {"gb_s": round(statistics.median(gb_s), 1), "peak_gmac_s": round(statistics.median(gmac_s))}
 
 
 def bench(n_threads: int, rounds: int, n_layers: int, peer_dir: Path | None) -> dict[str, Any]:
     os.sched_setaffinity(0, set(sorted(ALL_CORES)[:n_threads]))
     rng = np.random.default_rng(1)
-    ours = Ours("2", n_layers, n_threads, rng)
-    dense = Ours("1.6", n_layers, n_threads, rng)
-    contenders: dict[str, Any] = {"edgeinfer I2_S": ours, "edgeinfer I2_S in 1.6 bits": dense}
+    formats = {f"edgeinfer {bits} bits": Ours(bits, n_layers, n_threads, rng) for bits in FORMATS}
+    contenders: dict[str, Contender] = dict(formats)
     libraries = [(Library.of_llama_cpp(), [Kind.of(GGMLType.TQ2_0), Kind.of(GGMLType.TQ1_0)])]
     for name, kinds in PEERS.items():
         if peer_dir is not None and (peer_dir / name / "libggml.so").exists():
@@ -258,29 +294,16 @@ def bench(n_threads: int, rounds: int, n_layers: int, peer_dir: Path | None) -> 
     for library, kinds in libraries:
         for kind in kinds:
             contenders[kind.name] = Ggml(library, kind, n_layers, n_threads, rng)
-    limits = MachineLimits.measure(best_isa(), n_threads)
-    rows = []
-    for n in SIZES:
-        few = min(n_layers, FEW_LAYERS)
-        ms = measure(contenders, n, few if n > 8 else n_layers, rounds if n <= 16 else 3)
-        mine = ms["edgeinfer I2_S"]
-        rows.append(
-            {
-                "n": n,
-                "ms": {name: round(value, 2) for name, value in ms.items()},
-                "speedup": {name: round(value / mine, 2) for name, value in ms.items() if value != mine},
-                "gb_s": round(ours.n_bytes / 1e6 / mine, 1),
-                "gb_s_in_1.6_bits": round(dense.n_bytes / 1e6 / ms["edgeinfer I2_S in 1.6 bits"], 1),
-                "gmac_s": round(MULTIPLY_ADDS * n / 1e6 / mine),
-            }
-        )
-        print(f"{n_threads} thread(s)  {rows[-1]}", file=sys.stderr)
-    return {
-        "n_threads": n_threads,
-        "rows": rows,
-        "bandwidth_gb_s": round(limits.read_bytes_per_second / 1e9, 1),
-        "int8_peak_gmac_s": round(limits.int8_multiply_adds_per_second / 1e9),
-    }
+    few = min(n_layers, FEW_LAYERS)
+    measured = [Rounds(contenders, n, n_threads, few if n > 8 else n_layers) for n in SIZES]
+    for i in range(rounds):
+        for each in measured:
+            each.add()
+        print(f"{n_threads} thread(s)  round {i + 1} of {rounds}", file=sys.stderr)
+    rows = [each.row(formats, measured[0]) for each in measured]
+    for row in rows:
+        print(f"{n_threads} thread(s)  {row}", file=sys.stderr)
+    return {"n_threads": n_threads, "rows": rows}
 
 
 def write_model(path: Path, kind: GGMLType) -> None:
@@ -329,13 +352,14 @@ def bench_model(folder: Path, n_threads: int, sizes: list[int], rounds: int) -> 
         if not path.exists():
             write_model(path, kind)
     tokens = np.random.default_rng(1).integers(0, N_VOCAB, N_CONTEXT + max(sizes)).astype(np.int32)
-    contenders = {
+    contenders: dict[str, OfModel] = {
         "edgeinfer I2_S": OurModel(paths[GGMLType.I2_S], n_threads, tokens, N_CONTEXT),
         "llama.cpp TQ2_0": LlamaCpp(paths[GGMLType.TQ2_0], n_threads, tokens, N_CONTEXT),
     }
     rows = []
     for n in sizes:
-        ms = whole_passes(contenders, n, rounds if n == 1 else min(rounds, 3))
+        times = whole_passes(contenders, n, rounds if n <= FEW else min(rounds, 3))
+        ms = {name: statistics.median(of) for name, of in times.items()}
         speedup = round(ms["llama.cpp TQ2_0"] / ms["edgeinfer I2_S"], 2)
         rows.append({"n": n, "ms": {name: round(value, 2) for name, value in ms.items()}, "speedup": speedup})
         print(f"{n_threads} thread(s)  {rows[-1]}", file=sys.stderr)
