@@ -184,11 +184,21 @@ EI_INLINE bool in_16_bits(const Inputs& x, int c0, int b) {
     return all;
 }
 
+// 256 numbers of six bits, a byte each, out of 192 bytes.
+EI_INLINE void unpack_six_bits(const uint8_t* packed, uint8_t* numbers) {
+    const U8 a = load_u8(packed), b = load_u8(packed + 64), c = load_u8(packed + 128);
+    store_u8(numbers, and_u8(a, 0x3f));
+    store_u8(numbers + 64, and_u8(b, 0x3f));
+    store_u8(numbers + 128, and_u8(c, 0x3f));
+    const U8 top = or_u8(and_u8(shr_u16<6>(a), 0x03), and_u8(shr_u16<4>(b), 0x0c));
+    store_u8(numbers + 192, or_u8(top, and_u8(shr_u16<2>(c), 0x30)));
+}
+
 // Q4_K and Q5_K.
 template <int BITS>
 struct Tiles45K {
     static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewerColumns;
-    static constexpr size_t kTile = 320 + 8 * kLines32<BITS>;
+    static constexpr size_t kTile = 256 + 8 * kLines32<BITS>, kScales = 256;
 
     template <int NC, int G>
     static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
@@ -201,18 +211,21 @@ struct Tiles45K {
         for (int b = 0; b < n_tiles; b++) {
             Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            prefetch<NC>(tile, 5, ahead);
+            prefetch<NC>(tile, 4, ahead);
+            alignas(64) uint8_t of_groups[G * kScales];
+            for (int g = 0; g < G; g++) unpack_six_bits(of_group(tile, g) + 64, of_groups + g * kScales);
+            const At<G> scales = places<G>(of_groups, kScales);
             if (BITS != 4 || !in_16_bits<NC>(x, c0, b)) {
-                one_by_one<NC, G, false>(tile, a, ahead, total);
+                one_by_one<NC, G, false>(tile, scales, a, ahead, total);
             } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
-                in_pairs<NC, G>(tile, a, total);
+                in_pairs<NC, G>(tile, scales, a, total);
             } else if constexpr (kNarrowBy == NarrowBy::Singles) {
-                one_by_one<NC, G, true>(tile, a, ahead, total);
+                one_by_one<NC, G, true>(tile, scales, a, ahead, total);
             }
             Of<I32, G> mins[NC];
             for (int c = 0; c < NC; c++) mins[c] = set_i32(0);
             for (int p = 0; p < 4; p++) {
-                const auto m = load_u8_as_i16(tile + 192 + 32 * p);
+                const auto m = load_u8_as_i16(scales + 128 + 32 * p);
                 for (int c = 0; c < NC; c++) mins[c] = dot2(mins[c], m, as[c] + 2 * p);
             }
             const auto d = load_f16(tile), dmin = load_f16(tile + 32);
@@ -228,12 +241,12 @@ struct Tiles45K {
     // Dot products times scales, of the 256 inputs of a tile; moves a behind them. NARROW: all dot products fit into 16
     // bits: one of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
     template <int NC, int G, bool NARROW>
-    static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* (&a)[NC], const Ahead& ahead,
+    static EI_INLINE void one_by_one(const At<G>& tile, const At<G>& scales, const int8_t* (&a)[NC], const Ahead& ahead,
                                      Of<I32, G> (&total)[NC]) {
-        At<G> lines = tile + 320;
+        At<G> lines = tile + 256;
         for (int j = 0; j < 8; j++) {
             prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64), ahead);
-            const auto scale = load_scale(tile + 64 + 16 * j);
+            const auto scale = load_scale(scales + 16 * j);
             dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) {
                 if constexpr (NARROW) {
                     total[c] = add_narrow_times(total[c], d, scale);
@@ -248,16 +261,17 @@ struct Tiles45K {
 
     // The same where they are NARROW, two at a time.
     template <int NC, int G>
-    static EI_INLINE void in_pairs(const At<G>& tile, const int8_t* (&a)[NC], Of<I32, G> (&total)[NC]) {
-        At<G> lines = tile + 320;
+    static EI_INLINE void in_pairs(const At<G>& tile, const At<G>& scales, const int8_t* (&a)[NC],
+                                   Of<I32, G> (&total)[NC]) {
+        At<G> lines = tile + 256;
         for (int p = 0; p < 4; p++) {
             Of<Dot, G> even[NC], odd[NC];
             dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) { even[c] = d; });
             for (int c = 0; c < NC; c++) a[c] += 32;
             dot32<BITS, NC, G>(lines + 256, a, from_zero, [&](int c, const auto& d) { odd[c] = d; });
-            const auto scales = load_scale_pair(tile + 64 + 32 * p);
+            const auto pair = load_scale_pair(scales + 32 * p);
             for (int c = 0; c < NC; c++) {
-                total[c] = add_pair_times(total[c], even[c], odd[c], scales);
+                total[c] = add_pair_times(total[c], even[c], odd[c], pair);
                 a[c] += 32;
             }
             lines += 512;

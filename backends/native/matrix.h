@@ -19,8 +19,10 @@
 //   codes, 8 bits: 8 lines; line i, byte 4*row + c = 128 + code at k = 4i + c                       (i = 0..7)
 //
 // Tiles of 256 inputs (Q4_K, Q5_K, Q6_K)
-//   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 u8 sc[8][16] | 192 u8 m[4][32], m[p][2*row + h] = min of block 2p+h
-//                320: 8 blocks of 32 codes, 4 or 5 bits as above
+//   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 the six bits each of 256 scales and mins s: sc[8][16] | m[4][32],
+//                m[p][2*row + h] = min of block 2p+h; byte i of line u = 0, 1, 2:
+//                  bits 0..5 = s[64u + i], bits 6, 7 = bits 2u, 2u+1 of s[192 + i]
+//                256: 8 blocks of 32 codes, 4 or 5 bits as above
 //   Q6_K:        0 f16 d[16], 32 bytes free | 64 i8 sc[8][32], sc[p][2*row + h] = scale of the 16 inputs 2p+h
 //                320: for each 16 inputs j = 0..15 three lines; byte 4*row + c of line u = 0, 1, 2:
 //                  bits 0..5 = code at k = 16j + 4u + c, bits 6, 7 = bits 2u, 2u+1 of the code at k = 16j + 12 + c

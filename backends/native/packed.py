@@ -24,7 +24,7 @@ from edgeinfer.errors import ModelFileError, ModelNotFound
 from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 3  # to be raised whenever matrix.h or the order of the weights changes
+LAYOUT = 4  # to be raised whenever matrix.h or the order of the weights changes
 SUFFIX = ".packed"
 _ALIGNMENT = 4096
 

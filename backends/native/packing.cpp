@@ -131,19 +131,33 @@ void codes_of_block45k(int bits, const uint8_t* block, int j, Codes& codes) {
     }
 }
 
+void put_bits(uint8_t& byte, int at, int n_bits, int value) {
+    const int mask = ((1 << n_bits) - 1) << at;
+    byte = static_cast<uint8_t>((byte & ~mask) | (value << at & mask));
+}
+
+// Six bits of the ith of 256 scales and mins that are kept in 192 bytes.
+void place_six_bits(uint8_t value, int i, uint8_t* lines) {
+    if (i < 192) return put_bits(lines[i], 0, 6, value);
+    for (int u = 0; u < 3; u++) put_bits(lines[64 * u + i - 192], 6, 2, value >> 2 * u);
+}
+
 void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* tile) {
     const size_t lines = bits == 5 ? 320 : 256;
     for (int b = 0; b < n_in / 256; b++) {
         std::memcpy(tile + 2 * row, source, 2);
         std::memcpy(tile + 32 + 2 * row, source + 2, 2);
         for (int j = 0; j < 8; j++) {
-            scale_and_min(source + 4, j, tile[64 + 16 * j + row], tile[192 + 32 * (j / 2) + 2 * row + j % 2]);
+            uint8_t scale, min;
+            scale_and_min(source + 4, j, scale, min);
+            place_six_bits(scale, 16 * j + row, tile + 64);
+            place_six_bits(min, 128 + 32 * (j / 2) + 2 * row + j % 2, tile + 64);
             Codes codes;
             codes_of_block45k(bits, source, j, codes);
-            place_codes(bits, codes, row, tile + 320 + lines * static_cast<size_t>(j));
+            place_codes(bits, codes, row, tile + 256 + lines * static_cast<size_t>(j));
         }
         source += bits == 5 ? kBytes5K : kBytes4K;
-        tile += 320 + 8 * lines;
+        tile += 256 + 8 * lines;
     }
 }
 
@@ -426,8 +440,8 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::F32: return n * kRows * 4;
         case Format::F16:
         case Format::BF16: return round_up(n * kRows * 2, 64);
-        case Format::Q4_K: return n / 256 * 2368;
-        case Format::Q5_K: return n / 256 * 2880;
+        case Format::Q4_K: return n / 256 * 2304;
+        case Format::Q5_K: return n / 256 * 2816;
         case Format::Q6_K: return n / 256 * 3392;
         case Format::TQ1_0:
         case Format::TQ2_0:

@@ -118,6 +118,10 @@ EI_INLINE I32 odd_i16(I16 v) { return {_mm256_srai_epi32(v.a, 16), _mm256_srai_e
 EI_INLINE I32 even_i16(I16 v) { return odd_i16({_mm256_slli_epi32(v.a, 16), _mm256_slli_epi32(v.b, 16)}); }
 
 EI_INLINE U8 load_u8(const uint8_t* p) { return {load_256(p), load_256(p + 32)}; }
+EI_INLINE void store_u8(uint8_t* p, U8 v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), v.b);
+}
 EI_INLINE U8 and_u8(U8 v, uint8_t mask) {
     const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
     return {_mm256_and_si256(v.a, m), _mm256_and_si256(v.b, m)};

@@ -96,6 +96,7 @@ EI_INLINE I32 even_i16(I16 v) { return _mm512_srai_epi32(_mm512_slli_epi32(v, 16
 EI_INLINE I32 odd_i16(I16 v) { return _mm512_srai_epi32(v, 16); }
 
 EI_INLINE U8 load_u8(const uint8_t* p) { return _mm512_loadu_si512(p); }
+EI_INLINE void store_u8(uint8_t* p, U8 v) { _mm512_storeu_si512(p, v); }
 EI_INLINE U8 and_u8(U8 v, uint8_t mask) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(mask))); }
 EI_INLINE U8 or_u8(U8 a, U8 b) { return _mm512_or_si512(a, b); }
 template <int N>

@@ -156,6 +156,9 @@ EI_INLINE I32 odd_i16(I16 v) {
 }
 
 EI_INLINE U8 load_u8(const uint8_t* p) { return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}}; }
+EI_INLINE void store_u8(uint8_t* p, U8 v) {
+    for (int i = 0; i < 4; i++) vst1q_u8(p + 16 * i, v.q[i]);
+}
 EI_INLINE U8 and_u8(U8 v, uint8_t mask) {
     return map<U8>([mask](uint8x16_t x) { return vandq_u8(x, vdupq_n_u8(mask)); }, v);
 }

@@ -186,6 +186,7 @@ EI_INLINE U8 load_u8(const uint8_t* p) {
     std::memcpy(r.v, p, sizeof r.v);
     return r;
 }
+EI_INLINE void store_u8(uint8_t* p, U8 v) { std::memcpy(p, v.v, sizeof v.v); }
 EI_INLINE U8 and_u8(U8 v, uint8_t mask) {
     return map<U8>([mask](uint8_t x) { return static_cast<uint8_t>(x & mask); }, v);
 }
