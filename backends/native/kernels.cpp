@@ -48,7 +48,8 @@ EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
     }
 }
 
-EI_INLINE Dot from_zero(int) { return dot_zero(); }
+// A lambda, not a function: one that is handed on is called, and not inlined.
+constexpr auto from_zero = [](int) { return dot_zero(); };
 
 // 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. The
 // first sums of column c begin with begin(c). Calls add(c, dot) with them, once or a few times.
