@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas, likeliest
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packed import LAYOUT, packed_path
 from edgeinfer.backends.native.session import BASE_THREE, faster_bits
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
@@ -541,7 +541,7 @@ def test_packed_weights_of_another_version_are_refused(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf")
     with ModelFile.open(path) as file:
         NativeBackend().pack(file, read_spec(file), packed_path(path))
-    for words, others in [(b'"layout": 3', b'"layout": 2'), (b'"ternary_bits": "2"', b'"ternary_bits": "7"')]:
+    for words, others in [(f'"layout": {LAYOUT}'.encode(), b'"layout": 2'), (b'"ternary_bits": "2"', b'"ternary_bits": "7"')]:
         whole = packed_path(path).read_bytes()
         assert whole.count(words) == 1
         packed_path(path).write_bytes(whole.replace(words, others))
