@@ -597,8 +597,14 @@ void Decoder::attend(const Pass& pass, int thread, int index) {
     const int n_whole = config_.n_kv_heads * n_blocks, wanted = (2 * pool_.size() + n_whole - 1) / n_whole;
     const int parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
     const int tasks_each = config_.n_kv_heads * parts;
+    // Threads beside each other take different kv heads, and find them in their own caches for the next part; a text that is
+    // too long for that they read together.
+    constexpr int kShort = 512;
+    const bool is_short = pass.slot(pass.n) <= kShort;
     for_tasks(pass, thread, n_blocks * tasks_each, [&](int task) {
-        const int kv_head = task % tasks_each / parts, part = task % parts;
+        const int i = task % tasks_each;
+        const int kv_head = is_short ? i % config_.n_kv_heads : i / parts;
+        const int part = is_short ? i / config_.n_kv_heads : i % parts;
         const int first_head = kv_head * of_group + of_group * part / parts;
         const int last_head = kv_head * of_group + of_group * (part + 1) / parts;
         const int first_token = task / tasks_each * tokens_each;
