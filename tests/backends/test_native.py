@@ -541,7 +541,8 @@ def test_packed_weights_of_another_version_are_refused(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf")
     with ModelFile.open(path) as file:
         NativeBackend().pack(file, read_spec(file), packed_path(path))
-    for words, others in [(f'"layout": {LAYOUT}'.encode(), b'"layout": 2'), (b'"ternary_bits": "2"', b'"ternary_bits": "7"')]:
+    layout = f'"layout": {LAYOUT}'.encode()
+    for words, others in [(layout, b'"layout": 2'), (b'"ternary_bits": "2"', b'"ternary_bits": "7"')]:
         whole = packed_path(path).read_bytes()
         assert whole.count(words) == 1
         packed_path(path).write_bytes(whole.replace(words, others))

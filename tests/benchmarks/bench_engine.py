@@ -8,7 +8,8 @@ logits of all of them, and to prefill 512 tokens with the logits of the last. Bo
 order swapped each time, and so is what the machine can read and multiply just then; the figures are medians. "limit" is
 the time in which it could read all weights, or do all multiply-adds, whichever is longer; the share of it is the median
 of each round's. The process is pinned to as many cores as there are threads. --busy measures everything again beside a
-busy process on each of these cores. One JSON line on stdout at the end.
+busy process on each of these cores, and takes the mean of half a second of passes: some wait for a core and some do not.
+One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.types import Device
 
 N_BATCH = 512
+STRETCH = 0.5  # seconds
 FEW = 16  # tokens of a pass that is made once before it is timed
 
 
@@ -121,8 +123,17 @@ class Limit:
         return max(reading, n * self.multiply_adds / limits.int8_multiply_adds_per_second)
 
 
-def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each in each round, alternating."""
+def mean_seconds(contender: Contender, n: int, least: float) -> float:
+    """Of passes that take at least so many seconds together; with 0, of one."""
+    started = time.perf_counter()
+    passes = [contender.seconds(n)]
+    while time.perf_counter() - started < least:
+        passes.append(contender.seconds(n))
+    return statistics.mean(passes)
+
+
+def measure(contenders: dict[str, Contender], n: int, rounds: int, least: float = 0) -> dict[str, list[float]]:
+    """Milliseconds of each in each round, alternating. least: seconds of passes of which the mean is taken."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for name in names:
@@ -132,7 +143,7 @@ def measure(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, 
             time.sleep(0.02)  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
             if n <= FEW:
                 contenders[name].seconds(n)  # the pause is over for all threads
-            times[name].append(contenders[name].seconds(n))
+            times[name].append(mean_seconds(contenders[name], n, least))
         names.reverse()
     return {name: [1e3 * seconds for seconds in of] for name, of in times.items()}
 
@@ -158,11 +169,12 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     n_tokens = arguments.context + max(arguments.sizes)
     tokens = np.random.default_rng(1).integers(0, 40000, n_tokens).astype(np.int32)
     contenders = {name: make(path, n_threads, tokens, arguments.context) for name, make in makers.items()}
-    rows = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
+    least = STRETCH if arguments.busy else 0
+    rows = [bench_size(contenders, n, arguments.rounds, least) for n in arguments.sizes]
     result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
     if arguments.busy:
         with busy_cores(cores):
-            result["busy_rows"] = [bench_size(contenders, n, arguments.rounds) for n in arguments.sizes]
+            result["busy_rows"] = [bench_size(contenders, n, arguments.rounds, least) for n in arguments.sizes]
     for row in rows:
         row["cost"] = round(row["ms"]["edgeinfer"] / rows[0]["ms"]["edgeinfer"] * rows[0]["n"], 3)
     with ModelFile.open(path) as file:
@@ -173,8 +185,8 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     }
 
 
-def bench_size(contenders: dict[str, Contender], n: int, rounds: int) -> dict[str, Any]:
-    times = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3))
+def bench_size(contenders: dict[str, Contender], n: int, rounds: int, least: float) -> dict[str, Any]:
+    times = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3), least)
     ms = {name: statistics.median(of) for name, of in times.items()}
     row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
     row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
