@@ -4,11 +4,13 @@
         [--context 64] [--sizes 1,2,4,8,16,512] [--busy]
 
 For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens behind a context of 64, with the
-logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines are timed in every round, the
-order swapped each time, and so is what the machine can read and multiply just then; the figures are medians. "limit" is
-the time in which it could read all weights, or do all multiply-adds, whichever is longer; the share of it is the median
-of each round's. The process is pinned to as many cores as there are threads. --busy measures everything again beside a
-busy process on each of these cores, and takes the mean of half a second of passes: some wait for a core and some do not.
+logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines pass all sizes in every round,
+the order swapped each time, and what the machine can read and multiply just then is measured too; figures are medians.
+Of up to 16 tokens, a figure is the mean of a tenth of a second of passes, behind some that are not timed: engines and
+machine take a while to come back from a pause. "limit" is the time in which the machine could read all weights, or do
+all multiply-adds, whichever is longer; the share of it is the median of each round's, and so is the cost, the time over
+that of the first size. The process is pinned to as many cores as there are threads. --busy measures everything again
+beside a busy process on each of these cores, in stretches of half a second: some passes wait for a core and some do not.
 One JSON line on stdout at the end.
 """
 
@@ -36,8 +38,8 @@ from edgeinfer.models import read_spec
 from edgeinfer.types import Device
 
 N_BATCH = 512
-STRETCH = 0.5  # seconds
-FEW = 16  # tokens of a pass that is made once before it is timed
+FEW = 16  # tokens of a pass of which many are made
+WARM_UP, STRETCH, BUSY_STRETCH = 0.05, 0.1, 0.5  # seconds of such passes
 
 
 class Contender(Protocol):
@@ -124,7 +126,7 @@ class Limit:
 
 
 def mean_seconds(contender: Contender, n: int, least: float) -> float:
-    """Of passes that take at least so many seconds together; with 0, of one."""
+    """Of passes that take at least so many seconds together."""
     started = time.perf_counter()
     passes = [contender.seconds(n)]
     while time.perf_counter() - started < least:
@@ -132,20 +134,27 @@ def mean_seconds(contender: Contender, n: int, least: float) -> float:
     return statistics.mean(passes)
 
 
-def measure(contenders: dict[str, Contender], n: int, rounds: int, least: float = 0) -> dict[str, list[float]]:
-    """Milliseconds of each in each round, alternating. least: seconds of passes of which the mean is taken."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+Times = dict[int, dict[str, list[float]]]
+
+
+def measure(contenders: dict[str, Contender], sizes: Sequence[int], rounds: int, stretch: float = STRETCH) -> Times:
+    """Milliseconds of each for each size in each round, alternating; of many tokens in at most max(3, rounds // 3)."""
+    times: Times = {n: {name: [] for name in contenders} for n in sizes}
     names = list(contenders)
-    for name in names:
-        contenders[name].seconds(n)  # warm-up
-    for _ in range(rounds):
+    for n in sizes:
         for name in names:
-            time.sleep(0.02)  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
-            if n <= FEW:
-                contenders[name].seconds(n)  # the pause is over for all threads
-            times[name].append(mean_seconds(contenders[name], n, least))
+            contenders[name].seconds(n)  # warm-up
+    for i in range(rounds):
+        for n in sizes:
+            if n > FEW and i >= max(3, rounds // 3):
+                continue
+            for name in names:
+                time.sleep(0.02)  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
+                if n <= FEW:
+                    mean_seconds(contenders[name], n, WARM_UP)
+                times[n][name].append(1e3 * mean_seconds(contenders[name], n, stretch if n <= FEW else 0))
         names.reverse()
-    return {name: [1e3 * seconds for seconds in of] for name, of in times.items()}
+    return times
 
 
 @contextmanager
@@ -169,14 +178,11 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     n_tokens = arguments.context + max(arguments.sizes)
     tokens = np.random.default_rng(1).integers(0, 40000, n_tokens).astype(np.int32)
     contenders = {name: make(path, n_threads, tokens, arguments.context) for name, make in makers.items()}
-    least = STRETCH if arguments.busy else 0
-    rows = [bench_size(contenders, n, arguments.rounds, least) for n in arguments.sizes]
+    rows = bench_sizes(contenders, arguments, BUSY_STRETCH if arguments.busy else STRETCH)
     result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
     if arguments.busy:
         with busy_cores(cores):
-            result["busy_rows"] = [bench_size(contenders, n, arguments.rounds, least) for n in arguments.sizes]
-    for row in rows:
-        row["cost"] = round(row["ms"]["edgeinfer"] / rows[0]["ms"]["edgeinfer"] * rows[0]["n"], 3)
+            result["busy_rows"] = bench_sizes(contenders, arguments, BUSY_STRETCH)
     with ModelFile.open(path) as file:
         weight_bytes, multiply_adds = work_of_a_token(file, read_spec(file))
     return result | {
@@ -185,16 +191,25 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     }
 
 
-def bench_size(contenders: dict[str, Contender], n: int, rounds: int, least: float) -> dict[str, Any]:
-    times = measure(contenders, n, rounds if n <= 16 else max(3, rounds // 3), least)
-    ms = {name: statistics.median(of) for name, of in times.items()}
-    row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
-    row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
-    shares = (limit / ours for limit, ours in zip(times["limit"], times["edgeinfer"], strict=True))
-    row["share_of_limit"] = round(statistics.median(shares), 3)
-    if "llama.cpp" in ms:
-        row["speedup"] = round(ms["llama.cpp"] / ms["edgeinfer"], 3)
-    return row
+def bench_sizes(
+    contenders: dict[str, Contender], arguments: argparse.Namespace, stretch: float
+) -> list[dict[str, Any]]:
+    times = measure(contenders, arguments.sizes, arguments.rounds, stretch)
+    first = times[arguments.sizes[0]]["edgeinfer"]
+    rows = []
+    for n, of_n in times.items():
+        ms = {name: statistics.median(of) for name, of in of_n.items()}
+        row: dict[str, Any] = {"n": n, "ms": {name: round(value, 3) for name, value in ms.items()}}
+        row["tokens_per_second"] = {name: round(1e3 * n / value, 1) for name, value in ms.items()}
+        shares = (limit / ours for limit, ours in zip(of_n["limit"], of_n["edgeinfer"], strict=True))
+        row["share_of_limit"] = round(statistics.median(shares), 3)
+        row["cost"] = round(
+            statistics.median(ours / one for ours, one in zip(of_n["edgeinfer"], first, strict=False)), 3
+        )
+        if "llama.cpp" in ms:
+            row["speedup"] = round(ms["llama.cpp"] / ms["edgeinfer"], 3)
+        rows.append(row)
+    return rows
 
 
 def show(result: dict[str, Any]) -> None:
@@ -204,11 +219,14 @@ def show(result: dict[str, Any]) -> None:
         f"{result['prefill_gmac_s']} GMAC/s at n = {result['rows'][-1]['n']}",
         file=sys.stderr,
     )
-    for row in [*result["rows"], *result.get("busy_rows", ())]:
-        times = "  ".join(f"{name} {ms:9.2f} ms" for name, ms in row["ms"].items())
-        cost = f"c(n) {row['cost']:6.2f}" if "cost" in row else "beside busy"
-        share = f"{row['share_of_limit']:.0%} of the limit"
-        print(f"  n = {row['n']:3}  {cost}  {times}  {row.get('speedup', '')}  {share}", file=sys.stderr)
+    for when in ("rows", "busy_rows"):
+        for row in result.get(when, ()):
+            times = "  ".join(f"{name} {ms:9.2f} ms" for name, ms in row["ms"].items())
+            share = f"{row['share_of_limit']:.0%} of the limit{', beside busy' if when == 'busy_rows' else ''}"
+            print(
+                f"  n = {row['n']:3}  c(n) {row['cost']:6.2f}  {times}  {row.get('speedup', '')}  {share}",
+                file=sys.stderr,
+            )
 
 
 ALL_CORES = os.sched_getaffinity(0)

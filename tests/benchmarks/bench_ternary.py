@@ -357,8 +357,7 @@ def bench_model(folder: Path, n_threads: int, sizes: list[int], rounds: int) -> 
         "llama.cpp TQ2_0": LlamaCpp(paths[GGMLType.TQ2_0], n_threads, tokens, N_CONTEXT),
     }
     rows = []
-    for n in sizes:
-        times = whole_passes(contenders, n, rounds if n <= FEW else min(rounds, 3))
+    for n, times in whole_passes(contenders, sizes, rounds).items():
         ms = {name: statistics.median(of) for name, of in times.items()}
         speedup = round(ms["llama.cpp TQ2_0"] / ms["edgeinfer I2_S"], 2)
         rows.append({"n": n, "ms": {name: round(value, 2) for name, value in ms.items()}, "speedup": speedup})
