@@ -4,13 +4,13 @@
         [--context 64] [--sizes 1,2,4,8,16,512] [--busy]
 
 For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens behind a context of 64, with the
-logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines pass all sizes in every round,
+logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines pass all sizes in each round,
 the order swapped each time, and what the machine can read and multiply just then is measured too; figures are medians.
 Of up to 16 tokens, a figure is the mean of a tenth of a second of passes, behind some that are not timed: engines and
 machine take a while to come back from a pause. "limit" is the time in which the machine could read all weights, or do
 all multiply-adds, whichever is longer; the share of it is the median of each round's, and so is the cost, the time over
 that of the first size. The process is pinned to as many cores as there are threads. --busy measures everything again
-beside a busy process on each of these cores, in stretches of half a second: some passes wait for a core and some do not.
+beside a busy process on each of these cores, for half a second at a time: some passes wait for a core and some do not.
 One JSON line on stdout at the end.
 """
 
@@ -131,7 +131,7 @@ def mean_seconds(contender: Contender, n: int, least: float) -> float:
     passes = [contender.seconds(n)]
     while time.perf_counter() - started < least:
         passes.append(contender.seconds(n))
-    return statistics.mean(passes)
+    return sum(passes) / len(passes)
 
 
 Times = dict[int, dict[str, list[float]]]
