@@ -66,35 +66,44 @@ def of(engine):
     return engine.speculator.drafters[0]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
-@pytest.mark.usefixtures("patient")
-def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plain, request_):
-    for prompt in (PROMPT, PROMPT + " again", "something else"):
-        completion = ahead.generate(prompt, max_tokens=60, **request_)
-        assert completion.tokens == tokens_of(plain, request_, prompt=prompt)
-        speculation = completion.timings.speculation
-        assert speculation.dropped == {}
-        if prompt == PROMPT and request_ in REQUESTS[:2]:  # how many are there in time, the machine's speed decides
-            assert sum(drafted.accepted for drafted in speculation.by_drafter.values()) >= 10
-
-
-@pytest.mark.usefixtures("patient")
-def test_drafts_go_on_behind_what_is_being_checked(ahead):
-    """Each pass of the target lasts until the draft behind it is made; all are made in the other thread."""
-    drafter, main, n_assumed = of(ahead), threading.get_ident(), []
-    propose, forward = drafter._drafter.propose, ahead.session.forward
-
-    def recorded(context, limit):
-        assert threading.get_ident() != main
-        n_assumed.append(context.n_assumed)
-        return propose(context, limit)
+def make_passes_last(engine):
+    """Each pass of the target lasts until the draft behind it is made, however slow the other thread is."""
+    drafter, forward = of(engine), engine.session.forward
 
     def lasting(*arguments, **options):
         draft = drafter._draft
         assert draft is None or drafter._clock.wait_for(lambda: not draft.is_running, 30)
         return forward(*arguments, **options)
 
-    drafter._drafter.propose, ahead.session.forward = recorded, lasting
+    engine.session.forward = lasting
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+@pytest.mark.usefixtures("patient")
+def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plain, request_):
+    make_passes_last(ahead)
+    for prompt in (PROMPT, PROMPT + " again", "something else"):
+        completion = ahead.generate(prompt, max_tokens=60, **request_)
+        assert completion.tokens == tokens_of(plain, request_, prompt=prompt)
+        speculation = completion.timings.speculation
+        assert speculation.dropped == {}
+        if prompt == PROMPT and request_ in REQUESTS[:2]:
+            assert sum(drafted.accepted for drafted in speculation.by_drafter.values()) >= 10
+
+
+@pytest.mark.usefixtures("patient")
+def test_drafts_go_on_behind_what_is_being_checked(ahead):
+    """All drafts are made in the other thread, many of them behind tokens that are not checked yet."""
+    drafter, main, n_assumed = of(ahead), threading.get_ident(), []
+    propose = drafter._drafter.propose
+
+    def recorded(context, limit):
+        assert threading.get_ident() != main
+        n_assumed.append(context.n_assumed)
+        return propose(context, limit)
+
+    drafter._drafter.propose = recorded
+    make_passes_last(ahead)
     completion = ahead.generate(PROMPT, max_tokens=60, **REQUESTS[0])
     assert sum(n > 0 for n in n_assumed) > len(n_assumed) / 3 and max(n_assumed) > 1
     assert completion.timings.speculation.steps < 30
@@ -102,32 +111,29 @@ def test_drafts_go_on_behind_what_is_being_checked(ahead):
         assert len(n_assumed) < 60 + 2 * 33  # each token once, and what is drafted beyond the end
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_drafter_works_while_the_target_does(ahead):
-    """Each pass of the target waits until the other thread has begun to draft."""
-    inner, begun, n_waited = of(ahead)._drafter, threading.Semaphore(0), 0
-    propose, forward, go_on = inner.propose, ahead.session.forward, of(ahead).go_on
-    asked = False
+    """Each pass of the target waits until the other thread has begun with the draft that is wanted behind it."""
+    drafter, begun, n_waited = of(ahead), [], 0
+    make, forward = drafter._make, ahead.session.forward
 
-    def signalling(context, limit):
-        if threading.current_thread() is not threading.main_thread():
-            begun.release()
-        return propose(context, limit)
-
-    def marking(*arguments):
-        nonlocal asked
-        asked = True
-        go_on(*arguments)
+    def marking(draft, *step):
+        assert threading.current_thread() is not threading.main_thread()
+        begun.append(draft)
+        drafter._clock.notify()
+        make(draft, *step)
 
     def waiting(*arguments, **options):
-        nonlocal asked, n_waited
-        if asked:
-            assert begun.acquire(timeout=30)
-            asked, n_waited = False, n_waited + 1
+        nonlocal n_waited
+        draft = drafter._draft
+        if draft is not None and draft.is_running:
+            assert drafter._clock.wait_for(lambda: any(each is draft for each in begun) or not draft.is_running, 30)
+            n_waited += 1
         return forward(*arguments, **options)
 
-    inner.propose, ahead.session.forward, of(ahead).go_on = signalling, waiting, marking
+    drafter._make, ahead.session.forward = marking, waiting
     tokens_of(ahead, n=30)
-    assert n_waited > 3
+    assert begun and n_waited > 3
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Interrupted])
