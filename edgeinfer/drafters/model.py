@@ -3,7 +3,7 @@
 It keeps a KV cache of its own, cut back to what the text became and fed with what it has not read: no token is decoded
 twice. It draws with the target's noise for each place in the text: where both nearly agree, both draw the same token.
 A device that makes chains by itself is asked for several tokens at once where that is the cheaper way to tokens that
-will be right.
+will be right; any other makes several levels in a pass where what it will choose could be guessed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.drafters.base import Context, Outlook
 from edgeinfer.drafters.chains import CALL, Chains
 from edgeinfer.drafters.choices import choices, likeliest_choices
+from edgeinfer.drafters.guesses import Guesses
 from edgeinfer.errors import NumericalError
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
 
 _CHOICES = 2  # of a level
+_FEW = 4  # tokens that are read in a pass with guesses behind them, which makes logits of all
 _Level: TypeAlias = list[tuple[int, float, int]]  # token, probability and kind of its nodes
 
 
@@ -68,16 +70,20 @@ class ModelDrafter:
         self._chains = chains
         self._tokens: list[int] = []  # those behind session.n_past are not committed
         self._n_agreed = 0  # how many of them are known to be the text's
+        self._guesses = Guesses()
+        self._n_noted = 0  # tokens of the text that guesses are made from
 
     def start(self, context: Context) -> None:
         """Another text: how much of it is in the cache is found out when it is needed."""
-        self._n_agreed = 0
+        self._n_agreed = self._n_noted = 0
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
         each, before = self._cost_of(context.tokens, context.n_assumed)
         n = self._n_at_once(context, MAX_TOKENS)
-        return each if n == 1 or self._chains is None else self._chains.milliseconds()[n] / n, before
+        if n == 1 or self._chains is None:
+            return each / self._guesses.levels_a_pass, before
+        return self._chains.milliseconds()[n] / n, before
 
     def read(self, context: Context) -> None:
         """See CostlyDrafter."""
@@ -90,6 +96,8 @@ class ModelDrafter:
         """A chain as long as it pays, with a second choice where it is unsure."""
         n_past = self._align(context.tokens, context.n_assumed)
         unread, chain, outlook = context.tokens[n_past:], _Chain(list(context.tokens)), context.outlook
+        self._guesses.note(context.tokens, self._n_noted)
+        self._n_noted = len(context.tokens) - context.n_assumed
         while self._room(chain, limit) and outlook.goes_on(chain.reach):
             for level in self._levels(context, chain, unread, limit):
                 if len(chain.tokens) < limit:
@@ -122,14 +130,14 @@ class ModelDrafter:
         return max(0, min(limit - len(chain.tokens), self.session.n_ctx - len(chain.text)))
 
     def _levels(self, context: Context, chain: _Chain, unread: list[int], limit: int) -> list[_Level]:
-        """The next levels of a chain: one, or as many as are best made at once, but no more than will be wanted."""
+        """The next levels of a chain: as many as are best made at once, but no more than will be wanted."""
+        room = self._room(chain, limit)
         if self._chains is not None:
-            wanted = self._chains.n_wanted(self._room(chain, limit), chain.reach, context.outlook)
+            wanted = self._chains.n_wanted(room, chain.reach, context.outlook)
             n = self._n_at_once(context, wanted)
             if n > 1:
                 return self._at_once(self._chains, unread, n)
-        logits = self._forward(unread)
-        return [choices(logits, context.draw(logits, chain.text), context.is_greedy, _CHOICES)]
+        return self._in_a_pass(context, chain.text, unread, room)
 
     def _n_at_once(self, context: Context, most: int, milliseconds: float = CALL) -> int:
         """Levels that are best made in one call, 1 for a pass whose logits come here.
@@ -169,13 +177,36 @@ class ModelDrafter:
         self._n_agreed = min(n, len(text) - n_assumed)
         return n
 
+    def _in_a_pass(self, context: Context, text: Sequence[int], unread: list[int], most: int) -> list[_Level]:
+        """The next level behind a text, and those behind tokens that were guessed right; at most so many."""
+        costs = self._costs.milliseconds(self.session.n_past)[len(unread) :]
+        guesses = self._guesses.behind(text, most - 1, costs) if len(unread) <= _FEW else []
+        tokens = [*unread, *(guess.token for guess in guesses)]
+        rows = self._pass(tokens, 1 + len(guesses))
+        levels: list[_Level] = []
+        longer = list(text)
+        for n, row in enumerate(rows):
+            levels.append(choices(row, context.draw(row, longer), context.is_greedy, _CHOICES))
+            longer.append(levels[-1][0][0])
+            if n < len(guesses) and guesses[n].token != longer[-1]:
+                break
+        self._keep(tokens[: len(unread) + len(levels) - 1])
+        self._guesses.learn(guesses, longer[len(text) :])
+        self._guesses.note(longer, len(text))
+        return levels
+
     def _forward(self, tokens: Sequence[int]) -> Logits:
         """Read and keep tokens; the logits of the last, (n_vocab,) or of the first tokens alone."""
-        n_past, started = self.session.n_past, perf_counter()
-        rows = self.session.forward(tokens).logits
-        self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
+        row: Logits = self._pass(tokens, 1)[0]
         self._keep(tokens)
-        return rows[0, : self._n_vocab]
+        return row
+
+    def _pass(self, tokens: Sequence[int], n_rows: int) -> Logits:
+        """Read tokens; the logits of the last n_rows, (n_rows, n_vocab) or of the first tokens alone."""
+        n_past, started = self.session.n_past, perf_counter()
+        rows = self.session.forward(tokens, logits="last" if n_rows == 1 else "all").logits
+        self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
+        return rows[-n_rows:, : self._n_vocab]
 
     def _at_once(self, chains: Chains[DraftingSession], tokens: Sequence[int], n_levels: int) -> list[_Level]:
         """Read tokens, and make levels behind them on the device; keeps what was passed."""
@@ -190,7 +221,7 @@ class ModelDrafter:
         return [likeliest_choices(list(zip(ids, chances, strict=True))) for ids, chances in rows]
 
     def _keep(self, tokens: Sequence[int]) -> None:
-        """Keep the rows of the last pass, a chain of these tokens."""
+        """Keep the first rows of the last pass, a chain of these tokens."""
         del self._tokens[self.session.n_past :]
         self._tokens.extend(tokens)  # the list first: it is cut to n_past when it is read
         self.session.commit(range(len(tokens)))

@@ -15,6 +15,7 @@ from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, 
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.drafters.chains import Chains
+from edgeinfer.drafters.guesses import Guesses
 from edgeinfer.drafters.head import USUAL_WIDTH, HeadDrafter
 from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.drafters.recycling import RecyclingDrafter
@@ -232,7 +233,8 @@ def _plan_file(
     else:
         spec = read_spec(file)
         check_vocabulary(file, target, planned.n_vocab)
-        own, kept = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads), 0
+        own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
+        kept = Guesses.memory()
         _plan_places(planned, file, spec, plan, left, draft_device)
     n_bytes = own.use.total + kept
     if n_bytes > left and not planned.places:
