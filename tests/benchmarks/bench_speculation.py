@@ -1,17 +1,22 @@
-"""Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns.
+"""Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns; and whether ours agree.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
-        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--every N] [--skip N] [--only NAME,...]
-        [--record FILE]
+        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-p 1] [--seed 1] [--every N] [--skip N]
+        [--only NAME,...] [--record FILE]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
 many tokens: ours one by one, with the free drafters, with the draft model too; llama-cpp-python one by one and with
 its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with
 the draft model and its n-gram drafter, or instead with each --peer "FLAGS" as the program takes them (the contender
-"llama.cpp FLAGS"). The order is turned with every prompt. Speed is that of all tokens behind the
-first, time-weighted by category; what a draft model takes to read the prompts stands beside it. The process is pinned
-to as many cores as there are threads. --only names the contenders, as the table does; --record keeps what every prompt
-gave, and the same command goes on behind the last one. One JSON line on stdout at the end.
+"llama.cpp FLAGS"). Only where --only, which names contenders as the table does, asks for them: ours with one drafter
+("ours suffix", "ours recycling", "ours model" or "ours head"), and for the text alone two that draft badly: "ours
+random" with trees of any shape, parts of which are right, and "ours malicious" with drafters that keep to no rule
+beside it.
+
+The order is turned with every prompt. Speed is that of all tokens behind the first, time-weighted by category; what a
+draft model takes to read the prompts stands beside it. The process is pinned to as many cores as there are threads.
+--record keeps what every prompt gave, and the same command goes on behind the last one. One JSON line on stdout at the
+end, with the number of texts by contender that are not those of ours one by one: if there are any, it exits with 1.
 """
 
 from __future__ import annotations
@@ -19,12 +24,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,22 +42,33 @@ from asked import add_flags, asked_prompts
 from machine import machine
 from records import Records
 
-import edgeinfer
-from edgeinfer.drafters.recycling import RecyclingDrafter
-from edgeinfer.drafters.suffix import SuffixDrafter
-from edgeinfer.engine import Engine
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
-from edgeinfer.speculation.pipeline import Speculator
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tree  # noqa: E402
+
+import edgeinfer  # noqa: E402
+from edgeinfer.drafters.base import Context, Drafter  # noqa: E402
+from edgeinfer.drafters.recycling import RecyclingDrafter  # noqa: E402
+from edgeinfer.drafters.suffix import SuffixDrafter  # noqa: E402
+from edgeinfer.engine import Engine  # noqa: E402
+from edgeinfer.sampling import SamplingParams  # noqa: E402
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
+from edgeinfer.speculation.tree import DraftTree  # noqa: E402
+from edgeinfer.types import Logits  # noqa: E402
 
 SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up
 PEERS = ("--spec-type ngram-simple", "--spec-type draft-simple")  # of llama-speculative-simple
+MISLED = ("ours random", "ours malicious")
 PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
 
 
 @dataclass
 class Run:
-    """One answer: tokens behind the first and their seconds; forward passes, drafted and accepted tokens if known."""
+    """One answer: tokens behind the first and their seconds; forward passes, drafted and accepted tokens if known.
+
+    text: a checksum of the tokens, of ours.
+    """
 
     n_tokens: int
     seconds: float
@@ -58,53 +77,94 @@ class Run:
     accepted: int = 0
     draft_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    text: int | None = None
 
 
 Contender = Callable[[list[int]], Run]
 Runs = dict[str, dict[str, list[Run]]]  # by category and contender
 
 
-def ours(engine: Engine, speculator: Speculator | None, n_tokens: int, temperature: float) -> Contender:
-    """The engine with this speculator, or one by one."""
+class Ours:
+    """An engine with some speculator, or one by one."""
 
-    def run(prompt: list[int]) -> Run:
+    def __init__(self, arguments: argparse.Namespace, engine: Engine, speculator: Speculator | None) -> None:
+        self._engine = engine
+        self._speculator = speculator
+        self._n_tokens = arguments.tokens
+        self._params = SamplingParams(temperature=arguments.temp, top_p=arguments.top_p, seed=arguments.seed)
+        self.tokens: Sequence[int] = ()  # of the last answer
+
+    def __call__(self, prompt: list[int]) -> Run:
+        engine, speculator = self._engine, self._speculator
         engine.speculator = speculator
         if speculator is not None and speculator.taps is not False:
             engine.session.truncate(0)  # features of a prompt come where it is read
-        completion = engine.generate(prompt, max_tokens=n_tokens, temperature=temperature, seed=1)
+        completion = engine.generate(prompt, max_tokens=self._n_tokens, params=self._params)
+        self.tokens = completion.tokens
         timings, of = completion.timings, completion.timings.speculation
         n = round(timings.decode_tokens_per_second * timings.decode_seconds)
-        if of is None:
-            return Run(n, timings.decode_seconds, n, prompt_seconds=timings.prompt_seconds)
-        drafted, accepted = (sum(getattr(one, name) for one in of.by_depth) for name in ("drafted", "accepted"))
-        return Run(n, timings.decode_seconds, of.steps, drafted, accepted, of.draft_seconds, timings.prompt_seconds)
+        run = Run(n, timings.decode_seconds, n, prompt_seconds=timings.prompt_seconds)
+        run.text = zlib.crc32(json.dumps(completion.tokens).encode())
+        if of is not None:
+            run.drafted = sum(one.drafted for one in of.by_depth)
+            run.accepted = sum(one.accepted for one in of.by_depth)
+            run.steps, run.draft_seconds = of.steps, of.draft_seconds
+        return run
 
-    return run
+
+class Misled(Ours):
+    """An engine with new drafters for every prompt, which are bad on purpose."""
+
+    def __init__(self, arguments: argparse.Namespace, engine: Engine, drafters: Callable[[], list[Drafter]]) -> None:
+        super().__init__(arguments, engine, None)
+        self._drafters = drafters
+
+    def __call__(self, prompt: list[int]) -> Run:
+        session, n_vocab = self._engine.session, self._engine.tokenizer.n_vocab
+        self._speculator = Speculator(session, self._drafters(), FixedCosts(), n_vocab, DEFAULT_DRAFT_MAX)
+        return super().__call__(prompt)
 
 
-def llama_cpp(path: Path, n_threads: int, n_tokens: int, temperature: float, n_lookup: int) -> Contender:
+class RandomDrafter(FunctionDrafter):
+    """Proposes tokens at random, or what the answer will be with wrong tokens in and beside it."""
+
+    def __init__(self, n_vocab: int, answer: Sequence[int], chance: random.Random) -> None:
+        def propose(context: Context, limit: int) -> DraftTree:
+            if chance.random() < 0.5:
+                return random_tree(n_vocab, chance, min(limit, 6))
+            return knowing(answer, n_vocab, chance, min(limit, 12), self._n_seen)
+
+        super().__init__(propose, "random")
+        self._n_seen = 0  # tokens of the answer; others may have spoilt the context
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
+        """See Drafter."""
+        self._n_seen += n_new
+
+
+def llama_cpp(arguments: argparse.Namespace, n_lookup: int) -> Contender:
     """llama-cpp-python, with prompt lookup of n_lookup tokens where that is not 0."""
     import llama_cpp as lib
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     model = lib.Llama(
-        str(path),
+        str(arguments.model),
         n_ctx=4096,
-        n_threads=n_threads,
-        n_threads_batch=n_threads,
+        n_threads=arguments.threads,
+        n_threads_batch=arguments.threads,
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=n_lookup) if n_lookup else None,
         logits_all=bool(n_lookup),
-        seed=1,
+        seed=arguments.seed,
         verbose=False,
     )
 
     def run(prompt: list[int]) -> Run:
-        tokens = model.generate(prompt, temp=temperature)
+        tokens = model.generate(prompt, temp=arguments.temp, top_p=arguments.top_p)
         next(tokens)
         started, n = time.perf_counter(), 0
         for token in tokens:
             n += 1
-            if n == n_tokens - 1 or lib.llama_vocab_is_eog(lib.llama_model_get_vocab(model.model), token):
+            if n == arguments.tokens - 1 or lib.llama_vocab_is_eog(lib.llama_model_get_vocab(model.model), token):
                 break
         return Run(n, time.perf_counter() - started)
 
@@ -117,7 +177,8 @@ def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine
     if "--spec-type draft" in flags:
         command += ["-md", str(arguments.draft)]
     command += ["-n", str(arguments.tokens), "-t", str(arguments.threads), "-tb", str(arguments.threads)]
-    command += ["--temp", str(arguments.temp), "-s", "1", "-c", "4096", "-p"]
+    command += ["--temp", str(arguments.temp), "--top-p", str(arguments.top_p), "-s", str(arguments.seed)]
+    command += ["-c", "4096", "-p"]
 
     def run(prompt: list[int]) -> Run:
         text = engine.detokenize(prompt)
@@ -135,51 +196,94 @@ def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine
     return run
 
 
-def contenders(arguments: argparse.Namespace, engine: Engine) -> dict[str, Contender]:
-    """What is to be compared, by name."""
-    path, draft, n_threads = arguments.model, arguments.draft, arguments.threads
-    n_tokens, temperature = arguments.tokens, arguments.temp
-    whole = engine.speculator
-    if whole is None:
-        raise SystemExit("this engine drafts nothing")
-    # Drafters of its own: another contender's have read the answer.
-    free = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
-    alone = Speculator(engine.session, free, whole.costs, engine.tokenizer.n_vocab, DEFAULT_DRAFT_MAX)
-    known: dict[str, Callable[[], Contender]] = {"ours plain": lambda: ours(engine, None, n_tokens, temperature)}
+def contenders(
+    arguments: argparse.Namespace, engine: Engine, whole: Speculator, another: Callable[[], Engine]
+) -> dict[str, Contender]:
+    """What is to be compared, by name.
+
+    whole: the engine's speculator.  another: a second engine, whose draft model has not read what this one's has.
+    """
+    draft, n_vocab, costs = arguments.draft, engine.tokenizer.n_vocab, whole.costs
+
+    def alone(*drafters: Drafter) -> Ours:
+        """Drafters of its own: another contender's have read the answer."""
+        speculator = Speculator(engine.session, list(drafters), costs, n_vocab, DEFAULT_DRAFT_MAX)
+        return Ours(arguments, engine, speculator)
+
+    def drafted() -> Ours:
+        other = another()
+        assert other.speculator is not None
+        drafter, costs = other.speculator.drafters[-1], other.speculator.costs
+        return Ours(arguments, other, Speculator(other.session, [drafter], costs, n_vocab, DEFAULT_DRAFT_MAX))
+
+    plain = Ours(arguments, engine, None)
+    known: dict[str, Callable[[], Contender]] = {"ours plain": lambda: plain}
     if draft is not None:
-        known[f"ours with {whole.drafters[-1].name}"] = lambda: ours(engine, whole, n_tokens, temperature)
-    known["ours"] = lambda: ours(engine, alone, n_tokens, temperature)
+        known[f"ours with {whole.drafters[-1].name}"] = lambda: Ours(arguments, engine, whole)
+    known["ours"] = lambda: alone(SuffixDrafter(engine.n_ctx), RecyclingDrafter())
     for name, n_lookup in LLAMA_CPP.items():
-        known[name] = partial(llama_cpp, path, n_threads, n_tokens, temperature, n_lookup)
+        known[name] = partial(llama_cpp, arguments, n_lookup)
     if arguments.peer_dir is not None:
         for flags in arguments.peer or PEERS:
             if draft is not None or "--spec-type draft" not in flags:
                 known[f"llama.cpp {flags}"] = partial(speculative_simple, arguments, flags, engine)
     names = arguments.only.split(",") if arguments.only else list(known)
+    known["ours suffix"] = lambda: alone(SuffixDrafter(engine.n_ctx))
+    known["ours recycling"] = lambda: alone(RecyclingDrafter())
+    if draft is not None:
+        known[f"ours {whole.drafters[-1].name}"] = drafted
+    chance = random.Random(1)
+
+    def misled(malicious: bool) -> Misled:
+        def drafters() -> list[Drafter]:
+            found: list[Drafter] = [RandomDrafter(n_vocab, plain.tokens, chance)]
+            return found + [FunctionDrafter(bad, name) for name, bad in MALICIOUS.items() if malicious]
+
+        return Misled(arguments, engine, drafters)
+
+    known["ours random"] = partial(misled, malicious=False)
+    known["ours malicious"] = partial(misled, malicious=True)
     if unknown := sorted(set(names) - set(known)):
         raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(known)}")
     return {name: make() for name, make in known.items() if name in names}
 
 
-def measure(engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], records: Records) -> Runs:
-    """What came of every prompt, those of earlier runs among them."""
-    names = list(found)
+def differing(runs: dict[str, Run]) -> list[str]:
+    """The contenders of ours whose answer to a prompt is not that of ours one by one."""
+    if "ours plain" not in runs:
+        return []
+    return [name for name, run in runs.items() if run.text is not None and run.text != runs["ours plain"].text]
+
+
+def measure(
+    engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], records: Records
+) -> tuple[Runs, dict[str, int]]:
+    """What came of every prompt, those of earlier runs among them; and by contender the number of texts that differ."""
+    timed = [name for name in found if name not in MISLED]
+    last = [name for name in found if name in MISLED]  # one of which needs the answer
     for i, prompt in enumerate(asked):
         if prompt["id"] not in records.rows:
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
             tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
             runs = {}
-            for name in names[i % len(names) :] + names[: i % len(names)]:
+            for name in [*timed[i % len(timed) :], *timed[: i % len(timed)], *last]:
                 time.sleep(PAUSE_SECONDS)
-                runs[name] = asdict(found[name](tokens))
-            records.add(prompt["id"], {"category": prompt["category"].split(":")[0], "runs": runs})
+                runs[name] = found[name](tokens)
+            for name in differing(runs):
+                print(f"DIFFERENT: {prompt['id']} {name}", file=sys.stderr, flush=True)
+            of_prompt = {name: asdict(run) for name, run in runs.items()}
+            records.add(prompt["id"], {"category": prompt["category"].split(":")[0], "runs": of_prompt})
         print(f"{i + 1} of {len(asked)}", file=sys.stderr, end="\r", flush=True)
     kept: Runs = defaultdict(lambda: defaultdict(list))
+    different = {name: 0 for name in found if name.startswith("ours") and name != "ours plain"}
     for of in records.rows.values():
-        for name, run in of["runs"].items():
-            if run["n_tokens"] > 0:
-                kept[of["category"]][name].append(Run(**run))
-    return kept
+        runs = {name: Run(**run) for name, run in of["runs"].items()}
+        for name in differing(runs):
+            different[name] += 1
+        for name, run in runs.items():
+            if run.n_tokens > 0:
+                kept[of["category"]][name].append(run)
+    return kept, different
 
 
 def summary(runs: list[Run]) -> dict[str, float]:
@@ -224,6 +328,8 @@ def main() -> None:
     parser.add_argument("--peer", action="append", metavar="FLAGS", help="of llama-speculative-simple; several times")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()
@@ -232,15 +338,29 @@ def main() -> None:
     draft = "auto" if arguments.draft is None else str(arguments.draft)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
+    settings |= {"top_p": arguments.top_p, "seed": arguments.seed}
     records = Records(arguments.record, settings | {"only": arguments.only})
-    with edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, draft=draft) as engine:
-        found = contenders(arguments, engine)
-        figures = table(measure(engine, found, asked, records), list(found))
+    with ExitStack() as opened:
+
+        def load() -> Engine:
+            return opened.enter_context(
+                edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, draft=draft)
+            )
+
+        engine = load()
+        whole = engine.speculator
+        if whole is None:
+            raise SystemExit("this engine drafts nothing")
+        found = contenders(arguments, engine, whole, load)
+        runs, different = measure(engine, found, asked, records)
+        figures = table(runs, list(found))
         show(figures)
-        costs = {} if engine.speculator is None else dict(enumerate(engine.speculator.costs.milliseconds(256)))
+        costs = dict(enumerate(whole.costs.milliseconds(256)))
+        engine.speculator = whole
     record = {"benchmark": "speculation", "machine": machine(), "prompts": len(records.rows)} | settings
     record["milliseconds_by_tokens"] = {n: round(ms, 3) for n, ms in costs.items()}
-    print(json.dumps(record | {"figures": figures}))
+    print(json.dumps(record | {"different": different, "figures": figures}))
+    sys.exit(1 if any(different.values()) else 0)
 
 
 if __name__ == "__main__":
