@@ -33,7 +33,9 @@ _GAIN_DECAY = 0.97  # of what a drafter gained, each step
 _LEAST_CREDIT = 0.25  # of a pass of one token: what a free drafter that lost lately may cost the next text
 _ANSWER = 256  # tokens that an answer is taken to have before there was one
 _PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
-_GAIN = 1.05  # by how much a drafter that takes time must be better than the others
+# By how much a drafter that takes time must be better alone than one by one, and than drafts that cost nothing: beside
+# those it is worth more than alone.
+_GAIN, _BESIDE = 1.05, 0.9
 # Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
 _IDLE, _LATER = 32, 4
 _RECHECKED = (2, 4)  # tokens that the next passes are filled up to
@@ -347,7 +349,9 @@ class Speculator:
                         continue
                     each, before = seat.costly.cost(context)
                     seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
-                self._ask(seat, context, max_nodes, proposals, tally)
+                costly: list[Proposal] = []
+                self._ask(seat, context, max_nodes, costly, tally)
+                proposals = costly + proposals  # it knows more than those who copy
                 self._note_wait(seat, asked)
                 spent = 1e3 * (perf_counter() - started)
                 choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
@@ -389,7 +393,8 @@ class Speculator:
             return False
         own_rate, before = seat.rate(context, milliseconds, self._draft_max)
         n_left = min(job.n_left, max(self._usual - job.n_drawn, job.n_drawn))
-        return own_rate > _GAIN * rate and (1.0 / rate - 1.0 / own_rate) * n_left > before
+        other = max(1.0 / milliseconds[1], _BESIDE * rate)
+        return own_rate * milliseconds[1] > _GAIN and (1.0 / other - 1.0 / own_rate) * n_left > before
 
     def _learn(
         self, proposals: Sequence[Proposal], choice: Choice, accepted: Sequence[int], new: Sequence[int]

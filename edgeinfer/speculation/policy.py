@@ -168,8 +168,8 @@ def choose(
 ) -> Choice:
     """The tree with the most expected tokens a millisecond, or none.
 
-    milliseconds: of a pass by number of tokens.  max_depth: number of levels that can be used.  floor: nodes less
-    likely than this are not looked at.  spent: milliseconds that drafting took already.
+    proposals: of who knows most first.  milliseconds: of a pass by number of tokens.  max_depth: number of levels that
+    can be used.  floor: nodes less likely than this are not looked at.  spent: milliseconds that drafting took already.
     """
     merged, reach = _merge(proposals, floor, max_depth)
     if not reach:
@@ -252,7 +252,7 @@ def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple
                 rows.append(place)
                 reaches[place] = max(reaches[place], of_it * of_parent)
                 continue
-            # Drafters mostly agree: where they do not, both are right less often than each is by itself.
+            # Drafters mostly agree: where they do not, who knows less is right where the others are wrong.
             of_it *= 1.0 - taken.get(above, 0.0)
             reach = of_it * of_parent
             if reach < floor:

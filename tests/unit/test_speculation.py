@@ -19,6 +19,7 @@ from edgeinfer.errors import Interrupted, NumericalError, ShapeError
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.sampling import SamplingParams, sample
+from edgeinfer.speculation import pipeline
 from edgeinfer.speculation.cost import (
     MAX_TOKENS,
     CostCurve,
@@ -738,6 +739,42 @@ def test_what_a_drafter_reads_first_is_to_be_earned_back_by_an_answer_as_long_as
     assert tokens_of(engine, REQUESTS[0], 150) == tokens_of(plain, REQUESTS[0], 150)
     (n,) = drafter.read_at
     assert 40 <= n - n_prompt <= 80, "an answer that has come so far may come as far again"
+
+
+class Slow(FunctionDrafter):
+    """Takes 30 ms a token."""
+
+    def cost(self, context):
+        return 30.0, 0.0
+
+    def read(self, context): ...
+
+    def interrupt(self): ...
+
+
+@pytest.mark.parametrize("p, is_asked", [(0.5, True), (0.78, True), (0.95, False)])
+def test_a_drafter_that_takes_time_is_asked_beside_free_drafts_that_are_little_better(
+    opened, plain, model, monkeypatch, p, is_asked
+):
+    # In passes of 100 ms, tokens a second: 10 one by one, 16 with its chains alone, 15, 17 and 19 with the free draft.
+    text = tokens_of(plain, REQUESTS[0], 4)
+    free = FunctionDrafter(lambda context, limit: DraftTree([text[1] ^ 1], [-1], [p], [0]))
+    slow = Slow(lambda context, limit: DraftTree([text[1]], [-1], [0.9], [0]), "slow")
+    engine = with_drafters(opened(model), free, slow, costs=FixedCosts(lambda n: 0.1 + 0.001 * n))
+    merged, original = [], pipeline.choose
+
+    def choose(proposals, *arguments):
+        choice = original(proposals, *arguments)
+        merged.append(([proposal.drafter for proposal in proposals], choice.expected))
+        return choice
+
+    monkeypatch.setattr(pipeline, "choose", choose)
+    assert tokens_of(engine, REQUESTS[0], 3) == text[:3]
+    assert slow.n_asked == is_asked
+    drafters, expected = merged[-1]
+    assert drafters == (["slow", "function"] if is_asked else ["function"])
+    # The free draft is right where the other one is wrong, not the other way round.
+    assert expected == pytest.approx(1.9 + 0.1 * p if is_asked else 1.0 + p)
 
 
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model, monkeypatch):
