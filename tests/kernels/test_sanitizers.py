@@ -1,4 +1,4 @@
-"""Kernels, packing, decoder and tables of texts under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Kernels, packing, decoder, tables of texts and the sampler under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import shutil
@@ -16,6 +16,7 @@ LEFT_OUT = "reference or 200_tokens or 200_damaged"
 TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py"]
 TESTS += ["tests/backends/test_native.py", "tests/backends/test_draft_head.py"]
 TESTS += ["tests/unit/test_arrays.py", "tests/unit/test_gguf.py", "tests/unit/test_tokenizer.py"]
+TESTS += ["tests/unit/test_sampling.py"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def sanitized() -> Path:
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}"]
     configure += ["-DEI_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug"]
     subprocess.run(configure, check=True, capture_output=True)
-    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "-j", "2"]
+    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "_sampler", "-j", "2"]
     subprocess.run(build, check=True, capture_output=True)
     return BUILD
 
@@ -49,6 +50,7 @@ def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized: Path) -> None
     environment = os.environ | {
         "EDGEINFER_TEST_CORE": str(next(sanitized.glob("native/_core.*.so"))),
         "EDGEINFER_TEST_STRINGS": str(next(sanitized.glob("files/_strings.*.so"))),
+        "EDGEINFER_TEST_SAMPLER": str(next(sanitized.glob("files/_sampler.*.so"))),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",

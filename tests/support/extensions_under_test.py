@@ -7,7 +7,11 @@ import importlib.util
 import os
 import sys
 
-_NAMES = {"EDGEINFER_TEST_STRINGS": "edgeinfer._strings", "EDGEINFER_TEST_CORE": "edgeinfer.backends.native._core"}
+_NAMES = {
+    "EDGEINFER_TEST_STRINGS": "edgeinfer._strings",
+    "EDGEINFER_TEST_SAMPLER": "edgeinfer._sampler",
+    "EDGEINFER_TEST_CORE": "edgeinfer.backends.native._core",
+}
 
 for _variable, _name in _NAMES.items():
     _path = os.environ.get(_variable)

@@ -15,7 +15,7 @@ from pathlib import Path
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-EXTENSIONS = ("edgeinfer._strings", "edgeinfer.backends.native._core")
+EXTENSIONS = ("edgeinfer._strings", "edgeinfer._sampler", "edgeinfer.backends.native._core")
 
 
 def ship(to: Path) -> int:

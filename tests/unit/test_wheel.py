@@ -66,7 +66,9 @@ def test_types_are_announced(names: set[str]) -> None:
     assert "edgeinfer/py.typed" in names
 
 
-@pytest.mark.parametrize("folder, name", [("edgeinfer/backends/native", "_core"), ("edgeinfer", "_strings")])
+@pytest.mark.parametrize(
+    "folder, name", [("edgeinfer/backends/native", "_core"), ("edgeinfer", "_strings"), ("edgeinfer", "_sampler")]
+)
 def test_an_extension_is_installed_with_its_types(folder: str, name: str) -> None:
     installed = {Path(file).name for file in files("edgeinfer") or () if Path(file).parent == Path(folder)}
     assert f"{name}.pyi" in installed

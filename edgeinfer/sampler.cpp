@@ -1,0 +1,280 @@
+// From logits to a token, as edgeinfer/sampling.py describes it. Every bit of the choice is defined: IEEE + - * / one by
+// one in double, sums from left to right, a log and an exp of our own. So the order of operations here is the meaning,
+// and no library's log, exp or sum may take their place.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15, kMix1 = 0xBF58476D1CE4E5B9, kMix2 = 0x94D049BB133111EB;
+constexpr int kMantissaBits = 52, kBias = 1023;
+constexpr double kLeast = -700;      // differences of logits below it count as it
+constexpr double kRound = 0x1.8p52;  // added and taken away again, it leaves the nearest integer, of two the even one
+constexpr uint32_t kBlock = 256;     // logits that are compared with a bound together
+constexpr size_t kFew = 256, kGroups = 1024;  // likeliest tokens that mostly are a nucleus, and how they are found
+
+// e**x for x in -700..0 by the method and constants of fdlibm's e_exp.c: x = k ln 2 + r with |r| <= ln(2) / 2; then
+// exp(r) by a rational approximation.
+inline double exp_of(double x) {
+    const double shifted = x * 1.44269504088896338700e+00 + kRound;
+    const double k = shifted - kRound;
+    const double high = x - k * 6.93147180369123816490e-01;
+    const double low = k * 1.90821492927058770002e-10;
+    const double r = high - low;
+    const double t = r * r;
+    const double p = 6.61375632143793436117e-05 + t * (-1.65339022054652515390e-06 + t * 4.13813679705723846039e-08);
+    const double c = r - t * (1.66666666666666019037e-01 + t * (-2.77777777770155933842e-03 + t * p));
+    const double y = 1.0 - ((low - (r * c) / (2.0 - c)) - high);
+    // k is in the last bits of the shifted number, and the result is no subnormal one: added to the exponent, it is exact.
+    return std::bit_cast<double>(std::bit_cast<uint64_t>(y) + (std::bit_cast<uint64_t>(shifted) << kMantissaBits));
+}
+
+// Natural logarithm of a normal x > 0 by the method and constants of fdlibm's e_log.c: x = 2**k (1 + f) with 1 + f in
+// [sqrt(1/2), sqrt(2)); then a polynomial in s = f / (2 + f).
+inline double log_of(double x) {
+    const uint64_t bits = std::bit_cast<uint64_t>(x);
+    constexpr uint64_t kMantissa = (1ull << kMantissaBits) - 1;
+    const double mantissa = std::bit_cast<double>((bits & kMantissa) | (uint64_t{kBias - 1} << kMantissaBits));
+    const bool is_small = mantissa < 0.70710678118654752440;
+    const double k = static_cast<double>(static_cast<int>(bits >> kMantissaBits) - (kBias - 1) - is_small);
+    const double f = (is_small ? mantissa + mantissa : mantissa) - 1.0;
+    const double s = f / (2.0 + f);
+    const double z = s * s;
+    double p = 1.818357216161805012e-01 + z * (1.531383769920937332e-01 + z * 1.479819860511658591e-01);
+    p = 2.857142874366239149e-01 + z * (2.222219843214978396e-01 + z * p);
+    p = z * (6.666666666666735130e-01 + z * (3.999999999940941908e-01 + z * p));
+    const double half = 0.5 * f * f;
+    return k * 6.93147180369123816490e-01 - ((half - (s * (half + p) + k * 1.90821492927058770002e-10)) - f);
+}
+
+// 64 random bits for an id.
+inline uint64_t noise_bits(uint32_t id, uint64_t key) {
+    uint64_t x = (uint64_t{id} + 1) * kGolden + key;
+    x = (x ^ (x >> 30)) * kMix1;
+    x = (x ^ (x >> 27)) * kMix2;
+    return x ^ (x >> 31);
+}
+
+// Gumbel noise from 64 random bits.
+inline double gumbel(uint64_t bits) {
+    const double uniform = (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52;
+    return -log_of(-log_of(uniform));
+}
+
+// More than the noise of these bits: with n ones in front u is below 1 - 2**-(n + 1) but for a rounding, so -log(u) is
+// above 2**-(n + 1), and the noise below (n + 1) ln 2.
+inline double most_noise(uint64_t bits) { return 0.6932 * (std::countl_one(bits) + 1) + 1e-3; }
+
+using Lanes = float __attribute__((vector_size(16)));
+
+inline void raise_to(Lanes& largest, const float* logits) {
+    Lanes each;
+    std::memcpy(&each, logits, sizeof each);
+    largest = each > largest ? each : largest;
+}
+
+float largest_of(const float* logits, uint32_t n) {
+    Lanes a = Lanes{} - std::numeric_limits<float>::infinity(), b = a, c = a, d = a;
+    uint32_t first = 0;
+    for (; first + 16 <= n; first += 16) {
+        raise_to(a, logits + first);
+        raise_to(b, logits + first + 4);
+        raise_to(c, logits + first + 8);
+        raise_to(d, logits + first + 12);
+    }
+    float largest = -std::numeric_limits<float>::infinity();
+    for (const Lanes& lanes : {a, b, c, d}) {
+        for (int i = 0; i < 4; i++) largest = std::max(largest, lanes[i]);
+    }
+    for (; first < n; first++) largest = std::max(largest, logits[first]);
+    return largest;
+}
+
+// Some tokens and their logits.
+struct Tokens {
+    std::vector<uint32_t> ids;
+    std::vector<float> logits;
+
+    void add(uint32_t id, float logit) {
+        ids.push_back(id);
+        logits.push_back(logit);
+    }
+};
+
+// The k largest logits, largest first, equal ones by id.
+Tokens likeliest(const float* logits, uint32_t n, size_t k) {
+    const auto before = [logits](uint32_t a, uint32_t b) {
+        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    };
+    std::vector<uint32_t> found;  // the worst of them in front, once there are k
+    const auto take = [&](uint32_t id) {
+        if (found.size() == k) {
+            if (!(logits[id] > logits[found.front()])) return;  // of equal ones those before it stay
+            std::pop_heap(found.begin(), found.end(), before);
+            found.pop_back();
+        }
+        found.push_back(id);
+        std::push_heap(found.begin(), found.end(), before);
+    };
+    for (uint32_t first = 0; first < n; first += kBlock) {
+        const uint32_t size = std::min(kBlock, n - first);
+        if (found.size() == k && !(largest_of(logits + first, size) > logits[found.front()])) continue;
+        for (uint32_t id = first; id < first + size; id++) take(id);
+    }
+    std::sort(found.begin(), found.end(), before);
+    Tokens tokens;
+    for (const uint32_t id : found) tokens.add(id, logits[id]);
+    return tokens;
+}
+
+// e**(logit - largest).
+std::vector<double> weights_of(const std::vector<float>& logits, float largest) {
+    std::vector<double> weights(logits.size());
+    for (size_t i = 0; i < weights.size(); i++) {
+        const double x = static_cast<double>(logits[i]) - static_cast<double>(largest);
+        weights[i] = exp_of(x > kLeast ? x : kLeast);
+    }
+    return weights;
+}
+
+// A value that at least kFew of the weights reach, close to the one that just so many reach.
+double bound_of_few(const std::vector<double>& weights) {
+    const size_t size = weights.size() / kGroups;  // kFew groups whose largest reaches it hold as many
+    std::vector<double> largest(kGroups);
+    for (size_t group = 0; group < kGroups; group++) {
+        const auto first = weights.begin() + static_cast<ptrdiff_t>(group * size);
+        largest[group] = *std::max_element(first, first + static_cast<ptrdiff_t>(size));
+    }
+    const auto few = largest.begin() + kFew - 1;
+    std::nth_element(largest.begin(), few, largest.end(), std::greater<>());
+    return *few;
+}
+
+// Places of the largest weights, as many as sum up to `enough`, equal ones in their order; all, if even those are too few.
+std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enough) {
+    std::vector<uint32_t> order;
+    const auto reaches_enough = [&] {  // cuts the order off there
+        std::sort(order.begin(), order.end(),
+                  [&](uint32_t a, uint32_t b) { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; });
+        double sum = 0;
+        for (size_t n = 0; n < order.size(); n++) {
+            sum += weights[order[n]];
+            if (sum < enough) continue;
+            order.resize(n + 1);
+            return true;
+        }
+        return false;
+    };
+    const auto take_from = [&](double least) {
+        order.clear();
+        for (uint32_t i = 0; i < weights.size(); i++) {
+            if (weights[i] >= least) order.push_back(i);
+        }
+    };
+    if (weights.size() >= 4 * kGroups) {
+        // Whatever reaches a bound comes before whatever does not. Each further bound lets in some more.
+        for (double least = bound_of_few(weights); least > 1e-12; least *= 0.1) {
+            take_from(least);
+            if (reaches_enough()) return order;
+        }
+    }
+    take_from(0);
+    reaches_enough();
+    return order;
+}
+
+// What top_k, top_p and min_p leave of a row of logits.
+Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k, double top_p, double min_p) {
+    Tokens tokens;
+    if (0 < top_k && top_k < n) {
+        tokens = likeliest(logits, n, static_cast<size_t>(top_k));
+    } else {
+        tokens.logits.assign(logits, logits + n);
+        tokens.ids.resize(n);
+        std::iota(tokens.ids.begin(), tokens.ids.end(), 0u);
+    }
+    if (top_p == 1.0 && min_p == 0.0) return tokens;
+    std::vector<double> weights = weights_of(tokens.logits, largest), likely;
+    Tokens left;
+    for (size_t i = 0; i < weights.size(); i++) {
+        if (!(weights[i] >= min_p)) continue;
+        left.add(tokens.ids[i], tokens.logits[i]);
+        likely.push_back(weights[i]);
+    }
+    if (top_p == 1.0) return left;
+    // The nucleus takes the likeliest first, so what min_p drops can only be its end.
+    double total = 0;
+    for (const double weight : weights) total += weight;
+    Tokens nucleus;
+    for (const uint32_t i : nucleus_of(likely, top_p * total)) nucleus.add(left.ids[i], left.logits[i]);
+    return nucleus;
+}
+
+// Gumbel-max: the id with the largest score, the lowest of equals.
+uint32_t drawn_of(const Tokens& tokens, float largest, double temperature, uint64_t key) {
+    double best = -std::numeric_limits<double>::infinity();
+    uint32_t drawn = std::numeric_limits<uint32_t>::max();
+    const auto consider = [&](size_t i) {
+        const double part = (static_cast<double>(tokens.logits[i]) - static_cast<double>(largest)) / temperature;
+        const uint64_t bits = noise_bits(tokens.ids[i], key);
+        if (part + most_noise(bits) < best) return;  // spares most of them the logarithms
+        const double score = part + gumbel(bits);
+        if (score > best || (score == best && tokens.ids[i] < drawn)) {
+            best = score;
+            drawn = tokens.ids[i];
+        }
+    };
+    const auto first = std::find(tokens.logits.begin(), tokens.logits.end(), largest);
+    consider(static_cast<size_t>(first - tokens.logits.begin()));  // for what follows to be spared
+    for (size_t i = 0; i < tokens.ids.size(); i++) consider(i);
+    return drawn;
+}
+
+}  // namespace
+
+NB_MODULE(_sampler, m) {
+    m.doc() = "Draws tokens; use edgeinfer.sampling.";
+    m.def(
+        "candidates",
+        [](Floats logits, int64_t top_k, double top_p, double min_p) {
+            const uint32_t n = static_cast<uint32_t>(logits.size());
+            return candidates(logits.data(), n, largest_of(logits.data(), n), top_k, top_p, min_p).ids;
+        },
+        "logits"_a, "top_k"_a, "top_p"_a, "min_p"_a, "See edgeinfer.sampling.candidates.");
+    m.def(
+        "weights",
+        [](Floats logits) {
+            const std::vector<float> all(logits.data(), logits.data() + logits.size());
+            return weights_of(all, largest_of(all.data(), static_cast<uint32_t>(all.size())));
+        },
+        "logits"_a, "e**(logit - largest), below -700 as there. logits: (n,) with a finite maximum and no NaN.");
+    m.def(
+        "noise", [](uint32_t id, uint64_t key) { return gumbel(noise_bits(id, key)); }, "id"_a, "key"_a,
+        "The noise of an id; see edgeinfer.sampling.");
+    m.def(
+        "draw",
+        [](Floats logits, int64_t top_k, double top_p, double min_p, double temperature, uint64_t key) {
+            const uint32_t n = static_cast<uint32_t>(logits.size());
+            const float largest = largest_of(logits.data(), n);
+            return drawn_of(candidates(logits.data(), n, largest, top_k, top_p, min_p), largest, temperature, key);
+        },
+        "logits"_a, "top_k"_a, "top_p"_a, "min_p"_a, "temperature"_a, "key"_a,
+        "The id that the noise of a key chooses among what these filters leave. logits: (n_vocab,), n_vocab > 0, with "
+        "a "
+        "finite maximum and no NaN.");
+}
