@@ -1,8 +1,8 @@
 """Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns; and whether ours agree.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
-        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-p 1] [--seed 1] [--every N] [--skip N]
-        [--only NAME,...] [--record FILE]
+        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
+        [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
 many tokens: ours one by one, with the free drafters, with the draft model too; llama-cpp-python one by one and with
@@ -13,7 +13,8 @@ the draft model and its n-gram drafter, or instead with each --peer "FLAGS" as t
 random" with trees of any shape, parts of which are right, and "ours malicious" with drafters that keep to no rule
 beside it.
 
-The order is turned with every prompt. Speed is that of all tokens behind the first, time-weighted by category; what a
+The order is turned with every prompt, and each has a seed of its own, made of --seed and its id: with one seed the same
+draws would come in every answer. Speed is that of all tokens behind the first, time-weighted by category; what a
 draft model takes to read the prompts stands beside it. The process is pinned to as many cores as there are threads.
 --record keeps what every prompt gave, and the same command goes on behind the last one. One JSON line on stdout at the
 end, with the number of texts by contender that are not those of ours one by one: if there are any, it exits with 1.
@@ -33,7 +34,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Run:
     text: int | None = None
 
 
-Contender = Callable[[list[int]], Run]
+Contender = Callable[[list[int], int], Run]  # of a prompt and the seed
 Runs = dict[str, dict[str, list[Run]]]  # by category and contender
 
 
@@ -91,15 +92,21 @@ class Ours:
         self._engine = engine
         self._speculator = speculator
         self._n_tokens = arguments.tokens
-        self._params = SamplingParams(temperature=arguments.temp, top_p=arguments.top_p, seed=arguments.seed)
+        self._params = SamplingParams(
+            temperature=arguments.temp,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+        )
         self.tokens: Sequence[int] = ()  # of the last answer
 
-    def __call__(self, prompt: list[int]) -> Run:
+    def __call__(self, prompt: list[int], seed: int) -> Run:
         engine, speculator = self._engine, self._speculator
         engine.speculator = speculator
         if speculator is not None and speculator.taps is not False:
             engine.session.truncate(0)  # features of a prompt come where it is read
-        completion = engine.generate(prompt, max_tokens=self._n_tokens, params=self._params)
+        params = replace(self._params, seed=seed)
+        completion = engine.generate(prompt, max_tokens=self._n_tokens, params=params)
         self.tokens = completion.tokens
         timings, of = completion.timings, completion.timings.speculation
         n = round(timings.decode_tokens_per_second * timings.decode_seconds)
@@ -119,10 +126,10 @@ class Misled(Ours):
         super().__init__(arguments, engine, None)
         self._drafters = drafters
 
-    def __call__(self, prompt: list[int]) -> Run:
+    def __call__(self, prompt: list[int], seed: int) -> Run:
         session, n_vocab = self._engine.session, self._engine.tokenizer.n_vocab
         self._speculator = Speculator(session, self._drafters(), FixedCosts(), n_vocab, DEFAULT_DRAFT_MAX)
-        return super().__call__(prompt)
+        return super().__call__(prompt, seed)
 
 
 class RandomDrafter(FunctionDrafter):
@@ -154,12 +161,14 @@ def llama_cpp(arguments: argparse.Namespace, n_lookup: int) -> Contender:
         n_threads_batch=arguments.threads,
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=n_lookup) if n_lookup else None,
         logits_all=bool(n_lookup),
-        seed=arguments.seed,
         verbose=False,
     )
 
-    def run(prompt: list[int]) -> Run:
-        tokens = model.generate(prompt, temp=arguments.temp, top_p=arguments.top_p)
+    def run(prompt: list[int], seed: int) -> Run:
+        model.set_seed(seed)
+        tokens = model.generate(
+            prompt, temp=arguments.temp, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p
+        )
         next(tokens)
         started, n = time.perf_counter(), 0
         for token in tokens:
@@ -177,12 +186,12 @@ def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine
     if "--spec-type draft" in flags:
         command += ["-md", str(arguments.draft)]
     command += ["-n", str(arguments.tokens), "-t", str(arguments.threads), "-tb", str(arguments.threads)]
-    command += ["--temp", str(arguments.temp), "--top-p", str(arguments.top_p), "-s", str(arguments.seed)]
-    command += ["-c", "4096", "-p"]
+    command += ["--temp", str(arguments.temp), "--top-k", str(arguments.top_k), "--top-p", str(arguments.top_p)]
+    command += ["--min-p", str(arguments.min_p), "-c", "4096"]
 
-    def run(prompt: list[int]) -> Run:
-        text = engine.detokenize(prompt)
-        done = subprocess.run([*command, text], capture_output=True, text=True, errors="replace")
+    def run(prompt: list[int], seed: int) -> Run:
+        asked = ["-s", str(seed), "-p", engine.detokenize(prompt)]
+        done = subprocess.run([*command, *asked], capture_output=True, text=True, errors="replace")
         report = done.stdout + done.stderr
         found = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", report)
         if done.returncode or found is None:
@@ -256,7 +265,7 @@ def differing(runs: dict[str, Run]) -> list[str]:
 
 
 def measure(
-    engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], records: Records
+    engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], seed: int, records: Records
 ) -> tuple[Runs, dict[str, int]]:
     """What came of every prompt, those of earlier runs among them; and by contender the number of texts that differ."""
     timed = [name for name in found if name not in MISLED]
@@ -265,10 +274,11 @@ def measure(
         if prompt["id"] not in records.rows:
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
             tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
+            seed_of_prompt = seed + zlib.crc32(prompt["id"].encode())
             runs = {}
             for name in [*timed[i % len(timed) :], *timed[: i % len(timed)], *last]:
                 time.sleep(PAUSE_SECONDS)
-                runs[name] = found[name](tokens)
+                runs[name] = found[name](tokens, seed_of_prompt)
             for name in differing(runs):
                 print(f"DIFFERENT: {prompt['id']} {name}", file=sys.stderr, flush=True)
             of_prompt = {name: asdict(run) for name, run in runs.items()}
@@ -328,7 +338,9 @@ def main() -> None:
     parser.add_argument("--peer", action="append", metavar="FLAGS", help="of llama-speculative-simple; several times")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
@@ -338,7 +350,7 @@ def main() -> None:
     draft = "auto" if arguments.draft is None else str(arguments.draft)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
-    settings |= {"top_p": arguments.top_p, "seed": arguments.seed}
+    settings |= {"top_k": arguments.top_k, "top_p": arguments.top_p, "min_p": arguments.min_p, "seed": arguments.seed}
     records = Records(arguments.record, settings | {"only": arguments.only})
     with ExitStack() as opened:
 
@@ -352,7 +364,7 @@ def main() -> None:
         if whole is None:
             raise SystemExit("this engine drafts nothing")
         found = contenders(arguments, engine, whole, load)
-        runs, different = measure(engine, found, asked, records)
+        runs, different = measure(engine, found, asked, arguments.seed, records)
         figures = table(runs, list(found))
         show(figures)
         costs = dict(enumerate(whole.costs.milliseconds(256)))
