@@ -13,7 +13,7 @@ from edgeinfer.gguf import GGMLType
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 
-_Q4_0_STEPS = np.linspace(0.82, 1.06, 13, dtype=np.float32)  # of the scale at which the largest weight has code -8
+Q4_0_STEPS = np.linspace(0.82, 1.06, 13, dtype=np.float32)  # of the scale at which the largest weight has code -8
 
 
 def quantize(type: GGMLType, weights: _Floats) -> _Bytes:
@@ -54,7 +54,7 @@ def _q4_0(blocks: _Floats) -> _Bytes:
     places = np.abs(blocks).argmax(axis=1)[:, None]
     largest = np.take_along_axis(blocks, places, axis=1) / np.float32(-8)  # code -8 has no counterpart of its size
     scale, least = np.zeros_like(largest), np.full_like(largest, np.inf)
-    for step in _Q4_0_STEPS:
+    for step in Q4_0_STEPS:
         tried = (largest * step).astype("<f2").astype(np.float32)
         error = np.square(_q4_codes(blocks, tried) * tried - blocks).sum(axis=1, keepdims=True)
         scale, least = np.where(error < least, tried, scale), np.minimum(error, least)

@@ -65,6 +65,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     help="Share of the training before which it has one step, in a third of the time of three.",
 )
 @click.option(
+    "--rounded-from",
+    type=_SHARE,
+    default=0.6,
+    show_default=True,
+    help="Share of the training before which its weights are not rounded to --type.",
+)
+@click.option(
     "--init",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A head of the same target, whose training goes on; with another --seed, on other answers.",

@@ -39,6 +39,7 @@ from edgeinfer.training.objective import Objective, Weights, linear_guess, uncha
 from edgeinfer.training.optimizer import OptimizerName
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.replay import Replay, tokens_per_step
+from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
@@ -82,6 +83,7 @@ class Settings:
     optimizer: OptimizerName = "muon"
     rounds: int = 0
     steps_from: float = 0.0
+    rounded_from: float = 1.0
     init: Path | None = None
     author: AuthorName = "auto"
     device: str = "auto"
@@ -258,7 +260,9 @@ class _Distillation:
         first = torch.from_numpy(np.array(train.of(train.samples[:1])[0])).to(self._workers.device)
         unit = float(np.sqrt(np.mean(np.square(features_of(first.float()).cpu().numpy()))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
-        objective = Objective(head, self._target.embedding, self._target.output[ids], unit, weights, features_of)
+        output = self._target.output[ids]
+        stored = rounded(output, self._type)
+        objective = Objective(head, self._target.embedding, output, unit, weights, features_of, stored)
         draft_ids = np.full(self._spec.n_vocab, -1, dtype=np.int64)
         draft_ids[vocabulary] = np.arange(len(vocabulary))
         length = settings.context - settings.context % 8
@@ -273,9 +277,11 @@ class _Distillation:
             settings.optimizer,
             settings.rounds,
             settings.steps_from,
+            settings.rounded_from,
+            self._type,
         )
-        names = "draft_vocab blocks epochs rounds steps steps_from batch_tokens optimizer learning_rate warm_up"
-        names += " feature_weight token_weight decay noise evaluate_every seed"
+        names = "draft_vocab blocks epochs rounds steps steps_from rounded_from type batch_tokens optimizer"
+        names += " learning_rate warm_up feature_weight token_weight decay noise evaluate_every seed"
         wanted = {name: getattr(settings, name) for name in names.split()}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
         wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
@@ -288,7 +294,7 @@ class _Distillation:
             fitted = batches.stream(batches.plans(settings.seed, 0)[:N_BATCHES_FITTED], self._workers.device)
             guess = linear_guess(fitted, self._spec.n_embd, self._workers.device, features_of)
             head.begin_with(guess, self._target.last_norm)
-        replay = Replay(head, self._target.embedding, self._target.output[ids], ids)
+        replay = Replay(head, self._target.embedding, stored, ids)
         trainer = Trainer(
             objective,
             batches,
@@ -349,8 +355,7 @@ class _Distillation:
         """Matches by depth and tokens a step for trees, on the texts that are held out."""
         device = self._workers.device
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(device)
-        output = torch.from_numpy(_rounded(self._target.output[ids].cpu().numpy(), self._type)).to(device)
-        replay = Replay(head, self._target.embedding, output, ids)
+        replay = Replay(head, self._target.embedding, rounded(self._target.output[ids], self._type), ids)
         answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
         counts = {size: [0, 0] for size in TREES}
         for number, sample in enumerate(held.samples):

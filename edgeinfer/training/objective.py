@@ -42,7 +42,8 @@ def unchanged(rows: torch.Tensor) -> torch.Tensor:
 class Objective(nn.Module):
     """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_draft, n_embd), the rows of the draft vocabulary.
 
-    unit: root mean square of the features.  features_of: what the head is to predict, of the rows of a batch.
+    unit: root mean square of the features.  features_of: what the head is to predict, of the rows of a batch.  stored:
+    the rows of output as the head will have them, where that is not as the target has them.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Objective(nn.Module):
         unit: float,
         weights: Weights,
         features_of: FeaturesOf = unchanged,
+        stored: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.head = head
         self._features_of = features_of
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("output", output, persistent=False)
+        self.register_buffer("stored", output if stored is None else stored, persistent=False)
         self._unit = unit
         self._weights = weights
 
@@ -78,7 +81,7 @@ class Objective(nn.Module):
         for predicted in self._steps(batch, features, n_steps):
             rows = _at(predicted, batch.places)
             feature = functional.smooth_l1_loss(rows / self._unit, wanted / self._unit)
-            log_chances = functional.linear(rows, self.output).float().log_softmax(dim=-1)
+            log_chances = functional.linear(rows, self.stored).float().log_softmax(dim=-1)
             token = -((chances * log_chances).sum(dim=-1) * in_vocabulary).sum() / n_known
             total = total + factor * (weights.feature * feature + weights.token * token)
             parts += [feature.detach(), token.detach()]
@@ -94,7 +97,7 @@ class Objective(nn.Module):
         judged, alive = judged.view_as(batch.tokens), judged.view_as(batch.tokens)
         counts = []
         for step, predicted in enumerate(self._steps(batch, self.head.combined(batch.features.float()), n_steps)):
-            found = functional.linear(_at(predicted, batch.places), self.output).argmax(dim=-1)
+            found = functional.linear(_at(predicted, batch.places), self.stored).argmax(dim=-1)
             right = torch.zeros_like(judged).view(-1)
             right[batch.places] = found == batch.labels
             reached = alive & _ahead(judged, step)

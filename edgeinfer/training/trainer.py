@@ -20,10 +20,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.gguf import GGMLType
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report, write_whole
 from edgeinfer.training.objective import Objective
 from edgeinfer.training.optimizer import OptimizerName, Optimizers
+from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.workers import Workers
 
@@ -36,6 +38,7 @@ class Schedule:
 
     n_rounds: epochs behind the others in which it learns behind its own drafts too.  steps_from: share of the training
     before which it has one step only: until the first is often right, the others teach little and take their time.
+    rounded_from: share of the training before which its matrices are not rounded to `type`.
     """
 
     n_epochs: int
@@ -47,6 +50,8 @@ class Schedule:
     optimizer: OptimizerName = "muon"
     n_rounds: int = 0
     steps_from: float = 0.0
+    rounded_from: float = 1.0
+    type: GGMLType = GGMLType.F16
 
     @property
     def n_in_all(self) -> int:
@@ -176,9 +181,10 @@ class Trainer:
         shape = (*batch.tokens.shape, self._objective.head.sizes.n_embd)
         noise = torch.rand(shape, generator=generator, device=device)
         self._optimizers.zero_grad()
-        with self._autocast():
-            loss, parts = self._module(batch, schedule.steps(done), noise)
-        loss.backward()
+        with self._rounded(done):
+            with self._autocast():
+                loss, parts = self._module(batch, schedule.steps(done), noise)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(self._objective.head.parameters(), CLIP)
         self._optimizers.step(schedule.rate(done))
         self._losses += parts
@@ -191,7 +197,8 @@ class Trainer:
             raise NumericalError(f"the loss is {feature} and {token} at step {self.progress.step}: lower --lr")
         self._losses.zero_()
         self._n_losses = 0
-        match = self.matches(self._schedule.n_steps)
+        with self._rounded(done):
+            match = self.matches(self._schedule.n_steps)
         progress = self.progress
         point = {"tokens": progress.tokens, "seconds": progress.seconds, "feature_loss": feature, "token_loss": token}
         progress.curve.append(point | {"match": match})
@@ -205,6 +212,26 @@ class Trainer:
     def _autocast(self) -> Any:
         kind, is_faster = self._workers.device.type, self._workers.has_bfloat16
         return torch.autocast(kind, dtype=torch.bfloat16) if is_faster else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _rounded(self, done: float) -> Iterator[None]:
+        """Inside, the matrices are as the file will have them, once that share of the training is done.
+
+        Gradients are those at the rounded weights, and are taken for those of the weights that are kept: the
+        straight-through estimator (Bengio et al., arXiv:1308.3432).
+        """
+        if done < self._schedule.rounded_from:
+            yield
+            return
+        matrices = [each for each in self._objective.head.parameters() if each.ndim == 2]
+        kept = [each.data for each in matrices]
+        for each in matrices:
+            each.data = rounded(each.data, self._schedule.type)
+        try:
+            yield
+        finally:
+            for each, values in zip(matrices, kept, strict=True):
+                each.data = values
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 

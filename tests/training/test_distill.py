@@ -24,9 +24,11 @@ import torch
 import edgeinfer
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.cli import main
-from edgeinfer.gguf import ModelFile
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.training import rounding
 from edgeinfer.training import trainer as trainer_module
 from edgeinfer.training.objective import Objective
+from edgeinfer.training.rounding import rounded
 from edgeinfer.training.trainer import Schedule
 
 FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
@@ -247,6 +249,27 @@ def test_a_damaged_checkpoint_is_named(given: Path, work: Path, tmp_path: Path) 
     (folder / "checkpoint.pt").write_bytes(b"no checkpoint")
     result = run(given, tmp_path / "h.gguf", "--work", folder)
     assert result.exit_code == 3 and "checkpoint.pt is no checkpoint" in result.stderr
+
+
+def test_in_the_end_it_trains_with_its_weights_as_the_file_has_them(
+    given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_rounded: list[bool] = []
+    kept = Objective.forward
+
+    def forward(self: Objective, *arguments: Any) -> Any:
+        matrix = self.head.feature.weight.data
+        is_rounded.append(torch.equal(matrix, rounded(matrix, GGMLType.Q4_0)))
+        assert torch.equal(self.stored, rounded(self.output, GGMLType.Q4_0))
+        return kept(self, *arguments)
+
+    monkeypatch.setattr(Objective, "forward", forward)
+    monkeypatch.setattr(rounding, "Q4_0_STEPS", np.ones(1, dtype=np.float32))  # so that twice is as once
+    folder = fresh(work, tmp_path / "a")
+    result = run(given, tmp_path / "a.gguf", "--work", folder, "--type", "q4_0", "--rounded-from", "0.5")
+    assert result.exit_code == 0, result.output
+    n = len(is_rounded)
+    assert is_rounded == [False] * (n - n // 2) + [True] * (n // 2)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

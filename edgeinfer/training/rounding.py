@@ -1,0 +1,48 @@
+"""Weights as a file will have them, in torch: a head that is trained with them comes to terms with the rounding."""
+
+from __future__ import annotations
+
+import torch
+
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.quantize import Q4_0_STEPS
+from edgeinfer.gguf import GGMLType
+
+
+@torch.no_grad()
+def rounded(weights: torch.Tensor, type: GGMLType) -> torch.Tensor:
+    """What reading back exporters.quantize's bytes of weights (..., n_in) gives, n_in a multiple of the block: the same
+    shape, float32, on the same device. Where two scales fit as well it may take the other.
+
+    Raises UnsupportedModel for types other than F16, Q8_0 and Q4_0.
+    """
+    if type == GGMLType.F16:
+        return _half(weights)
+    if type not in (GGMLType.Q8_0, GGMLType.Q4_0):
+        raise UnsupportedModel(f"weights are not trained as {type.name}: F16, Q8_0 and Q4_0 are what there is")
+    blocks = weights.reshape(-1, type.block_elements)
+    of_blocks = _q8_0(blocks) if type == GGMLType.Q8_0 else _q4_0(blocks)
+    return of_blocks.view_as(weights)
+
+
+def _half(values: torch.Tensor) -> torch.Tensor:
+    return values.half().float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _with_codes(blocks, _half(blocks.abs().amax(dim=1, keepdim=True) / 127), -127, 127)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    largest = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True)) / -8
+    found, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
+    for step in Q4_0_STEPS.tolist():
+        tried = _with_codes(blocks, _half(largest * step), -8, 7)
+        error = (tried - blocks).square().sum(dim=1, keepdim=True)
+        found, least = torch.where(error < least, tried, found), torch.minimum(error, least)
+    return found
+
+
+def _with_codes(blocks: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Blocks (n, k) as codes times scale (n, 1)."""
+    return (blocks / scale).nan_to_num_().round_().clamp_(least, most).mul_(scale)
