@@ -132,10 +132,10 @@ struct Decoder::Pass {
 };
 
 Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
-                 const uint8_t* packed)
+                 const uint8_t* packed, const Decoder* beside)
     : config_(config),
       kernels_(kernels),
-      pool_(n_threads),
+      pool_(beside && beside->pool_->size() == n_threads ? beside->pool_ : std::make_shared<Pool>(n_threads)),
       weights_(packed ? 0 : weight_bytes),
       activations_(activation_bytes(config, n_threads), false),
       cache_(config.kv_sizes()),
@@ -208,8 +208,8 @@ void Decoder::pack_rows(Role role, int layer, int first_row, int n_rows, Format 
     const Matrix& m = matrix(role, layer);
     uint8_t* data =
         weights_.data() + (m.data - weights_.data()) + static_cast<size_t>(first_row / kRows) * m.group_bytes;
-    pool_.run([&](int thread) {
-        pool_.for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
+    pool_->run([&](int thread) {
+        pool_->for_tasks(thread, (n_rows + kRows - 1) / kRows, [&](int g) {
             pack_group(of, m.format, source, scale, n_rows, m.n_in, g, data + static_cast<size_t>(g) * m.group_bytes);
         });
     });
@@ -270,14 +270,14 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
     };
     pass.poll = &seldom;
     cache_.reserve(pass.slot(n));
-    pool_.run([&](int thread) { run(pass, thread); });
+    pool_->run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
 }
 
 // Tasks of a pass that was stopped are counted, but not done.
 template <class Task>
 void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task) {
-    pool_.for_tasks(thread, n_tasks, [&](int i) {
+    pool_->for_tasks(thread, n_tasks, [&](int i) {
         if (thread == 0 && (*pass.poll)()) stop_.store(true, std::memory_order_relaxed);
         if (!stop_.load(std::memory_order_relaxed)) task(i);
     });
@@ -288,7 +288,7 @@ void Decoder::for_tasks(const Pass& pass, int thread, int n_tasks, const Task& t
 template <class Item>
 void Decoder::for_items(const Pass& pass, int thread, int n_items, const Item& item) {
     constexpr int kMost = 16;
-    const int each = std::clamp(n_items / (8 * pool_.size()), 1, kMost);
+    const int each = std::clamp(n_items / (8 * pool_->size()), 1, kMost);
     for_tasks(pass, thread, (n_items + each - 1) / each, [&](int task) {
         for (int i = task * each; i < std::min(n_items, (task + 1) * each); i++) item(i);
     });
@@ -437,7 +437,7 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 }  // namespace
 
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
-    const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
+    const Tasks tasks(w, pass.n, pool_->size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(w, task), y, ldy);
     });
@@ -489,16 +489,16 @@ void Decoder::combine(const float* rows, int n, float* features) {
     inputs.n_in = config_.n_combined;
     inputs.x = b.combined;
     inputs.ldx = b.ld_combined;
-    pool_.run([&](int thread) {
-        pool_.for_tasks(thread, n, [&](int c) {
+    pool_->run([&](int thread) {
+        pool_->for_tasks(thread, n, [&](int c) {
             float* row = b.combined + static_cast<size_t>(c) * b.ld_combined;
             std::memcpy(row, rows + static_cast<size_t>(c) * n_in, sizeof(float) * n_in);
             for (int k = 0; combine_.norm && k < config_.n_combined; k += config_.n_normed)
                 kernels_.rms_norm(row + k, combine_.norm + k, config_.n_normed, config_.norm_epsilon, row + k);
             prepare(inputs, c, {&combine_.matrix});
         });
-        const Tasks tasks(combine_.matrix, n, pool_.size(), kernels_.groups_at_once);
-        pool_.for_tasks(thread, tasks.count(), [&](int task) {
+        const Tasks tasks(combine_.matrix, n, pool_->size(), kernels_.groups_at_once);
+        pool_->for_tasks(thread, tasks.count(), [&](int task) {
             kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task),
                             tasks.behind(combine_.matrix, task), features, n_embd);
         });
@@ -507,7 +507,7 @@ void Decoder::combine(const float* rows, int n, float* features) {
 
 void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
-    const int n = pass.n, n_threads = pool_.size(), together = kernels_.groups_at_once;
+    const int n = pass.n, n_threads = pool_->size(), together = kernels_.groups_at_once;
     const Tasks q(w.q, n, n_threads, together), k(w.k, n, n_threads, together), v(w.v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(m, task), y, ldy);
@@ -594,7 +594,7 @@ void Decoder::attend(const Pass& pass, int thread, int index) {
     const int of_group = config_.n_heads / config_.n_kv_heads;
     const int tokens_each = std::max(1, kTaskRows / of_group);
     const int n_blocks = (pass.n + tokens_each - 1) / tokens_each;
-    const int n_whole = config_.n_kv_heads * n_blocks, wanted = (2 * pool_.size() + n_whole - 1) / n_whole;
+    const int n_whole = config_.n_kv_heads * n_blocks, wanted = (2 * pool_->size() + n_whole - 1) / n_whole;
     const int parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
     const int tasks_each = config_.n_kv_heads * parts;
     // Threads beside each other take different kv heads, and find them in their own caches for the next part; a text that is
@@ -678,7 +678,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first_row);
         kernels_.add_scaled(b.x + at, b.h + at, last_row - first_row, config_.residual_scale);
     };
-    const Tasks tasks(w, pass.n, pool_.size(), kernels_.groups_at_once);
+    const Tasks tasks(w, pass.n, pool_->size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w, inputs, pass.n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
@@ -699,7 +699,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     const auto gated = config_.activation == Activation::Silu       ? kernels_.swiglu
                        : config_.activation == Activation::GeluTanh ? kernels_.geglu
                                                                     : kernels_.relu2_glu;
-    const Tasks tasks(w.gate, pass.n, pool_.size(), kernels_.groups_at_once);
+    const Tasks tasks(w.gate, pass.n, pool_->size(), kernels_.groups_at_once);
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         for (int c = 0; c < pass.n; c += kColumnsTogether) {
@@ -719,7 +719,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
 
 void Decoder::head(const Pass& pass, int thread) {
     const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
-    const Tasks tasks(output_, pass.n_rows, pool_.size(), kernels_.groups_at_once);
+    const Tasks tasks(output_, pass.n_rows, pool_->size(), kernels_.groups_at_once);
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;

@@ -126,9 +126,11 @@ enum class Role : int {
 class Decoder {
 public:
     // weight_bytes: of all packed weights. packed: null, or these bytes as weights() of another decoder gave them; they
-    // must outlive this one; set_vector then gets no sources, and nothing is to be packed.
+    // must outlive this one; set_vector then gets no sources, and nothing is to be packed. beside: null, or one that works
+    // by turns with this one: of as many threads, they share these. Where each had its own, those of one would wait awake
+    // on the cores that the other's are woken for.
     Decoder(const DecoderConfig& config, const Kernels& kernels, int n_threads, size_t weight_bytes,
-            const uint8_t* packed = nullptr);
+            const uint8_t* packed = nullptr, const Decoder* beside = nullptr);
     ~Decoder();
 
     // Makes room for a matrix (n_out, n_in); layer is ignored for Output and those of a head.
@@ -213,7 +215,7 @@ private:
 
     DecoderConfig config_;
     const Kernels& kernels_;
-    Pool pool_;
+    std::shared_ptr<Pool> pool_;
     Memory weights_, activations_;
     KvCache cache_;
     size_t weight_bytes_, weights_taken_ = 0;

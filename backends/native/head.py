@@ -39,7 +39,7 @@ class NativeHead(NativeDecoder):
         embedding = target.embedding
         if spec.own_embeddings:
             embedding = head.tensors[spec.token_embd].type, head.data(spec.token_embd).copy()
-        super().__init__(head, spec, parts_of(head, spec), plan, device, embedding)
+        super().__init__(head, spec, parts_of(head, spec), plan, device, embedding, beside=target)
         if not spec.own_output:
             self._open().share_output(target.decoder())
 

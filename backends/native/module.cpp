@@ -537,7 +537,7 @@ NB_MODULE(_core, m) {
         .def(
             "__init__",
             [](Decoder* decoder, const DecoderConfig& config, const std::string& isa, int n_threads,
-               size_t weight_bytes, std::optional<Bytes> packed) {
+               size_t weight_bytes, std::optional<Bytes> packed, const Decoder* beside) {
                 if (config.attention.size() != static_cast<size_t>(config.n_layers)) {
                     throw nb::value_error("add_layer must be called once a layer");
                 }
@@ -548,10 +548,11 @@ NB_MODULE(_core, m) {
                 if (packed && (packed->size() != weight_bytes || reinterpret_cast<uintptr_t>(packed->data()) % 64)) {
                     throw nb::value_error("packed must have weight_bytes bytes, 64-byte aligned");
                 }
-                new (decoder)
-                    Decoder(config, kernels_of(isa), n_threads, weight_bytes, packed ? packed->data() : nullptr);
+                new (decoder) Decoder(config, kernels_of(isa), n_threads, weight_bytes,
+                                      packed ? packed->data() : nullptr, beside);
             },
-            "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), nb::keep_alive<1, 6>())
+            "config"_a, "isa"_a, "n_threads"_a, "weight_bytes"_a, "packed"_a = nb::none(), "beside"_a = nb::none(),
+            nb::keep_alive<1, 6>())
         .def("set_matrix", &set_matrix, "role"_a, "layer"_a, "format"_a, "n_out"_a, "n_in"_a)
         .def("pack_rows", &pack_rows, "role"_a, "layer"_a, "first_row"_a, "ggml_type"_a, "source"_a, "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "role"_a, "layer"_a, "source"_a)

@@ -16,6 +16,7 @@ Pool::~Pool() {
 }
 
 void Pool::run(const std::function<void(int)>& program) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
     constexpr std::chrono::milliseconds kLong{1};
     if (std::chrono::steady_clock::now() - last_run_ > kLong) spread();
     program_ = &program;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -22,7 +23,8 @@ public:
 
     int size() const { return n_threads_; }
 
-    // Runs program(thread) on the threads that are free, the caller being thread 0, and returns when all are through.
+    // Runs program(thread) on the threads that are free, the caller being thread 0, and returns when all are through. One
+    // program at a time: another caller waits.
     void run(const std::function<void(int)>& program);
 
     // Inside a program, called by every thread for the same phases in the same order: does tasks 0..n_tasks-1 of this
@@ -66,6 +68,7 @@ private:
 
     static constexpr uint32_t kOpen = 1u << 31;
 
+    std::mutex running_;
     int n_threads_;
     std::unique_ptr<Thread[]> threads_;
     const std::function<void(int)>* program_ = nullptr;

@@ -204,7 +204,8 @@ class NativeDecoder:
     """A decoder in memory with its KV cache: what sessions of models and of draft heads have in common.
 
     parts: see parts_of.  packed: the weights as another session packed them, or None.  embedding: the matrix as GGUF
-    stores it and its type. Both are not copied.
+    stores it and its type. Both are not copied.  beside: one that it takes turns with; they
+    share their threads where they have as many.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class NativeDecoder:
         embedding: tuple[GGMLType, NDArray[np.uint8]],
         packed: NDArray[np.uint8] | None = None,
         progress: Progress | None = None,
+        beside: NativeDecoder | None = None,
     ) -> None:
         self.spec = spec
         self.n_ctx = plan.n_ctx
@@ -229,7 +231,9 @@ class NativeDecoder:
         self._interrupted = False
         config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
         n_bytes = packed_bytes(parts)
-        self._decoder: _core.Decoder | None = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed)
+        other = None if beside is None else beside.decoder()
+        decoder = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed, other)
+        self._decoder: _core.Decoder | None = decoder
         self._load(model, parts, packed is not None, progress)
 
     @property
@@ -267,7 +271,7 @@ class NativeDecoder:
         self._decoder = None
 
     def decoder(self) -> _core.Decoder:
-        """The C++ decoder, for heads that share its weights. Raises EdgeInferError if this session is closed."""
+        """The C++ decoder, for those that share its weights or threads. Raises EdgeInferError if this one is closed."""
         return self._open()
 
     def _forward(
@@ -362,6 +366,7 @@ class NativeSession(NativeDecoder):
     resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
     be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
     matrices are rounded to Q4_0, and the first tokens alone have logits (after FR-Spec, Zhao et al., arXiv:2502.14856).
+    beside: see NativeDecoder.
     """
 
     is_exact = True
@@ -377,6 +382,7 @@ class NativeSession(NativeDecoder):
         *,
         resident: bool = False,
         for_drafts: bool = False,
+        beside: NativeDecoder | None = None,
     ) -> None:
         self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
         if for_drafts:
@@ -388,7 +394,7 @@ class NativeSession(NativeDecoder):
         weights = None if packed is None else map_packed(packed, model.path, packed_bytes(parts), plan.ternary_bits)
         rows = model.data(spec.token_embd)
         embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
-        super().__init__(model, spec, parts, plan, device, embedding, weights, progress)
+        super().__init__(model, spec, parts, plan, device, embedding, weights, progress, beside)
 
     def forward(
         self,

@@ -91,7 +91,7 @@ class DraftPlan:
                 return model_drafter(own, file, target, self.n_vocab, costs, chains)
 
             draft = Draft(file, self.spec, of_model, lambda own: own, _levels_of_model)
-            on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, device)
+            on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, session, device)
             return self._open_placed(draft, on_cpu, device, costs)
         if self.spec is None or not isinstance(session, NativeSession):
             raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
@@ -284,9 +284,10 @@ def _for_heads(place: DraftDevice, target: ModelFile) -> DraftDevice:
     return replace(place, backend=place.of_heads(target, read_spec(target)))
 
 
-def _open_model(draft: Draft, plan: MemoryPlan, device: Device) -> CostlyDrafter:
+def _open_model(draft: Draft, plan: MemoryPlan, target: Session, device: Device) -> CostlyDrafter:
     """The draft model on the CPU, all of it in memory: a file that is lost later does no harm."""
-    session = NativeSession(draft.file, draft.spec, plan, device, resident=True, for_drafts=True)
+    beside = target if isinstance(target, NativeSession) else None
+    session = NativeSession(draft.file, draft.spec, plan, device, resident=True, for_drafts=True, beside=beside)
     return _made(draft, session, plan, device, "for drafts")
 
 
