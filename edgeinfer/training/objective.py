@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from edgeinfer.training.batches import Batch, Branches
+from edgeinfer.training.cross_entropy import soft_cross_entropy
 from edgeinfer.training.head import DraftHead, KeysValues
 
 
@@ -73,20 +74,16 @@ class Objective(nn.Module):
         weights = self._weights
         with torch.no_grad():
             wanted = self._features_of(_at(batch.features, batch.places + 1).float())
-            chances = functional.linear(wanted, self.output).float().softmax(dim=-1)
-        in_vocabulary = (batch.labels >= 0).float()
-        n_known = in_vocabulary.sum().clamp(min=1.0)
         features = self.head.combined(batch.features.float()) + (2.0 * noise - 1.0) * (weights.noise * self._unit)
-        total, parts, factor = torch.zeros((), device=noise.device), [], 1.0
-        for predicted in self._steps(batch, features, n_steps):
-            rows = _at(predicted, batch.places)
-            feature = functional.smooth_l1_loss(rows / self._unit, wanted / self._unit)
-            log_chances = functional.linear(rows, self.stored).float().log_softmax(dim=-1)
-            token = -((chances * log_chances).sum(dim=-1) * in_vocabulary).sum() / n_known
-            total = total + factor * (weights.feature * feature + weights.token * token)
-            parts += [feature.detach(), token.detach()]
-            factor *= weights.decay
-        return total, torch.stack(parts[:2])
+        steps = self._steps(batch, features, n_steps)
+        rows = torch.stack([_at(predicted, batch.places) for predicted in steps])
+        of_features = [functional.smooth_l1_loss(each / self._unit, wanted / self._unit) for each in rows]
+        known = batch.labels >= 0  # the tokens that can be drafted
+        of_tokens = soft_cross_entropy(rows[:, known], wanted[known], self.stored, self.output)
+        total = torch.zeros((), device=noise.device)
+        for step, (feature, token) in enumerate(zip(of_features, of_tokens, strict=True)):
+            total = total + weights.decay**step * (weights.feature * feature + weights.token * token)
+        return total, torch.stack([of_features[0], of_tokens[0]]).detach()
 
     @torch.no_grad()
     def matches(self, batch: Batch, n_steps: int) -> torch.Tensor:

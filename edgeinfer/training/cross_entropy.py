@@ -1,0 +1,60 @@
+"""The cross-entropy with the target's chances, a few positions at a time.
+
+Chances over a draft vocabulary are a thousand times as many numbers as a loss needs of them: made for a whole batch,
+most of a training's time goes into writing them to memory and reading them again. So each few positions' chances and
+the gradient that follows from them are made while they lie in the caches, and only the gradient is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def soft_cross_entropy(
+    rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
+) -> torch.Tensor:
+    """(n_steps,) means over positions of -sum(p log q), differentiable by rows; 0 where there are no positions.
+
+    q: softmax of rows (n_steps, k, n_embd) times output (n_draft, n_embd).  p: that of wanted (k, n_embd) times
+    target_output (n_draft, n_embd). Products are in autocast's type where it is on, all else in float32.
+    """
+    kind = rows.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    losses: torch.Tensor = _SoftCrossEntropy.apply(rows, *(each.to(dtype) for each in (wanted, output, target_output)))
+    return losses
+
+
+def _n_at_once(device: torch.device) -> int:
+    """Positions whose chances are made together: what caches hold, or what keeps a GPU busy."""
+    return 256 if device.type == "cpu" else 8192
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """The loss and, already in the forward pass, its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
+    ) -> torch.Tensor:
+        n_steps, n, _ = rows.shape
+        losses, gradients = rows.new_zeros(n_steps), torch.zeros_like(rows)
+        at_once = _n_at_once(rows.device)
+        for first in range(0, n, at_once):
+            at = slice(first, first + at_once)
+            chances = (wanted[at] @ target_output.T).float().softmax(dim=-1)
+            for step in range(n_steps):
+                log_own = (rows[step, at].to(output.dtype) @ output.T).float().log_softmax(dim=-1)
+                losses[step] -= (chances * log_own).sum()
+                if ctx.needs_input_grad[0]:
+                    gradients[step, at] = ((log_own.exp_() - chances).to(output.dtype) @ output).to(rows.dtype)
+        ctx.save_for_backward(gradients / max(1, n))
+        return losses / max(1, n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * weights[:, None, None], None, None, None
