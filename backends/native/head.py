@@ -53,10 +53,13 @@ class NativeHead(NativeDecoder):
         logits: LogitsRows = "last",
     ) -> Output:
         """See HeadSession.forward. All rows of a tree must fit into n_batch."""
+        taps = (self.spec.feature_tap,)
+        if (out := self._forward_few(tokens, parents, n_pending, logits, taps, features)) is not None:
+            return out
         n_pending = check_pending(n_pending, len(self._parents))
         ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
         rows = check_features(features, len(ids), self.spec.n_embd)
-        return self._forward(ids, parents, n_pending, logits, (self.spec.feature_tap,), rows)
+        return self._forward(ids, parents, n_pending, logits, taps, rows)
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""

@@ -221,23 +221,32 @@ bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
     return true;
 }
 
-// Tokens behind the committed text in lists of ints, None for the parents of a chain; logits of the last rows. Gives None
-// where they are not a tree that fits, else what forward gives.
-std::optional<bool> forward_lists(Decoder& decoder, nb::handle tokens, nb::handle parents, Rows logits) {
+// Lists of ints: tokens, their parents, or None for those of a chain, and the parents of the pending rows before them.
+// Logits of the last rows; taps of all, or None. Gives None where these do not fit together, else what forward gives.
+std::optional<bool> forward_lists(Decoder& decoder, nb::handle tokens, nb::handle parents, nb::handle pending,
+                                  Rows logits, const std::vector<int32_t>& layers, std::optional<Taps> taps,
+                                  std::optional<Features> features) {
     const DecoderConfig& config = decoder.config();
+    const size_t n_embd = static_cast<size_t>(config.n_embd), n_taps = layers.size();
     std::vector<int32_t> ids, links, rows;
-    if (!read_ints(tokens, ids) || (!parents.is_none() && !read_ints(parents, links))) return std::nullopt;
+    if (!read_ints(tokens, ids) || !read_ints(pending, links)) return std::nullopt;
     const int n = static_cast<int>(ids.size()), n_rows = static_cast<int>(logits.shape(0));
-    for (int i = 0; parents.is_none() && i < n; i++) links.push_back(i - 1);
-    if (n < 1 || n > config.n_batch || links.size() != ids.size() || decoder.n_past() + n > config.n_ctx ||
-        n_rows > n || logits.shape(1) != static_cast<size_t>(config.n_logits) || config.has_features() ||
+    const int n_pending = static_cast<int>(links.size());
+    for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
+    if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
+    if (n < 1 || n > config.n_batch || links.size() != static_cast<size_t>(n_pending + n) ||
+        decoder.n_past() + n_pending + n > config.n_ctx || n_rows > n ||
+        logits.shape(1) != static_cast<size_t>(config.n_logits) || config.has_features() != features.has_value() ||
+        (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
+        (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
         !is_tree(config, ids, links)) {
         return std::nullopt;
     }
     for (int i = n - n_rows; i < n; i++) rows.push_back(i);
     return interruptible([&](const auto& poll) {
-        return decoder.forward(ids.data(), links.data(), n, 0, nullptr, rows.data(), n_rows, logits.data(), nullptr, 0,
-                               nullptr, 0, poll);
+        return decoder.forward(ids.data(), links.data(), n, n_pending, features ? features->data() : nullptr,
+                               rows.data(), n_rows, logits.data(), layers.data(), static_cast<int>(n_taps),
+                               n_taps ? taps->data() : nullptr, n_taps ? taps->shape(1) * n_embd : 0, poll);
     });
 }
 
@@ -561,7 +570,8 @@ NB_MODULE(_core, m) {
         .def("share_output", &share_output, "other"_a, nb::keep_alive<1, 2>())
         .def("forward", &forward, "tokens"_a, "parents"_a, "n_pending"_a, "rows"_a, "logits"_a, "layers"_a, "taps"_a,
              "tap_row"_a, "features"_a = nb::none())
-        .def("forward_lists", &forward_lists, "tokens"_a, "parents"_a.none(), "logits"_a)
+        .def("forward_lists", &forward_lists, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a, "layers"_a,
+             "taps"_a.none(), "features"_a.none())
         .def("combine", &combine, "rows"_a, "features"_a)
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a)

@@ -317,6 +317,42 @@ class NativeDecoder:
         self._parents = links.tolist()
         return Output(out, tapped if taps else None)
 
+    def _forward_few(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: tuple[int, ...],
+        features: ArrayLike | None = None,
+    ) -> Output | None:
+        """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
+
+        A step of a small model takes some milliseconds, a pass of a head a tenth of one. The checks in Python, whose
+        code the weights have driven out of the caches, would add a twentieth, and a quarter.
+        """
+        few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
+        if type(few) is not list or type(logits) is not str or type(n_pending) is not int:
+            return None
+        if not 0 <= n_pending <= len(self._parents) or logits not in ("last", "all"):
+            return None
+        if features is not None and not _is_float32(features):
+            return None
+        n, pending = len(few), self._parents[:n_pending]
+        out = np.empty((n if logits == "all" else 1, self.spec.n_logits), dtype=np.float32)
+        tapped = np.empty((len(taps), n, self.spec.n_embd), dtype=np.float32) if taps else None
+        self._interrupted = False
+        whole = self._open().forward_lists(few, parents, pending, out, taps, tapped, features)
+        if whole is None:
+            return None
+        before, self._parents = self._tokens[:n_pending], []
+        if not whole:
+            raise _interrupted()
+        self._tokens = before + few
+        links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
+        self._parents = [*pending, *links]
+        return Output(out, tapped)
+
     def _open(self) -> _core.Decoder:
         if self._decoder is None:
             raise EdgeInferError("this session is closed")
@@ -406,31 +442,12 @@ class NativeSession(NativeDecoder):
         hidden: bool | Sequence[int] = False,
     ) -> Output:
         """See BranchingSession.forward. A chain may have any length."""
-        if n_pending == 0 and hidden is False and isinstance(logits, str) and logits in ("last", "all"):
-            few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
-            if type(few) is list and (out := self._forward_few(few, parents, len(few) if logits == "all" else 1)):
-                return out
+        taps = check_taps(hidden, self.spec.n_layers)
+        if (out := self._forward_few(tokens, parents, n_pending, logits, taps)) is not None:
+            return out
         n_pending = check_pending(n_pending, len(self._parents))
         ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
-        return self._forward(ids, parents, n_pending, logits, check_taps(hidden, self.spec.n_layers))
-
-    def _forward_few(self, tokens: list[int], parents: Any, n_rows: int) -> Output | None:
-        """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
-
-        A step of a small model takes some milliseconds. The checks in Python, whose code the weights have driven out of
-        the caches, would add a twentieth.
-        """
-        logits = np.empty((n_rows, self.spec.n_logits), dtype=np.float32)
-        self._interrupted = False
-        whole = self._open().forward_lists(tokens, parents, logits)
-        if whole is None:
-            return None
-        self._parents = []
-        if not whole:
-            raise _interrupted()
-        self._tokens = list(tokens)
-        self._parents = list(range(-1, len(tokens) - 1)) if parents is None else list(parents)
-        return Output(logits)
+        return self._forward(ids, parents, n_pending, logits, taps)
 
     def recall(self, tokens: ArrayLike) -> int:
         """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
@@ -476,6 +493,10 @@ class NativeSession(NativeDecoder):
                 self._open().forget(number)
                 del self._aside[number]
         self._aside[self._open().put_aside()] = list(self._text)
+
+
+def _is_float32(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype == np.float32 and values.flags.c_contiguous
 
 
 def _is_path(rows: Sequence[object], parents: Sequence[int]) -> bool:

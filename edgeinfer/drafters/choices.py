@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from edgeinfer.backends.native import likeliest
+from edgeinfer.errors import NumericalError
 from edgeinfer.types import Logits
 
 # Kinds: class of the drafted token's probability, for greedy texts and for drawn ones; the same for second choices.
@@ -17,9 +18,12 @@ _UNSURE = 0.8  # below this probability other choices are drafted too
 def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[tuple[int, float, int]]:
     """(row of logits, probability, kind) of the token drawn and, where that was no clear case, of the likeliest others.
 
-    logits: (n_vocab,).  drawn: None where it was not; the likeliest is then the first.  n: most of all.
+    logits: (n_vocab,).  drawn: None where it was not; the likeliest is then the first.  n: most of all. Raises
+    NumericalError for logits that are no numbers.
     """
     (best, p_best), *_ = found = likeliest(logits, n)
+    if math.isnan(p_best):
+        raise NumericalError("a drafter's logits must be numbers: found others")
     if drawn is None and not is_greedy:
         return [(id, p, _SECOND + _DRAWN + class_of(p)) for id, p in (found if p_best < _UNSURE else found[:1])]
     drawn = best if drawn is None else drawn

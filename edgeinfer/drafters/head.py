@@ -99,6 +99,7 @@ class HeadDrafter:
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
+        self._level = np.empty((_WIDTH, session.spec.n_embd), dtype=np.float32)
         self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # what the head has no row for is never drawn
         # The text of which features are known, from position _start on; row i of the cache is at position _start + i,
         # and is rotated as at i: attention sees differences of positions alone.
@@ -202,7 +203,7 @@ class HeadDrafter:
         first = len(self._tokens) - self._n_unread(context)
         self._last = None
         out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(range(n) if self.session.spec.n_layers else ())
+        self.session.commit(list(range(n)) if self.session.spec.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 
@@ -321,8 +322,10 @@ class HeadDrafter:
             return []
         below: list[_Node] = []
         with self._timed(len(chosen)):
-            tokens, before = [node.path[-1] for node in chosen], np.stack([node.feature for node in chosen])
-            parents = [node.row for node in chosen]
+            before = self._level[: len(chosen)]
+            for row, node in zip(before, chosen, strict=True):
+                row[:] = node.feature
+            tokens, parents = [node.path[-1] for node in chosen], [node.row for node in chosen]
             out = session.forward(tokens, before, parents, n_pending=n_pending, logits="all")
             growth.n_pending += len(chosen)
             for i, node in enumerate(chosen):
@@ -346,10 +349,11 @@ class HeadDrafter:
     ) -> list[_Node]:
         """Add the likeliest tokens behind a node to the tree; gives them, likeliest first.
 
-        above: as its children know it.  is_drawn: with the target's noise, which takes more time.
+        above: as its children know it.  is_drawn: as the target draws, where that is not by the logits alone,
+        which takes more time.
         """
         logits = logits[: len(self._ids)]
-        drawn = self._draw(growth, above, logits) if is_drawn else None
+        drawn = self._draw(growth, above, logits) if is_drawn and not growth.context.is_plain else None
         found = choices(logits, drawn, growth.context.is_greedy, _CHILDREN)
         named = [(int(self._ids[index]), p, kind) for index, p, kind in found]
         new = [
