@@ -324,7 +324,7 @@ class NativeDecoder:
         n_pending: int,
         logits: LogitsRows,
         taps: tuple[int, ...],
-        features: ArrayLike | None = None,
+        features: Any = None,
     ) -> Output | None:
         """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
 
