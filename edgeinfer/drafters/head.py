@@ -110,11 +110,11 @@ class HeadDrafter:
 
     @staticmethod
     def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> int:
-        """Bytes of the features that are kept, those of a batch that comes, and a row of logits.
+        """Bytes of the features that are kept, those of a batch that comes and of a level, and a row of logits.
 
         n_rows: numbers of the target's rows that a feature is made of, which come by layer and are put side by side.
         """
-        return 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows + n_vocab)
+        return 4 * ((n_ctx + n_batch + _WIDTH) * n_embd + 2 * n_batch * n_rows + n_vocab)
 
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""
