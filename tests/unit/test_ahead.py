@@ -113,27 +113,42 @@ def test_drafts_go_on_behind_what_is_being_checked(ahead):
 
 @pytest.mark.usefixtures("patient")
 def test_the_drafter_works_while_the_target_does(ahead):
-    """Each pass of the target waits until the other thread has begun with the draft that is wanted behind it."""
-    drafter, begun, n_waited = of(ahead), [], 0
-    make, forward = drafter._make, ahead.session.forward
+    """A draft behind what is checked is begun while the target's pass lasts, whichever of the threads is faster.
 
-    def marking(draft, *step):
-        assert threading.current_thread() is not threading.main_thread()
-        begun.append(draft)
+    The other thread makes no step but while the target waits for it or works, and each pass of the target lasts until
+    the draft that is wanted behind it has had one.
+    """
+    drafter, n_begun, n_passes, is_open = of(ahead), 0, 0, False
+    make, propose, forward = drafter._make, drafter.propose, ahead.session.forward
+
+    def when_open(draft, *step):
+        nonlocal n_begun
+        assert drafter._clock.wait_for(lambda: is_open or draft.is_stopped, 30)
+        n_begun += 1
         drafter._clock.notify()
         make(draft, *step)
 
-    def waiting(*arguments, **options):
-        nonlocal n_waited
-        draft = drafter._draft
+    def opened(function, *arguments, **options):
+        nonlocal is_open
+        is_open = True
+        drafter._clock.notify()
+        try:
+            return function(*arguments, **options)
+        finally:
+            is_open = False
+
+    def passing(*arguments, **options):
+        nonlocal n_passes
+        draft, n_before = drafter._draft, n_begun
         if draft is not None and draft.is_running:
-            assert drafter._clock.wait_for(lambda: any(each is draft for each in begun) or not draft.is_running, 30)
-            n_waited += 1
+            opened(drafter._clock.wait_for, lambda: n_begun > n_before or not draft.is_running, 30)
+            n_passes += n_begun > n_before
         return forward(*arguments, **options)
 
-    drafter._make, ahead.session.forward = marking, waiting
-    tokens_of(ahead, n=30)
-    assert begun and n_waited > 3
+    drafter._make, ahead.session.forward = when_open, passing
+    drafter.propose = lambda *arguments: opened(propose, *arguments)
+    tokens_of(ahead, n=60)
+    assert n_passes > 5
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, Interrupted])
