@@ -71,6 +71,10 @@ class Strings(Array[str]):
         """All texts as a list."""
         return self.table.tolist()
 
+    def joined_by(self, separator: str) -> bytes:
+        """All texts in UTF-8 with a separator between them, without making Python's of them."""
+        return self.table.joined_by(separator)
+
     def _chosen(self, indices: slice) -> Strings:
         first, last, step = indices.indices(len(self))
         if step == 1:

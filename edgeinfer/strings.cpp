@@ -128,6 +128,15 @@ public:
         return {bytes() + starts()[i], static_cast<size_t>(starts()[i + 1] - starts()[i])};
     }
     std::string_view joined() const { return {bytes() + starts()[0], static_cast<size_t>(starts()[n_] - starts()[0])}; }
+    std::string joined_by(std::string_view separator) const {
+        std::string all;
+        all.reserve(joined().size() + n_ * separator.size());
+        for (size_t i = 0; i < n_; i++) {
+            if (i) all += separator;
+            all += (*this)[i];
+        }
+        return all;
+    }
     size_t n_spaces() const { return static_cast<size_t>(std::ranges::count(joined(), ' ')); }
     // Of the same memory.
     StringTable part(size_t first, size_t last) const {
@@ -338,6 +347,13 @@ NB_MODULE(_strings, m) {
         .def("part", &StringTable::part, "first"_a, "last"_a, "Texts first..last-1, of the same memory.")
         .def("tolist", &list_of)
         .def("equals", &StringTable::equals, "other"_a)
+        .def(
+            "joined_by",
+            [](const StringTable& table, std::string_view separator) {
+                const std::string all = table.joined_by(separator);
+                return nb::bytes(all.data(), all.size());
+            },
+            "separator"_a, "The texts in UTF-8, with a separator between them.")
         .def_prop_ro(
             "n_bytes", [](const StringTable& table) { return table.joined().size() + table.size() * kLengthBytes; },
             "Bytes of the texts in a file, with their lengths.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.arrays import Array
+from edgeinfer.arrays import Array, Strings
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
@@ -98,7 +98,8 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, (Array, list)) or "output_norm.weight" not in file.tensors:
         raise UnsupportedModel(f"{file.path}: no vocabulary or no output_norm.weight: no whole language model")
-    digest = hashlib.sha256("\0".join(map(str, tokens)).encode())
+    joined = tokens.joined_by("\0") if isinstance(tokens, Strings) else "\0".join(map(str, tokens)).encode()
+    digest = hashlib.sha256(joined)
     if not by_tokens:
         digest.update(file.data("output_norm.weight").tobytes())
     return digest.hexdigest()

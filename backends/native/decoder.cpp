@@ -15,6 +15,9 @@ namespace {
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 constexpr size_t padded(int n) { return round_up(static_cast<size_t>(n), 16); }
 
+// Weights up to so many bytes are worth keeping in the outer caches: those of a draft head, used again in each step.
+constexpr size_t kKept = size_t{16} << 20;
+
 // Cuts one piece of memory into 64-byte aligned arrays; without memory it only counts.
 class Cutter {
 public:
@@ -200,6 +203,7 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.n_out = n_out;
     m.n_in = n_in;
     m.group_bytes = packed_group_bytes(format, n_in);
+    m.is_kept = weight_bytes_ <= kKept;
     m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
 }
 

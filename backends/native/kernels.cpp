@@ -28,6 +28,7 @@ EI_INLINE void for_each(const F& f) {
 struct Ahead {
     const uint8_t* end;
     ptrdiff_t past_end;
+    bool is_kept;  // see Matrix
 };
 
 // With one or two columns there are CPUs whose own prefetchers keep up with the stream, and are better left alone; with
@@ -40,7 +41,7 @@ EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
     const ptrdiff_t more = of_group(at, 0) + n < ahead.end ? 0 : ahead.past_end;
     for (int g = 0; g < kGroups<Lines>; g++) {
         const uint8_t* lines = of_group(at, g) + n + more;
-        if (reading.around_l3) {
+        if (reading.around_l3 && !ahead.is_kept) {
             for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i, 0, 0);
         } else {
             for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i);
@@ -473,7 +474,7 @@ void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, con
     const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
     // Behind `end` comes what is read next or, if that is not known, what is being read.
     const auto ahead_of = [&](const uint8_t* end) {
-        return Ahead{end, next ? next - end : -static_cast<ptrdiff_t>(reading.ahead)};
+        return Ahead{end, next ? next - end : -static_cast<ptrdiff_t>(reading.ahead), w.is_kept};
     };
     // What comes before the first lines that strips prefetch.
     for (int g = first; reading.always && g < first + (n > most && first + G <= last ? G : 1); g++) {
@@ -484,8 +485,8 @@ void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, con
         int g = first;
         if constexpr (G > 1) {
             for (; n > most && g + G <= last; g += G) {
-                const Ahead ahead = g + G < last ? Ahead{group(g + 1), static_cast<ptrdiff_t>((G - 1) * w.group_bytes)}
-                                                 : ahead_of(group(g + 1));
+                const ptrdiff_t others = static_cast<ptrdiff_t>((G - 1) * w.group_bytes);
+                const Ahead ahead = g + G < last ? Ahead{group(g + 1), others, w.is_kept} : ahead_of(group(g + 1));
                 all_columns<FORMAT, G>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);
             }
         }
@@ -716,7 +717,7 @@ int32_t read(const uint8_t* p, size_t n) {
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
     for (size_t at = 0; at < n; at += 256) {
-        prefetch<1>(p + at, 4, {p + n, 0});
+        prefetch<1>(p + at, 4, {p + n, 0, false});
         for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
     }
     const int8_t ones[4] = {1, 1, 1, 1};

@@ -79,6 +79,7 @@ struct Matrix {
     int n_out = 0, n_in = 0;
     size_t group_bytes = 0;
     const uint8_t* data = nullptr;
+    bool is_kept = false;  // in the outer caches from pass to pass, as far as they have room
 
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
 };

@@ -578,18 +578,22 @@ def test_the_head_that_the_package_brings_is_used_by_default(opened, plain, mode
     assert [one.name for one in opened(other).speculator.drafters] == ["suffix", "recycling"]
 
 
-def test_the_head_of_the_figures_is_one_for_the_default_model_and_drafts_its_text(default_model):
-    path = Path(__file__).parents[2] / "docs" / "measurements" / "head-smollm2-135m.gguf"
+def test_the_default_model_drafts_with_the_head_that_the_package_brings(default_model):
+    with ModelFile.open(default_model) as file:
+        path = opening.heads_folder() / f"{fingerprint(file)}.gguf"
+    assert path.stat().st_size <= 8_000_000
     with ModelFile.open(path) as file:
         matches = file.metadata["draft-head.matches"]
     assert matches == pytest.approx(json.loads(path.with_suffix(".json").read_text())["match_by_depth"])
     question = [{"role": "user", "content": "Write three sentences about the sea."}]
     with (
         edgeinfer.load(default_model, n_ctx=512, draft="none") as plain,
-        edgeinfer.load(default_model, n_ctx=512, draft=[str(path)]) as drafting,
+        edgeinfer.load(default_model, n_ctx=512) as drafting,
+        edgeinfer.load(default_model, n_ctx=512, draft=[str(path)]) as with_it_alone,
     ):
-        always(drafting)
+        assert [one.name for one in drafting.speculator.drafters] == ["suffix", "recycling", "head"]
         prompt = plain.template.encode(plain.tokenizer, question, add_generation_prompt=True)
-        alone, ours = (one.generate(prompt, max_tokens=64, **GREEDY) for one in (plain, drafting))
-        assert ours.tokens == alone.tokens
-        assert len(ours.tokens) == 64 and ours.timings.speculation.steps < 64 / 1.25
+        of_all = [always(one).generate(prompt, max_tokens=64, **GREEDY) for one in (drafting, with_it_alone)]
+        alone = plain.generate(prompt, max_tokens=64, **GREEDY)
+        assert len(alone.tokens) == 64 and all(one.tokens == alone.tokens for one in of_all)
+        assert of_all[1].timings.speculation.steps < 64 / 1.25

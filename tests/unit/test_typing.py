@@ -21,8 +21,9 @@ EXTENSIONS = ("edgeinfer._strings", "edgeinfer._sampler", "edgeinfer.backends.na
 def ship(to: Path) -> int:
     """Copy the package as the wheel has it, with the stubs of the extensions; gives back the number of modules."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    no_code = shutil.ignore_patterns("__pycache__", "heads")
     for package, folder in table.items():
-        shutil.copytree(ROOT / folder, to / package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, to / package, dirs_exist_ok=True, ignore=no_code)
     for extension in EXTENSIONS:
         name = f"{extension.replace('.', '/')}.pyi"
         if not (to / name).exists():
