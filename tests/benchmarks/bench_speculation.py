@@ -5,13 +5,13 @@
         [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
-many tokens: ours one by one, with the free drafters, with the draft model too; llama-cpp-python one by one and with
-its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with
-the draft model and its n-gram drafter, or instead with each --peer "FLAGS" as the program takes them (the contender
-"llama.cpp FLAGS"). Only where --only, which names contenders as the table does, asks for them: ours with one drafter
-("ours suffix", "ours recycling", "ours model" or "ours head"), and for the text alone two that draft badly: "ours
-random" with trees of any shape, parts of which are right, and "ours malicious" with drafters that keep to no rule
-beside it.
+many tokens: ours one by one, with the free drafters ("ours"), with the draft model too or the head that comes for the
+model ("ours with model", "ours with head"); llama-cpp-python one by one and with its prompt lookup (2 and 10 tokens);
+and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with the draft model and its n-gram drafter,
+or instead with each --peer "FLAGS" as the program takes them (the contender "llama.cpp FLAGS"). Only where --only, which
+names contenders as the table does, asks for them: ours with one drafter ("ours suffix", "ours recycling", "ours model"
+or "ours head"), and for the text alone two that draft badly: "ours random" with trees of any shape, parts of which are
+right, and "ours malicious" with drafters that keep to no rule beside it.
 
 The order is turned with every prompt, and each has a seed of its own, made of --seed and its id: with one seed the same
 draws would come in every answer. Speed is that of all tokens behind the first, time-weighted by category; what a
@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
-from edgeinfer.drafters.base import Context, Drafter  # noqa: E402
+from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter  # noqa: E402
 from edgeinfer.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.drafters.suffix import SuffixDrafter  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
@@ -227,7 +227,8 @@ def contenders(
 
     plain = Ours(arguments, engine, None)
     known: dict[str, Callable[[], Contender]] = {"ours plain": lambda: plain}
-    if draft is not None:
+    has_own = isinstance(whole.drafters[-1], CostlyDrafter)  # that was named, or came with the package
+    if has_own:
         known[f"ours with {whole.drafters[-1].name}"] = lambda: Ours(arguments, engine, whole)
     known["ours"] = lambda: alone(SuffixDrafter(engine.n_ctx), RecyclingDrafter())
     for name, n_lookup in LLAMA_CPP.items():
@@ -239,7 +240,7 @@ def contenders(
     names = arguments.only.split(",") if arguments.only else list(known)
     known["ours suffix"] = lambda: alone(SuffixDrafter(engine.n_ctx))
     known["ours recycling"] = lambda: alone(RecyclingDrafter())
-    if draft is not None:
+    if has_own:
         known[f"ours {whole.drafters[-1].name}"] = drafted
     chance = random.Random(1)
 
