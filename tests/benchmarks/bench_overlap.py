@@ -5,9 +5,10 @@
 
 A stand-in for a machine with a GPU: each pass of the target is stretched by sleeping to --pass-ms, and 3 % of it more
 for each further token. The drafter knows the text, is right in a share of places, and sleeps a part of a pass for each
-token; or it is a draft model on a device, which works while the target sleeps. For each: the share of the time that the
-target waited for drafts, the part of drafting that this is, tokens a step, the speed against one by one, also where
-drafts and checks take turns, and whether the text is that of one by one. One JSON line on stdout at the end.
+token; or it is a draft model or a head on a device, which works while the target sleeps. For each: the share of the
+time that the target waited for drafts, the part of drafting that this is, tokens a step, the speed against one by one,
+also where drafts and checks take turns, and whether the text is that of one by one. One JSON line on stdout at the
+end.
 """
 
 from __future__ import annotations
@@ -105,10 +106,11 @@ def with_stub(engine: Engine, one: float, n_tokens: int, right: float) -> dict[s
 
 
 def with_model(engine: Engine, one: float, n_tokens: int) -> dict[str, Any]:
-    """Figures of the draft model of an engine, where it was put."""
-    if engine.speculator is None or "model" not in engine.speculator.placed:
-        raise SystemExit("there is no draft model that could be used")
-    where, drafter = engine.speculator.placed["model"].where, engine.speculator.drafters[-1]
+    """Figures of the draft model or the head of an engine, where it was put."""
+    if engine.speculator is None or not engine.speculator.placed:
+        raise SystemExit("there is no draft model or head that could be used")
+    drafter = engine.speculator.drafters[-1]
+    where = engine.speculator.placed[drafter.name].where
     costs = stretch(engine.session, one)
     plain, seconds = answer(engine, n_tokens, None)
     figures(engine, drafter, costs, plain, seconds)  # type: ignore[arg-type]

@@ -2,22 +2,24 @@
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
         [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
-        [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE]
+        [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE] [--nodes N]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
 many tokens: ours one by one, with the free drafters ("ours"), with the draft model too or the head that comes for the
 model ("ours with model", "ours with head"); llama-cpp-python one by one and with its prompt lookup (2 and 10 tokens);
-and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with the draft model and its n-gram drafter,
-or instead with each --peer "FLAGS" as the program takes them (the contender "llama.cpp FLAGS"). Only where --only, which
-names contenders as the table does, asks for them: ours with one drafter ("ours suffix", "ours recycling", "ours model"
-or "ours head"), and for the text alone two that draft badly: "ours random" with trees of any shape, parts of which are
-right, and "ours malicious" with drafters that keep to no rule beside it.
+and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with the draft model and its n-gram
+drafter, or instead with each --peer "FLAGS" as the program takes them (the contender "llama.cpp FLAGS"). Only where
+--only, which names contenders as the table does, asks for them: ours with one drafter ("ours suffix", "ours
+recycling", "ours model" or "ours head"), and for the text alone two that draft badly: "ours random" with trees of any
+shape, parts of which are right, and "ours malicious" with drafters that keep to no rule beside it.
 
-The order is turned with every prompt, and each has a seed of its own, made of --seed and its id: with one seed the same
-draws would come in every answer. Speed is that of all tokens behind the first, time-weighted by category; what a
+The order is turned with every prompt, and each has a seed of its own, made of --seed and its id: with one seed the
+same draws would come in every answer. Speed is that of all tokens behind the first, time-weighted by category; what a
 draft model takes to read the prompts stands beside it. The process is pinned to as many cores as there are threads.
---record keeps what every prompt gave, and the same command goes on behind the last one. One JSON line on stdout at the
-end, with the number of texts by contender that are not those of ours one by one: if there are any, it exits with 1.
+With --nodes N trees of up to N nodes are checked as if that cost nothing, whatever it costs: the tokens a step are
+then what drafts are worth on any machine, and the speeds say nothing. --record keeps what every prompt gave, and the
+same command goes on behind the last one. One JSON line on stdout at the end, with the number of texts by contender
+that are not those of ours one by one: if there are any, it exits with 1.
 """
 
 from __future__ import annotations
@@ -345,6 +347,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
+    parser.add_argument("--nodes", type=int, help="check trees of so many nodes, as if that cost nothing")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: arguments.threads]))
     asked = asked_prompts(arguments)
@@ -352,13 +355,17 @@ def main() -> None:
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
     settings |= {"top_k": arguments.top_k, "top_p": arguments.top_p, "min_p": arguments.min_p, "seed": arguments.seed}
+    settings |= {"nodes": arguments.nodes}
     records = Records(arguments.record, settings | {"only": arguments.only})
     with ExitStack() as opened:
 
         def load() -> Engine:
-            return opened.enter_context(
+            engine = opened.enter_context(
                 edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, draft=draft)
             )
+            if arguments.nodes is not None and engine.speculator is not None:
+                engine.speculator.costs = FixedCosts(lambda n: 10.0 + 1e-3 * n if n <= arguments.nodes + 1 else 1e4)
+            return engine
 
         engine = load()
         whole = engine.speculator

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import FixedCosts, let_head_draft
+from drafting import FixedCosts, cost_model, let_head_draft
 from exactness import same_bits
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
@@ -250,6 +250,30 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     assert drafter.cost(context)[0] < 1.02
     drafter.propose(context, 31)
     assert asked == [3]
+
+
+def test_what_the_first_pass_of_a_draft_takes_more_is_no_cost_of_its_levels(drafting, texts, monkeypatch):
+    """Its weights come from memory, those of the next passes from the caches."""
+    drafter, clock, passes = drafter_of(drafting), [0.0], []
+    forward = drafter.session.forward
+
+    def timed(*arguments, **options):
+        is_first = not options.get("n_pending") and not options.get("logits")
+        passes.append(is_first)
+        clock[0] += 2.5e-3 if is_first else 1e-3
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr("edgeinfer.drafters.head.perf_counter", lambda: clock[0])
+    drafter._costs, drafter.session.forward = cost_model(lambda n: 1.0), timed
+    context = behind(drafter, drafting, texts[0][:40])
+    drafter.read(context)
+    passes.clear()
+    for _ in range(100):
+        drafter._last = None
+        drafter.propose(context, 12)
+    assert sum(passes) == 100 and len(passes) >= 200
+    each, before = drafter.cost(context)
+    assert each == pytest.approx(1.0, rel=0.02) and before == pytest.approx(1.5, rel=0.02)
 
 
 @pytest.mark.parametrize("room", range(1, 12, 2))
