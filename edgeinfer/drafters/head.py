@@ -225,7 +225,7 @@ class HeadDrafter:
         n_past, started = self.session.n_past, perf_counter()
         yield
         more = 1e3 * (perf_counter() - started) - self._costs.of_chain(n, n_past)
-        if n <= _FEW_ROWS:  # a hiccup counts as no more than the pass again
+        if n <= _FEW_ROWS:  # a hiccup counts as no more than two passes
             more = min(max(0.0, more), 2.0 * self._costs.of_chain(n, n_past))
             self._cold += _COLD_RATE * (more - self._cold)
 
