@@ -214,6 +214,13 @@ def test_strings_that_are_the_same_when_joined_differ() -> None:
     assert Strings(["x", "ab", "c"])[1:] == Strings(["ab", "c"]) != Strings(["y", "a", "bc"])[1:]
 
 
+@given(st.lists(st.text(max_size=12), max_size=9), st.slices(9), st.sampled_from(["", "\0", " é "]))
+def test_texts_are_joined_as_python_does_it(texts: list[str], part: slice, separator: str) -> None:
+    part = slice(part.start, part.stop)
+    texts = [text.encode(errors="ignore").decode() for text in texts]
+    assert Strings(texts)[part].joined_by(separator) == separator.join(texts[part]).encode()  # type: ignore[attr-defined]
+
+
 def test_an_array_equals_nothing_that_is_no_list() -> None:
     assert Strings(["a", "b"]) != "ab" and Strings(["a"]) == ("a",) and Numbers(np.arange(2)) != b"\0\1"
     assert Strings([]) == Numbers(np.arange(0)) == [] and Strings(["1"]) != Numbers(np.array([1]))
