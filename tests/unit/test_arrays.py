@@ -218,7 +218,7 @@ def test_strings_that_are_the_same_when_joined_differ() -> None:
 def test_texts_are_joined_as_python_does_it(texts: list[str], part: slice, separator: str) -> None:
     part = slice(part.start, part.stop)
     texts = [text.encode(errors="ignore").decode() for text in texts]
-    assert Strings(texts)[part].joined_by(separator) == separator.join(texts[part]).encode()  # type: ignore[attr-defined]
+    assert Strings(texts)[part].joined_by(separator) == separator.join(texts[part]).encode()
 
 
 def test_an_array_equals_nothing_that_is_no_list() -> None:
