@@ -41,6 +41,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     show_default=True,
     help="To each prompt; the second ones come when all have one.",
 )
+@click.option(
+    "--tasks",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="More prompts, built of the answers: summaries, questions about passages, translations, second turns.",
+)
 @click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Of first answers, not sampled.")
 @click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of those that are sampled.")
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.backends.base import BranchingSession, common_length
 from edgeinfer.chat import Message
@@ -14,12 +15,14 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.training.corpus import Request, Text
-from edgeinfer.types import Logits
+from edgeinfer.training.features import Halves, Taps, as_halves
+from edgeinfer.types import Logits, LogitsRows, Output
 
 MIN_ANSWER = 8
 ROWS = 3072  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs
 
 Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what it asks
+Answer = tuple[list[int], Halves | None]  # its tokens, and the rows of the prompt and it
 
 
 class NativeAuthor:
@@ -28,11 +31,12 @@ class NativeAuthor:
 
     context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
     are left out.  engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
+    taps: the rows that texts come with (Text.rows), those that NativeRecorder would record; None for texts without.
     """
 
     n_prompts = 16
 
-    def __init__(self, engine: Engine, context: int, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, context: int, max_tokens: int, taps: Taps | None = None) -> None:
         if engine.backend != "native":
             raise InvalidArgument(
                 f"{engine.name} must run on the native engine to be asked: it runs on {engine.backend}"
@@ -41,6 +45,7 @@ class NativeAuthor:
         self._engine = engine
         self._context = context
         self._max_tokens = max_tokens
+        self._taps = taps
 
     def write(self, requests: Sequence[Request]) -> list[Text]:
         """See Author.write. A text for each turn of a request, with all that went before it."""
@@ -58,9 +63,9 @@ class NativeAuthor:
                 answers = self._answers(
                     [prompt for _, prompt in group], [requests[number].params for number, _ in group]
                 )
-                for (number, prompt), answer in zip(group, answers, strict=True):
+                for (number, prompt), (answer, rows) in zip(group, answers, strict=True):
                     tokens = np.array(prompt + answer, dtype=np.int32)
-                    texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy))
+                    texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy, rows))
                     content = self._engine.detokenize(answer, skip_special=True)
                     messages[number].append({"role": "assistant", "content": content})
         return [text for each in texts for text in each]
@@ -76,33 +81,50 @@ class NativeAuthor:
         if group:
             yield group
 
-    def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """The tokens that follow each prompt, the one that ends it included."""
+    def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+        """The tokens that follow each prompt, the one that ends it included, and the rows of the whole text."""
         n_shared = min(common_length(prompts[0], prompt[:-1]) for prompt in prompts)
-        self._commit(prompts[0][:n_shared])
+        shared = self._commit(prompts[0][:n_shared])
         texts, last, n_rows = [list(prompt) for prompt in prompts], [-1] * len(prompts), 0  # last: row of each text
+        rows = [list(shared) for _ in prompts]
         for number, prompt in enumerate(prompts):
             own = prompt[n_shared:]
             parents = [-1, *range(n_rows, n_rows + len(own) - 1)]
-            out = self._session.forward(own, parents, n_pending=n_rows)
+            out = self._session.forward(own, parents, n_pending=n_rows, hidden=self._hidden)
+            rows[number] += _features(out)
             n_rows += len(own)
             last[number] = n_rows - 1
             texts[number].append(self._drawn(out.logits[0], texts[number], params[number]))
         while writing := [n for n, text in enumerate(texts) if not self._has_ended(text, len(prompts[n]))]:
-            parents = [last[number] for number in writing]
-            out = self._session.forward([texts[n][-1] for n in writing], parents, n_pending=n_rows, logits="all")
+            out = self._pass([texts[n][-1] for n in writing], [last[n] for n in writing], n_rows, logits="all")
             for row, number in enumerate(writing):
                 last[number] = n_rows + row
+                rows[number] += [each[row : row + 1] for each in _features(out)]
                 texts[number].append(self._drawn(out.logits[row], texts[number], params[number]))
             n_rows += len(writing)
-        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+        if self._taps is None:
+            return [(text[len(prompt) :], None) for text, prompt in zip(texts, prompts, strict=True)]
+        ends = _features(self._pass([text[-1] for text in texts], last, n_rows, logits=()))[0]
+        wholes = [as_halves(np.concatenate([*parts, ends[n : n + 1]])) for n, parts in enumerate(rows)]
+        return [(text[len(prompt) :], whole) for text, prompt, whole in zip(texts, prompts, wholes, strict=True)]
 
-    def _commit(self, tokens: list[int]) -> None:
-        """Make tokens the committed text."""
-        n_known = self._session.recall(tokens)
-        if n_known < len(tokens):
-            self._session.forward(tokens[n_known:], logits=())
-            self._session.commit(range(len(tokens) - n_known))
+    def _pass(self, tokens: list[int], parents: list[int], n_pending: int, logits: LogitsRows) -> Output:
+        return self._session.forward(tokens, parents, n_pending=n_pending, logits=logits, hidden=self._hidden)
+
+    @property
+    def _hidden(self) -> Taps:
+        return False if self._taps is None else self._taps
+
+    def _commit(self, tokens: list[int]) -> list[NDArray[np.float32]]:
+        """Make tokens the committed text; gives their rows, if these are wanted."""
+        if self._taps is not None:
+            self._session.truncate(0)  # rows come of tokens that are passed, not of those that are recalled
+        n_known = 0 if self._taps is not None else self._session.recall(tokens)
+        if n_known == len(tokens):
+            return []
+        out = self._session.forward(tokens[n_known:], logits=(), hidden=self._hidden)
+        self._session.commit(range(len(tokens) - n_known))
+        return _features(out)
 
     def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
         """The token behind a text; of those that end it the one that all texts end with."""
@@ -115,6 +137,11 @@ class NativeAuthor:
     def _has_ended(self, text: list[int], n_prompt: int) -> bool:
         is_full = len(text) == self._context or len(text) - n_prompt == self._max_tokens
         return is_full or text[-1] in self._engine.tokenizer.stop_ids
+
+
+def _features(out: Output) -> list[NDArray[np.float32]]:
+    """The rows that a pass gave, in a list of one, or none."""
+    return [] if out.features is None else [out.features]
 
 
 def tree_rows(spec: ModelSpec, context: int) -> int:

@@ -1,8 +1,8 @@
 """Text that the target wrote, in shards on disk: a run that was stopped goes on with the shard that is missing.
 
-A folder holds, for each of the parts "train" and "held", <part>-00000.npz, <part>-00001.npz and so on. A shard has the
-answers to some prompts, one behind the other: tokens (n,) int32, lengths (m,), prompt_lengths (m,), is_greedy (m,). It
-is whole or not there, and which prompts it answers follows from its number.
+A folder holds, for each of its parts ("train", "tasks", "held"), <part>-00000.npz, <part>-00001.npz and so on. A shard
+has the answers to some prompts, one behind the other: tokens (n,) int32, lengths (m,), prompt_lengths (m,), is_greedy
+(m,). It is whole or not there, and which prompts it answers follows from its number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from zipfile import BadZipFile
@@ -24,7 +24,7 @@ from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.types import TokenIds
 
-Part = Literal["train", "held"]
+Part = Literal["train", "tasks", "held"]
 Report = Callable[[str, float], None]  # called with what is being done and the share that is done, 0..1
 
 
@@ -32,12 +32,14 @@ Report = Callable[[str, float], None]  # called with what is being done and the 
 class Text:
     """A prompt and the target's answer. tokens: (n,) int32; the first n_prompt are the prompt, chat template included.
 
-    An answer that the target ended ends with the token that it ended it with.
+    An answer that the target ended ends with the token that it ended it with.  rows: (n, n_rows) half floats, the
+    target's, where the author has them from writing.
     """
 
     tokens: TokenIds
     n_prompt: int
     is_greedy: bool
+    rows: NDArray[np.float16] | None = field(default=None, compare=False, repr=False)
 
     @property
     def n_answer(self) -> int:
@@ -130,10 +132,12 @@ class Corpus:
         n_tokens: int | None,
         report: Report,
         share: tuple[int, int] = (0, 1),
+        keep_rows: Callable[[Path, Sequence[Text]], None] | None = None,
     ) -> None:
         """Write the shards that are missing, until there are answers of n_tokens tokens or all requests are answered.
 
-        share: (i, n) for one of n processes that write shards i, i + n, ... of them.
+        share: (i, n) for one of n processes that write shards i, i + n, ... of them.  keep_rows: called with each shard
+        and its texts before it is there.
         """
         requests = mix.requests(prompts)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +148,10 @@ class Corpus:
                 return
             if not self.shard(number).exists():
                 first = number * author.n_prompts
-                _save(self.shard(number), author.write(requests[first : first + author.n_prompts]))
+                texts = author.write(requests[first : first + author.n_prompts])
+                if keep_rows is not None:
+                    keep_rows(self.shard(number), texts)
+                _save(self.shard(number), texts)
             n_done += sum(text.n_answer for text in self.texts(number))
             done = (number + 1) * author.n_prompts / len(requests)
             if n_tokens is not None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,24 +32,25 @@ from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
-from edgeinfer.training.corpus import Author, Corpus, Mix, Report, check_settings, draft_vocabulary, write_whole
-from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps
+from edgeinfer.training.corpus import Author, Corpus, Mix, Report, Text, check_settings, draft_vocabulary, write_whole
+from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
 from edgeinfer.training.optimizer import OptimizerName
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
-from edgeinfer.training.replay import Replay, tokens_per_step
+from edgeinfer.training.quality import DEPTHS, judged
+from edgeinfer.training.replay import Replay
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.target import KVCache, TorchTarget
+from edgeinfer.training.tasks import Written, task_prompts
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
 from edgeinfer.types import TokenIds
 
 AuthorName = Literal["auto", "native", "torch"]
-TREES = (4, 8, 16)  # nodes of the trees that the report replays
-DEPTHS = 6  # of the matches in the report
 HELD_SHARE = 0.03  # of the prompts, where no file names others
+CHARACTERS = 3  # of a token, at least, in what prompts are built of
 N_BATCHES_FITTED = 128  # from which the head's first guess is taken
 N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
 
@@ -85,6 +86,7 @@ class Settings:
     steps_from: float = 0.0
     rounded_from: float = 1.0
     init: Path | None = None
+    tasks: int = 0
     author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
@@ -147,8 +149,9 @@ class _Distillation:
             self._begin_with(DraftHead(self._sizes), settings.init)
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
-        self._author: Author = NativeAuthor(run, settings.context, settings.max_tokens)
+        self._author: Author = NativeAuthor(run, settings.context, settings.max_tokens, None if on_gpu else self._taps)
         self._recorder: Recorder = NativeRecorder(run.session, self._taps)
+        self._n_bytes_kept = 0  # of rows that came with texts
         if use_torch:
             self._author = BatchAuthor(self._target, run, settings.context, settings.max_tokens, self._n_side_by_side())
         if on_gpu:
@@ -166,8 +169,9 @@ class _Distillation:
         """All stages; gives the report."""
         started = time.time()
         self._write_texts(prompts, held, report)
-        train, kept = self._corpora()
-        texts, held_texts = train.all_texts(), kept.all_texts()
+        train, tasks, kept = self._corpora()
+        n_tasks = len(tasks.all_texts())
+        texts, held_texts = train.all_texts() + tasks.all_texts(), kept.all_texts()
         if not texts or not any(text.n_answer > 2 for text in held_texts):
             raise InvalidArgument(
                 f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
@@ -176,7 +180,7 @@ class _Distillation:
         agreed = self._check([text.tokens for text in held_texts])
         tokenizer = self._engine.tokenizer
         vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, self._settings.draft_vocab, iter(tokenizer.stop_ids))
-        features = self._features(train, report), self._features(kept, report)
+        features = self._features([train, tasks], report), self._features([kept], report)
         trainer, head = self._trainer(*features, vocabulary)
         if not trainer.run(report):
             raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
@@ -187,6 +191,7 @@ class _Distillation:
             "prompts": prompts.name,
             "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
             "texts": len(texts),
+            "texts_of_tasks": n_tasks,
             "answer_tokens": sum(text.n_answer for text in texts),
             "torch_against_native": asdict(agreed),
             "head_parameters": sum(values.size for values in tensors.values()),
@@ -229,23 +234,61 @@ class _Distillation:
             turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])
             tokens = [encode(self._engine, [{"role": "user", "content": turn}]) for turn in turns]
             self._check([np.array(each, dtype=np.int32) for each in tokens])
-        train, kept = self._corpora()
-        kept.write(others, Mix(seed, 1.0, settings.temperature), self._author, None, report, self._workers.share)
+        train, tasks, kept = self._corpora()
+        greedy = Mix(seed, 1.0, settings.temperature)
         mix = Mix(seed, settings.greedy_share, settings.temperature, settings.answers)
-        train.write(questions, mix, self._author, settings.tokens, report, self._workers.share)
+        self._answer(kept, others, greedy, None, report)
+        self._answer(train, questions, mix, settings.tokens, report)
+        if settings.tasks:
+            longest = CHARACTERS * (settings.context - settings.max_tokens)
+            built = task_prompts(self._written(train, questions), settings.tasks, longest, seed)
+            if self._workers.rank == 0:
+                check_settings(self._work / "tasks.json", {"tasks": _digest(built)})
+            self._answer(tasks, built, replace(mix, n_answers=1), None, report)
+
+    def _answer(
+        self, corpus: Corpus, prompts: Sequence[Prompt], mix: Mix, n_tokens: int | None, report: Report
+    ) -> None:
+        """Write the shards of a corpus that are missing."""
+        corpus.write(prompts, mix, self._author, n_tokens, report, self._workers.share, self._keep_rows)
         self._workers.wait()
 
-    def _corpora(self) -> tuple[Corpus, Corpus]:
-        return Corpus(self._work, "train"), Corpus(self._work, "held")
+    def _keep_rows(self, shard: Path, texts: Sequence[Text]) -> None:
+        """Keep the rows that texts come with, while there is room for them."""
+        rows = [text.rows for text in texts if text.rows is not None]
+        n_bytes = sum(each.nbytes for each in rows)
+        if len(rows) == len(texts) and self._n_bytes_kept + n_bytes <= self._settings.disk_bytes // self._workers.n:
+            self._n_bytes_kept += n_bytes
+            save_rows(rows_path(shard, self._taps), rows, self._n_rows)
+
+    def _written(self, corpus: Corpus, prompts: Sequence[Prompt]) -> list[Written]:
+        """The first turns of these prompts with their answers in the corpus that the target ended, each answer once."""
+        asked = [(prompt.turns[0], [{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
+        questions = {tuple(encode(self._engine, messages)): question for question, messages in asked}
+        found = []
+        for text in corpus.all_texts():
+            question = questions.get(tuple(text.tokens[: text.n_prompt].tolist()))
+            if question is not None and int(text.tokens[-1]) in self._engine.tokenizer.stop_ids:
+                answer = self._engine.detokenize(text.tokens[text.n_prompt :].tolist(), skip_special=True).strip()
+                if answer:
+                    found.append(Written(question, answer))
+        return list(dict.fromkeys(found))
+
+    def _corpora(self) -> tuple[Corpus, Corpus, Corpus]:
+        """Answers to the prompts, to the tasks built of these, and those held out."""
+        return Corpus(self._work, "train"), Corpus(self._work, "tasks"), Corpus(self._work, "held")
 
     def _check(self, texts: Sequence[TokenIds]) -> agreement.Agreement:
         """Compare torch with the native engine on the first texts. Raises NumericalError."""
         sample = [tokens[:N_CHECKED] for tokens in texts[:N_TEXTS_CHECKED]]
         return agreement.check(self._target, self._engine.session, sample)
 
-    def _features(self, corpus: Corpus, report: Report) -> Features:
-        n_rows = self._spec.n_embd * max(1, self._sizes.n_taps)
-        features = Features(corpus, self._recorder, n_rows, self._settings.disk_bytes, self._taps)
+    @property
+    def _n_rows(self) -> int:
+        return self._spec.n_embd * max(1, self._sizes.n_taps)
+
+    def _features(self, corpora: Sequence[Corpus], report: Report) -> Features:
+        features = Features(corpora, self._recorder, self._n_rows, self._settings.disk_bytes, self._taps)
         features.prepare(report, self._workers.share)
         self._workers.wait()
         return features
@@ -311,17 +354,13 @@ class _Distillation:
         """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""
         with ModelFile.open(path) as file:
             check_target(read_head(file), path, self._file, self._spec)
-            wanted = {name: values.shape for name, values in head.tensors().items()}
-            found = {name: file.tensors[name].shape for name in wanted if name in file.tensors}
-            n_blocks = file.metadata.get("draft-head.block_count")
-            if found != wanted or n_blocks != self._sizes.n_layers:
+            try:
+                head.load_file(file)
+            except UnsupportedModel as error:
                 raise UnsupportedModel(
-                    f"--init {path} must have the sizes of the head that is wanted, {self._sizes.n_layers} blocks and "
-                    f"{self._sizes.n_taps} taps: found {n_blocks} blocks; name its --blocks and --taps"
-                )
-            head.load_tensors(
-                {name: dequantize(file.tensors[name].type, file.data(name), shape) for name, shape in wanted.items()}
-            )
+                    f"--init {path} must have the sizes of the head that is wanted: {error}; name its --blocks and "
+                    "--taps"
+                ) from None
 
     def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
         """The weights, which the head then has as the file will, so that the report is on what is written."""
@@ -353,23 +392,9 @@ class _Distillation:
         self, trainer: Trainer, head: DraftHead, held: Features, vocabulary: NDArray[np.int32], report: Report
     ) -> dict[str, Any]:
         """Matches by depth and tokens a step for trees, on the texts that are held out."""
-        device = self._workers.device
-        ids = torch.from_numpy(vocabulary.astype(np.int64)).to(device)
+        ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
         replay = Replay(head, self._target.embedding, rounded(self._target.output[ids], self._type), ids)
-        answers = np.concatenate([sample.text.tokens[sample.text.n_prompt :] for sample in held.samples])
-        counts = {size: [0, 0] for size in TREES}
-        for number, sample in enumerate(held.samples):
-            rows = torch.from_numpy(np.array(held.of([sample])[0])).to(device).float()
-            accepted = replay.accepted(sample.text.tokens, rows, sample.text.n_prompt, TREES)
-            for size, lengths in accepted.items():
-                counts[size] = [a + b for a, b in zip(counts[size], tokens_per_step(lengths), strict=True)]
-            report("replay of trees", (number + 1) / len(held.samples))
-        return {
-            "held_out_texts": len(held.samples),
-            "vocabulary_coverage": float(np.isin(answers, vocabulary).mean()),
-            "match_by_depth": trainer.matches(DEPTHS),
-            "tokens_per_step": {str(size): tokens / max(1, steps) for size, (tokens, steps) in counts.items()},
-        }
+        return judged(held, replay, trainer.match_counts(DEPTHS), report).report()
 
     def _write(
         self, tensors: dict[str, NDArray[np.float32]], vocabulary: NDArray[np.int32], summary: dict[str, Any]

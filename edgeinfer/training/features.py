@@ -87,47 +87,51 @@ def checked_halves(rows: Halves) -> Halves:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text of a corpus and where its rows are: in this shard, from this row on."""
+    """A text of a corpus and where its rows are: beside this shard, from this row on. number: the shard's, of all."""
 
     text: Text
-    shard: int
+    shard: Path
+    number: int
     first: int
 
 
 class Features:
-    """The rows of the texts of a corpus. Shards are kept as .npy files beside the texts up to a number of bytes.
+    """The rows of the texts of some corpora. Shards are kept as .npy files beside the texts up to a number of bytes.
 
     Reading them back takes less time than any recorder, so what fits is kept, and only the rest is computed again.
     n_rows: numbers of a row.  taps: what the recorder records.
     """
 
-    def __init__(self, corpus: Corpus, recorder: Recorder, n_rows: int, max_bytes: int, taps: Taps = True) -> None:
-        self._corpus = corpus
+    def __init__(
+        self, corpora: Sequence[Corpus], recorder: Recorder, n_rows: int, max_bytes: int, taps: Taps = True
+    ) -> None:
         self._recorder = recorder
         self.n_rows = n_rows
         self._max_bytes = max_bytes
-        self._kind = "features" if isinstance(taps, bool) else "-".join(["layers", *map(str, taps)])
-        self._kept: dict[int, Halves] = {}
+        self._taps = taps
+        self._kept: dict[Path, Halves] = {}
         self.samples: list[Sample] = []
-        for shard in range(corpus.n_shards):
+        shards = [(corpus, index) for corpus in corpora for index in range(corpus.n_shards)]
+        for number, (corpus, index) in enumerate(shards):
             first = 0
-            for text in corpus.texts(shard):
-                self.samples.append(Sample(text, shard, first))
+            for text in corpus.texts(index):
+                self.samples.append(Sample(text, corpus.shard(index), number, first))
                 first += len(text.tokens)
 
     def prepare(self, report: Report, share: tuple[int, int] = (0, 1)) -> None:
         """Record the shards that are missing and fit. share: (i, n) for one of n processes, each a part of them."""
-        by_shard: dict[int, list[TokenIds]] = {}
+        by_shard: dict[Path, list[TokenIds]] = {}
         for sample in self.samples:
             by_shard.setdefault(sample.shard, []).append(sample.text.tokens)
         n_bytes = 0
-        for shard, texts in by_shard.items():
+        for number, (shard, texts) in enumerate(by_shard.items()):
             n_bytes += 2 * self.n_rows * sum(map(len, texts))
             if n_bytes > self._max_bytes:
                 break
-            if not self._path(shard).exists() and shard % share[1] == share[0]:
-                self._save(shard, texts)
-            report(f"{self._corpus.part}: features", (shard + 1) / len(by_shard))
+            path = rows_path(shard, self._taps)
+            if not path.exists() and number % share[1] == share[0]:
+                save_rows(path, self._record(texts), self.n_rows)
+            report("features", (number + 1) / len(by_shard))
 
     def of(self, samples: Sequence[Sample]) -> list[Halves]:
         """Rows of some texts, (n, n_rows) each."""
@@ -139,9 +143,10 @@ class Features:
 
     def _kept_rows(self, sample: Sample) -> Halves | None:
         if sample.shard not in self._kept:
-            if not self._path(sample.shard).exists():
+            path = rows_path(sample.shard, self._taps)
+            if not path.exists():
                 return None
-            self._kept[sample.shard] = self._load(sample.shard)
+            self._kept[sample.shard] = self._load(path, sample.shard)
         return self._kept[sample.shard][sample.first : sample.first + len(sample.text.tokens)]
 
     def _record(self, texts: Sequence[TokenIds]) -> list[Halves]:
@@ -150,16 +155,7 @@ class Features:
             rows += self._recorder.record(texts[first : first + at_once])
         return rows
 
-    def _path(self, shard: int) -> Path:
-        return self._corpus.shard(shard).with_suffix(f".{self._kind}.npy")
-
-    def _save(self, shard: int, texts: Sequence[TokenIds]) -> None:
-        buffer = io.BytesIO()
-        np.save(buffer, np.concatenate([np.empty((0, self.n_rows), np.float16), *self._record(texts)]))
-        write_whole(self._path(shard), buffer.getvalue())
-
-    def _load(self, shard: int) -> Halves:
-        path = self._path(shard)
+    def _load(self, path: Path, shard: Path) -> Halves:
         wanted = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_rows
         try:
             rows: Halves = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -168,3 +164,16 @@ class Features:
         if rows.shape != wanted or rows.dtype != np.float16:
             raise ModelFileError(f"{path} must be {wanted} float16: found {rows.dtype} {rows.shape}; remove it")
         return rows
+
+
+def rows_path(shard: Path, taps: Taps) -> Path:
+    """Where the rows of the texts of a shard are, or will be."""
+    kind = "features" if isinstance(taps, bool) else "-".join(["layers", *map(str, taps)])
+    return shard.with_suffix(f".{kind}.npy")
+
+
+def save_rows(path: Path, rows: Sequence[Halves], n_rows: int) -> None:
+    """Write the rows of texts, (n, n_rows) each, one behind the other."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.concatenate([np.empty((0, n_rows), np.float16), *rows]))
+    write_whole(path, buffer.getvalue())

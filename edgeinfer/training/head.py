@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec
+from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training.features import Taps
 from edgeinfer.training.target import Rotation, Turns, turned
@@ -41,7 +43,16 @@ class HeadSizes:
             raise UnsupportedModel(
                 f"{file.path}: a draft head needs rows of a multiple of 2 x {spec.n_heads} heads: found {spec.n_embd}"
             )
-        base = file.metadata.get(f"{spec.architecture}.rope.freq_base", 10000.0)
+        return cls._of(file, spec.architecture, spec, n_layers, taps)
+
+    @classmethod
+    def of_head(cls, file: ModelFile, head: DraftHeadSpec) -> HeadSizes:
+        """Those of the head in a file."""
+        return cls._of(file, ARCHITECTURE, head.decoder, head.decoder.n_layers, head.taps)
+
+    @classmethod
+    def _of(cls, file: ModelFile, architecture: str, spec: ModelSpec, n_layers: int, taps: Taps) -> HeadSizes:
+        base = file.metadata.get(f"{architecture}.rope.freq_base", 10000.0)
         sizes = (spec.n_embd, n_layers, spec.n_ff, spec.n_heads, spec.n_kv_heads)
         rope_base = float(base) if isinstance(base, int | float) else 1e4
         n_taps = 0 if isinstance(taps, bool) else len(taps)
@@ -206,6 +217,20 @@ class DraftHead(nn.Module):
         """The weights back from what `tensors` gives."""
         state = {name: torch.from_numpy(tensors[_file_name(name)]) for name, _ in self.named_parameters()}
         self.load_state_dict(state)
+
+    def load_file(self, file: ModelFile) -> None:
+        """The weights of the head in a file. Raises UnsupportedModel if it has other sizes."""
+        wanted = {name: values.shape for name, values in self.tensors().items()}
+        found = {name: file.tensors[name].shape for name in wanted if name in file.tensors}
+        n_blocks = file.metadata.get("draft-head.block_count")
+        if found != wanted or n_blocks != self.sizes.n_layers:
+            raise UnsupportedModel(
+                f"{file.path} must have {self.sizes.n_layers} blocks and {self.sizes.n_taps} taps of rows of "
+                f"{self.sizes.n_embd}: found {n_blocks} blocks"
+            )
+        self.load_tensors(
+            {name: dequantize(file.tensors[name].type, file.data(name), shape) for name, shape in wanted.items()}
+        )
 
 
 def _file_name(parameter: str) -> str:

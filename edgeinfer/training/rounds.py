@@ -97,4 +97,4 @@ class Rounds:
 
     def _number(self, sample: Sample, epoch: int) -> int:
         """A number of the text and the epoch, from 0 on."""
-        return int(np.random.default_rng((self._seed, epoch, sample.shard, sample.first)).integers(1 << 62))
+        return int(np.random.default_rng((self._seed, epoch, sample.number, sample.first)).integers(1 << 62))

@@ -131,16 +131,19 @@ class Trainer:
         self._save()
         return finished
 
-    @torch.no_grad()
     def matches(self, n_steps: int) -> list[float]:
         """How often a draft at each depth is right on the texts that are held out, where those before it were."""
+        return [right / max(1, judged) for judged, right in self.match_counts(n_steps).tolist()]
+
+    @torch.no_grad()
+    def match_counts(self, n_steps: int) -> torch.Tensor:
+        """(n_steps, 2): see Objective.matches, of all workers."""
         counts = torch.zeros((n_steps, 2), dtype=torch.int64, device=self._workers.device)
         plans = self._held.plans(0, 0)[self._workers.rank :: self._workers.n]
         for batch in self._held.stream(plans, self._workers.device):
             with self._autocast():
                 counts += self._objective.matches(batch, n_steps)
-        counts = self._workers.summed(counts)
-        return [right / max(1, judged) for judged, right in counts.tolist()]
+        return self._workers.summed(counts)
 
     # ---- An epoch ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.training.corpus import Corpus, Mix, Request, Text, check_settings, draft_vocabulary
-from edgeinfer.training.features import Features, Halves, as_halves
+from edgeinfer.training.features import Features, Halves, as_halves, rows_path, save_rows
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.types import TokenIds
 
@@ -45,6 +45,9 @@ def test_prompts_are_read_once_each(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"turns": ["a", "b"], "id": 3}\n\n{"prompt": "c"}\n{"turns": ["a", "b"]}\n')
     assert read_prompts(path) == [Prompt(("a", "b")), Prompt(("c",))]
+    path.write_text('{"prompt": "a", "category": "of:one"}\n{"prompt": "a", "category": "of:two"}')
+    (prompt,) = read_prompts(path)
+    assert prompt.category == "of:one" and prompt == Prompt(("a",))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_features_are_kept_as_far_as_they_fit_and_computed_again_behind_that(tmp
     corpus.write(PROMPTS, Mix(1, 1.0, 0.8), Writer(), None, silent)
     n_bytes = 6 * sum(len(text.tokens) for text in corpus.texts(0) + corpus.texts(1))
     recorder = Halver()
-    features = Features(corpus, recorder, 3, n_bytes)
+    features = Features([corpus], recorder, 3, n_bytes)
     features.prepare(silent)
     assert recorder.n_recorded == 8
     assert len(list(tmp_path.glob("*.features.npy"))) == 2
@@ -206,17 +209,48 @@ def test_features_are_kept_as_far_as_they_fit_and_computed_again_behind_that(tmp
         assert rows.tolist() == [[token / 2] * 3 for token in sample.text.tokens.tolist()]
     assert recorder.n_recorded == 40
     again = Halver()
-    Features(corpus, again, 3, n_bytes).prepare(silent)
+    Features([corpus], again, 3, n_bytes).prepare(silent)
     assert again.n_recorded == 0
-    Features(corpus, again, 3, n_bytes, (0, 5)).prepare(silent)  # rows of layers are others
+    Features([corpus], again, 3, n_bytes, (0, 5)).prepare(silent)  # rows of layers are others
     assert again.n_recorded == 8 and len(list(tmp_path.glob("*.layers-0-5.npy"))) == 2
+
+
+def test_features_of_several_corpora_stand_side_by_side(tmp_path: Path) -> None:
+    mix, recorder = Mix(1, 1.0, 0.8), Halver()
+    first, second = Corpus(tmp_path, "train"), Corpus(tmp_path, "tasks")
+    first.write(PROMPTS[:6], mix, Writer(), None, silent)
+    second.write(PROMPTS[6:11], mix, Writer(), None, silent)
+    features = Features([first, second], recorder, 3, 1 << 20)
+    features.prepare(silent)
+    assert recorder.n_recorded == 11 and [sample.number for sample in features.samples] == [0] * 4 + [1] * 2 + [
+        2
+    ] * 4 + [3]
+    order = features.samples[::-1]
+    for sample, rows in zip(order, features.of(order), strict=True):
+        assert rows.tolist() == [[token / 2] * 3 for token in sample.text.tokens.tolist()]
+    assert recorder.n_recorded == 11
+
+
+def test_rows_that_come_with_texts_are_not_recorded_again(tmp_path: Path) -> None:
+    def keep(shard: Path, texts: Sequence[Text]) -> None:
+        assert not shard.exists()  # a run that is stopped here writes both again
+        if shard != corpus.shard(1):
+            save_rows(rows_path(shard, True), Halver().record([text.tokens for text in texts]), 3)
+
+    corpus, recorder = Corpus(tmp_path, "train"), Halver()
+    corpus.write(PROMPTS[:12], Mix(1, 1.0, 0.8), Writer(), None, silent, keep_rows=keep)
+    features = Features([corpus], recorder, 3, 1 << 20)
+    features.prepare(silent)
+    assert recorder.n_recorded == 4
+    for sample, rows in zip(features.samples, features.of(features.samples), strict=True):
+        assert rows.tolist() == [[token / 2] * 3 for token in sample.text.tokens.tolist()]
 
 
 def test_features_of_another_model_are_refused(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path, "train")
     corpus.write(PROMPTS[:4], Mix(1, 1.0, 0.8), Writer(), None, silent)
-    Features(corpus, Halver(), 3, 1 << 20).prepare(silent)
-    features = Features(corpus, Halver(), 4, 1 << 20)
+    Features([corpus], Halver(), 3, 1 << 20).prepare(silent)
+    features = Features([corpus], Halver(), 4, 1 << 20)
     with pytest.raises(ModelFileError, match=r"must be \(26, 4\) float16: found float16 \(26, 3\)"):
         features.of(features.samples[:1])
     with pytest.raises(NumericalError, match="must be numbers of at most 65504"):

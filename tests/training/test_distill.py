@@ -32,7 +32,7 @@ from edgeinfer.training.rounding import rounded
 from edgeinfer.training.trainer import Schedule
 
 FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
-FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1".split()
+FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1 --tasks 12".split()
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,7 @@ def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path:
     assert 1.0 <= after["tokens_per_step"]["4"] <= after["tokens_per_step"]["8"] <= after["tokens_per_step"]["16"]
     assert after == json.loads((tmp_path / "b.json").read_text())
     assert after["tokens_trained"] == after["curve"][-1]["tokens"] > 1500
+    assert 0 < after["texts_of_tasks"] < 12 < after["texts"]
     assert 0 < after["curve"][-1]["token_loss"] < after["curve"][0]["token_loss"]
     points = [point["tokens"] for point in after["curve"]]
     assert points == sorted(set(points))

@@ -1,6 +1,7 @@
 """The head, and drafting with it: its equations in numpy, and steps in parallel against one node after the other."""
 
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -397,7 +398,7 @@ def test_chains_in_a_batch_are_texts_of_their_own_that_share_their_beginnings(
     monkeypatch.setattr(rounds, "STRIDE", 7)
     head, n_rows = a_head(n_layers, n_taps=n_taps), N_EMBD * max(1, n_taps)
     texts = [Text(rng.integers(0, N_VOCAB, n).astype(np.int32), 6, True) for n in (18, 30, 13, 60, 64)]
-    recorder = OfPrefixes([Sample(text, 0, first) for first, text in enumerate(texts)], n_rows)
+    recorder = OfPrefixes([Sample(text, Path(), 0, first) for first, text in enumerate(texts)], n_rows)
     draft_ids = np.full(N_VOCAB, -1)
     draft_ids[VOCABULARY] = np.arange(len(VOCABULARY))
     batches = Batches(recorder, draft_ids, 4, 64, n_steps - 1)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 from parts import missing
 from tiny_models import Architecture, write_tiny_model
 
@@ -22,7 +22,7 @@ from edgeinfer.training import agreement, batch_author
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.corpus import Mix, Request
-from edgeinfer.training.features import NativeRecorder
+from edgeinfer.training.features import NativeRecorder, Taps
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import Device
@@ -138,6 +138,22 @@ def test_answers_written_side_by_side_are_those_written_alone(tmp_path: Path) ->
                 assert len(answer) - len(done.tokens) == (done.finish_reason == "stop")
                 at += 1
     assert at == len(texts) and {text.is_greedy for text in texts} == {True, False}
+
+
+@pytest.mark.parametrize("taps", [True, (0, 1)])
+def test_answers_come_with_the_rows_that_would_be_recorded(taps: Taps, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", tensor_type="Q4_K", n_embd=256)
+    prompts = [Prompt(tuple(f"turn {turn} of {n}, " * (n % 3 + 1) for turn in range(1 + n % 2))) for n in range(7)]
+    requests = Mix(5, 0.5, 0.9).requests([*prompts, Prompt(("word " * 45,))])  # the last one ends with its context
+    with edgeinfer.load(path, n_ctx=300, n_batch=300, draft="none") as engine:
+        without = NativeAuthor(engine, 300, 24).write(requests)
+        texts = NativeAuthor(engine, 300, 24, taps).write(requests)
+        recorded = NativeRecorder(engine.session, taps).record([text.tokens for text in texts])
+    assert len(texts) > len(requests) and all(text.rows is None for text in without)
+    for text, other, rows in zip(texts, without, recorded, strict=True):
+        assert_array_equal(text.tokens, other.tokens)
+        assert text.rows is not None
+        assert_array_equal(text.rows, rows)
 
 
 def test_trees_hold_what_changes_no_model(tmp_path: Path) -> None:
