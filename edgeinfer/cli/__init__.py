@@ -30,6 +30,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "export": "Write a model in another format.",
     "devices": "Show the devices that can run models.",
     "distill": "Train a draft head for a model.",
+    "evaluate": "Tell how often a draft head is right.",
 }
 
 

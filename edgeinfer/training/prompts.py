@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from edgeinfer.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a person says, turn by turn."""
+    """What a person says, turn by turn. category: of what kind it is, for reports; the same prompt whatever it is."""
 
     turns: tuple[str, ...]
+    category: str = field(default="", compare=False)
 
     def number(self, purpose: str, seed: int) -> int:
         """A number in 0..2**64 - 1 that is the same for the same prompt, purpose and seed."""
@@ -29,7 +30,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, each once: lines with "turns", a list of texts, or "prompt", one text.
+    """The prompts of a file, each once: lines with "turns", a list of texts, or "prompt", one text; and "category".
 
     Raises InvalidArgument, which names the line, and OSError.
     """
@@ -60,4 +61,4 @@ def _read_prompt(line: bytes, place: str) -> Prompt:
     turns = value.get("turns", [value.get("prompt")]) if isinstance(value, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise InvalidArgument(f'{place} must have "turns", a list of texts, or "prompt", a text: found {value!r:.80}')
-    return Prompt(tuple(turns))
+    return Prompt(tuple(turns), str(value.get("category", "")))

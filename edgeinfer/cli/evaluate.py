@@ -1,0 +1,63 @@
+"""`edgeinfer evaluate`: how often a draft head is right on text that its model writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgeinfer.cli.options import json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.terminal import ReportLines, visible
+from edgeinfer.errors import BackendUnavailable, InvalidArgument
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("head", type=_FILE)
+@click.option(
+    "--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt"; "category".'
+)
+@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="Of the answers.")
+@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of one answer.")
+@click.option(
+    "--context", type=click.IntRange(32), default=2048, show_default=True, help="Tokens of prompt and answer."
+)
+@threads_option
+@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
+@json_option
+def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: Any) -> None:
+    """Tell how often a draft head is right.
+
+    TARGET answers the prompts; at each token of the answers HEAD drafts, and what it drafts is compared with what
+    follows: matches by depth, of drafts behind right ones, and the tokens a step with trees of 4, 8 and 16 nodes, in
+    all and by category.
+    """
+    try:
+        from edgeinfer.training.evaluation import Evaluated
+        from edgeinfer.training.evaluation import evaluate as evaluated
+    except ImportError as error:
+        raise BackendUnavailable(f"evaluate needs torch: pip install 'edgeinfer[train]' ({error})") from error
+    if options["max_tokens"] >= options["context"]:
+        raise InvalidArgument(
+            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --context {options['context']}"
+        )
+    with warnings_as_notes(), ReportLines() as report:
+        found = evaluated(target, head, prompts, Evaluated(**options), report)
+    click.echo(json.dumps(found) if as_json else visible(_table(found)))
+
+
+def _table(found: dict[str, Any]) -> str:
+    rows = [*found["by_category"].items()]
+    rows += [("in all", found)] if len(rows) > 1 else []
+    width = max(len(name) for name, _ in rows)
+    sizes = list(found["tokens_per_step"])
+    lines = [f"{'':{width}}  answers  match by depth" + " " * 23 + f"tokens a step with {', '.join(sizes)} nodes"]
+    for name, of in rows:
+        matches = " ".join(f"{share:.3f}" for share in of["match_by_depth"])
+        rates = " ".join(f"{rate:.2f}" for rate in of["tokens_per_step"].values())
+        lines.append(f"{name:{width}}  {of['held_out_texts']:>7}  {matches}  {rates}")
+    return "\n".join(lines)

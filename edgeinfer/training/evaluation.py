@@ -1,0 +1,145 @@
+"""What a draft head is worth for its target: its drafts are compared with what the target answers to prompts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgeinfer import engine
+from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.engine import Engine
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.gguf import ModelFile
+from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec, check_target, read_head
+from edgeinfer.training.author import NativeAuthor, tree_rows
+from edgeinfer.training.batches import Batches
+from edgeinfer.training.corpus import Corpus, Mix, Report, Text
+from edgeinfer.training.features import Features, NativeRecorder, rows_path, save_rows
+from edgeinfer.training.head import DraftHead, HeadSizes
+from edgeinfer.training.objective import Objective, Weights
+from edgeinfer.training.prompts import Prompt, read_prompts
+from edgeinfer.training.quality import DEPTHS, Quality, judged
+from edgeinfer.training.replay import Replay
+
+_NO_LOSS = Weights(feature=0.0, token=0.0, decay=0.0, noise=0.0)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What `edgeinfer evaluate` was asked for; the command's --help says what each is."""
+
+    temperature: float
+    max_tokens: int
+    context: int
+    seed: int
+    n_threads: int | None = None
+
+
+def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, report: Report) -> dict[str, Any]:
+    """How often a head is right on the target's answers to prompts, in all and by category, as JSON.
+
+    target: a GGUF file that the native engine runs.  head: of the form in CONTRIBUTING.md.  prompts: see read_prompts.
+    Raises UnsupportedModel for a head of another model or form, InvalidArgument where no prompt leaves room for an
+    answer, and the errors of files.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(ModelFile.open(path)) for path in (target, head)]
+        judge = _Judge(*files)
+        n_rows = tree_rows(judge.spec, settings.context)
+        n_threads = settings.n_threads
+        run = opened.enter_context(
+            engine.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+        )
+        torch.set_num_threads(run.device.n_threads)
+        work = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-")))
+        by_category: dict[str, Quality] = {}
+        for number, (category, asked) in enumerate(_by_category(read_prompts(prompts)).items()):
+            corpus = judge.answers(asked, run, work / str(number), settings, report)
+            if corpus.all_texts():
+                by_category[category] = judge.quality(corpus, run, settings.context, report)
+    if not by_category:
+        raise InvalidArgument(f"--context {settings.context} leaves no room for an answer to a prompt of {prompts}")
+    qualities = list(by_category.values())
+    return {
+        "target": {"name": run.name, "fingerprint": judge.head.target.fingerprint},
+        "head": head.name,
+        "prompts": prompts.name,
+        "temperature": settings.temperature,
+        "max_tokens": settings.max_tokens,
+        "context": settings.context,
+        "seed": settings.seed,
+        **sum(qualities[1:], qualities[0]).report(),
+        "by_category": {category: quality.report() for category, quality in by_category.items()},
+    }
+
+
+def _by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts under what stands before a colon in their categories, "all" for those without."""
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category.partition(":")[0] or "all", []).append(prompt)
+    return found
+
+
+class _Judge:
+    """A head in torch."""
+
+    def __init__(self, target: ModelFile, file: ModelFile) -> None:
+        self.spec: ModelSpec = read_spec(target)
+        self.head: DraftHeadSpec = read_head(file)
+        check_target(self.head, file.path, target, self.spec)
+        if file.metadata.get("general.architecture") != ARCHITECTURE:
+            raise UnsupportedModel(
+                f"{file.path} must be a head of the form {ARCHITECTURE!r} to be judged: found "
+                f"{file.metadata.get('general.architecture')!r:.80}, which drafts, but only speed tells how well"
+            )
+        self._head = DraftHead(HeadSizes.of_head(file, self.head))
+        self._head.load_file(file)
+        self._embedding = _matrix(target, self.spec.token_embd) * self.spec.embedding_scale
+        self._output = _matrix(file, "output.weight")
+        self._ids = torch.from_numpy(self.head.draft_vocab.astype(np.int64))
+
+    @property
+    def _n_rows(self) -> int:
+        return self.spec.n_embd * max(1, self._head.sizes.n_taps)
+
+    def answers(
+        self, prompts: Sequence[Prompt], run: Engine, folder: Path, settings: Evaluated, report: Report
+    ) -> Corpus:
+        """The target's answers, with its rows beside them."""
+
+        def keep_rows(shard: Path, texts: Sequence[Text]) -> None:
+            rows = [text.rows for text in texts if text.rows is not None]
+            save_rows(rows_path(shard, self.head.taps), rows, self._n_rows)
+
+        corpus = Corpus(folder, "held")
+        author = NativeAuthor(run, settings.context, settings.max_tokens, self.head.taps)
+        mix = Mix(settings.seed, float(settings.temperature == 0.0), settings.temperature or 1.0)
+        corpus.write(prompts, mix, author, None, report, keep_rows=keep_rows)
+        return corpus
+
+    def quality(self, corpus: Corpus, run: Engine, context: int, report: Report) -> Quality:
+        """What the head is worth on the answers of a corpus."""
+        taps = self.head.taps
+        features = Features([corpus], NativeRecorder(run.session, taps), self._n_rows, 1 << 40, taps)
+        draft_ids = np.full(self.spec.n_vocab, -1, dtype=np.int64)
+        draft_ids[self.head.draft_vocab] = np.arange(len(self.head.draft_vocab))
+        objective = Objective(self._head, self._embedding, self._output, 1.0, _NO_LOSS)
+        batches = Batches(features, draft_ids, 1, context, 0)
+        matches = torch.zeros((DEPTHS, 2), dtype=torch.int64)
+        for batch in batches.stream(batches.plans(0, 0), torch.device("cpu")):
+            matches += objective.matches(batch, DEPTHS)
+        return judged(features, Replay(self._head, self._embedding, self._output, self._ids), matches, report)
+
+
+def _matrix(file: ModelFile, name: str) -> torch.Tensor:
+    info = file.tensors[name]
+    return torch.from_numpy(dequantize(info.type, file.data(name), info.shape))

@@ -1,0 +1,99 @@
+"""`edgeinfer evaluate` on a tiny model: what it reports is what `distill` reported, and what is wrong is refused."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from parts import missing
+from tiny_heads import write_tiny_eagle3
+from tiny_models import write_tiny_model
+
+if importlib.util.find_spec("torch") is None:
+    missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
+
+from edgeinfer.cli import main
+
+COMMON = "--max-tokens 40 --context 160 --threads 1 --json".split()
+TRAIN = "--tokens 1500 --draft-vocab 96 --batch-tokens 480 --lr 3e-3 --steps 2 --epochs 3".split()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="edgeinfer")
+
+
+def line(n: int) -> str:
+    kind = "even:two" if n % 2 == 0 else "odd"
+    return json.dumps({"turns": [f"hello {n} world", "and then"][: 1 + n % 3 % 2], "category": kind})
+
+
+@pytest.fixture(scope="module", params=["none", "auto"])
+def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model m.gguf, a head h.gguf for it with its report h.json, and its prompts: p, and held out q."""
+    folder = tmp_path_factory.mktemp("given")
+    write_tiny_model(folder / "m.gguf", tensor_type="Q8_0", n_embd=64, n_layers=2)
+    (folder / "p.jsonl").write_text("\n".join(map(line, range(40))))
+    (folder / "q.jsonl").write_text("\n".join(map(line, range(40, 48))))
+    files = ["--prompts", folder / "p.jsonl", "--held-out", folder / "q.jsonl", "--out", folder / "h.gguf"]
+    result = run("distill", folder / "m.gguf", *files, *TRAIN, *COMMON, "--taps", request.param)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_what_it_reports_is_what_distill_reported(given: Path) -> None:
+    result = run("evaluate", given / "m.gguf", given / "h.gguf", "--prompts", given / "q.jsonl", *COMMON)
+    assert result.exit_code == 0, result.output
+    found, wanted = json.loads(result.stdout), json.loads((given / "h.json").read_text())
+    assert found["held_out_texts"] == wanted["held_out_texts"] > 8
+    assert found["vocabulary_coverage"] == wanted["vocabulary_coverage"]
+    assert found["match_by_depth"] == pytest.approx(wanted["match_by_depth"], abs=0.02)
+    assert found["tokens_per_step"] == pytest.approx(wanted["tokens_per_step"], rel=0.02)
+    assert found["match_by_depth"][0] > 0.2
+
+
+def test_categories_make_up_the_whole(given: Path) -> None:
+    def report(*options: object) -> dict[str, Any]:
+        result = run("evaluate", given / "m.gguf", given / "h.gguf", *options, *COMMON)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    whole = report("--prompts", given / "q.jsonl")
+    parts = whole["by_category"]
+    assert list(parts) == ["even", "odd"]
+    assert sum(part["held_out_texts"] for part in parts.values()) == whole["held_out_texts"]
+    low, high = sorted(part["match_by_depth"][0] for part in parts.values())
+    assert low < whole["match_by_depth"][0] < high
+    lines = [text for text in (given / "q.jsonl").read_text().splitlines() if "odd" in text]
+    (given / "odd.jsonl").write_text("\n".join(lines))
+    odd = report("--prompts", given / "odd.jsonl")
+    assert odd["by_category"]["odd"] == parts["odd"]
+    assert {key: odd[key] for key in parts["odd"]} == parts["odd"]
+    sampled = report("--prompts", given / "odd.jsonl", "--temp", "0.9")
+    assert sampled["temperature"] == 0.9 and sampled["match_by_depth"] != odd["match_by_depth"]
+
+
+def test_the_table_has_a_row_for_each_category(given: Path) -> None:
+    plain = [option for option in COMMON if option != "--json"]
+    result = run("evaluate", given / "m.gguf", given / "h.gguf", "--prompts", given / "q.jsonl", *plain)
+    assert result.exit_code == 0, result.output
+    assert [text.split()[0] for text in result.stdout.splitlines()[1:]] == ["even", "odd", "in"]
+
+
+def test_what_cannot_be_judged_is_refused(given: Path, tmp_path: Path) -> None:
+    def refused(model: Path, head: Path, *options: object) -> Result:
+        return run("evaluate", model, head, "--prompts", given / "q.jsonl", *COMMON, *options)
+
+    other = write_tiny_model(tmp_path / "o.gguf", tensor_type="Q8_0", n_embd=32)
+    result = refused(other, given / "h.gguf")
+    assert result.exit_code == 3 and "use the head of this model" in result.stderr
+    result = refused(given / "m.gguf", given / "m.gguf")
+    assert result.exit_code == 3 and "m.gguf" in result.stderr
+    eagle3 = write_tiny_eagle3(tmp_path / "e.gguf", given / "m.gguf", target_layers=(1, 1, 2))
+    result = refused(given / "m.gguf", eagle3)
+    assert result.exit_code == 3 and "must be a head of the form 'draft-head' to be judged" in result.stderr
+    result = refused(given / "m.gguf", given / "h.gguf", "--context", "40")
+    assert result.exit_code == 2 and "--max-tokens 40 must leave room for a prompt in --context 40" in result.stderr
+    result = refused(given / "m.gguf", given / "h.gguf", "--context", "32", "--max-tokens", "4")
+    assert result.exit_code == 2 and "--context 32 leaves no room for an answer to a prompt" in result.stderr
