@@ -25,6 +25,9 @@ from edgeinfer.training.prompts import Prompt
 from edgeinfer.types import TokenIds
 
 Part = Literal["train", "tasks", "held"]
+# Of the draft vocabulary: how many tokens any text stands for, at most and as a share of those of the answers, and the
+# part of a vocabulary, one in so many, of tokens so frequent that their order tells little.
+_MOST_PRIOR, _PRIOR_SHARE, _FREQUENT = 50_000, 0.2, 160
 Report = Callable[[str, float], None]  # called with what is being done and the share that is done, 0..1
 
 
@@ -187,10 +190,15 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def draft_vocabulary(texts: Sequence[Text], n_vocab: int, size: int, always: Iterator[int]) -> NDArray[np.int32]:
-    """The tokens that occur most often in the answers, and those of `always`: at most size ids, ascending.
+def draft_vocabulary(
+    texts: Sequence[Text], n_vocab: int, size: int, always: Iterator[int], usual: Sequence[int] | TokenIds = ()
+) -> NDArray[np.int32]:
+    """The tokens to expect most often in answers, and those of `always`: at most size ids, ascending.
 
-    Of tokens that are as frequent the lower id is taken. Raises InvalidArgument where size has no room for `always`.
+    What is expected is what the answers have, and as rare tokens are there by chance, some of what any text would have:
+    ids of BPE vocabularies are in the order of frequency, which falls by Zipf's law. usual: tokens that count once
+    more, those of a head that goes on. Of tokens that are as frequent the lower id is taken.
+    Raises InvalidArgument where size has no room for `always`.
     """
     kept = sorted(set(always))
     if not len(kept) < size <= n_vocab:
@@ -198,8 +206,11 @@ def draft_vocabulary(texts: Sequence[Text], n_vocab: int, size: int, always: Ite
             f"a draft vocabulary must have more than {len(kept)} and at most {n_vocab} tokens: {size}"
         )
     answers = [text.tokens[text.n_prompt :] for text in texts]
-    counts = np.bincount(np.concatenate([np.empty(0, np.int32), *answers]), minlength=n_vocab)
-    counts[kept] = -1  # not once more
+    counts = np.bincount(np.concatenate([np.empty(0, np.int32), *answers]), minlength=n_vocab).astype(np.float64)
+    chances = 1.0 / (np.arange(n_vocab) + max(1.0, n_vocab / _FREQUENT))
+    counts += min(_MOST_PRIOR, _PRIOR_SHARE * counts.sum()) * chances / chances.sum()
+    counts[np.asarray(usual, dtype=np.int64)] += 1.0
+    counts[kept] = -1.0  # not once more
     order = np.argsort(-counts, kind="stable")
     return np.sort(np.concatenate([order[: size - len(kept)], kept])).astype(np.int32)
 

@@ -27,7 +27,7 @@ from edgeinfer.exporters.draft_head import write_draft_head
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import MOST_TAPS, check_target, fingerprint, read_head
+from edgeinfer.models.draft_head import MOST_TAPS, DraftHeadSpec, check_target, fingerprint, read_head
 from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
@@ -145,8 +145,9 @@ class _Distillation:
         self._target = TorchTarget(file, spec, workers.device)
         self._taps = taps_named(settings.taps, spec)
         self._sizes = HeadSizes.of(file, spec, settings.blocks, self._taps)
+        self._usual: Sequence[int] | TokenIds = ()  # tokens that the head which goes on can draft
         if settings.init:  # what does not fit is refused before answers are written
-            self._begin_with(DraftHead(self._sizes), settings.init)
+            self._usual = self._begin_with(DraftHead(self._sizes), settings.init).draft_vocab
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
         self._author: Author = NativeAuthor(run, settings.context, settings.max_tokens, None if on_gpu else self._taps)
@@ -179,7 +180,8 @@ class _Distillation:
             )
         agreed = self._check([text.tokens for text in held_texts])
         tokenizer = self._engine.tokenizer
-        vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, self._settings.draft_vocab, iter(tokenizer.stop_ids))
+        size, stops = self._settings.draft_vocab, iter(tokenizer.stop_ids)
+        vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, size, stops, self._usual)
         features = self._features([train, tasks], report), self._features([kept], report)
         trainer, head = self._trainer(*features, vocabulary)
         if not trainer.run(report):
@@ -350,12 +352,14 @@ class _Distillation:
         )
         return trainer, head
 
-    def _begin_with(self, head: DraftHead, path: Path) -> None:
+    def _begin_with(self, head: DraftHead, path: Path) -> DraftHeadSpec:
         """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""
         with ModelFile.open(path) as file:
-            check_target(read_head(file), path, self._file, self._spec)
+            spec = read_head(file)
+            check_target(spec, path, self._file, self._spec)
             try:
                 head.load_file(file)
+                return spec
             except UnsupportedModel as error:
                 raise UnsupportedModel(
                     f"--init {path} must have the sizes of the head that is wanted: {error}; name its --blocks and "

@@ -174,9 +174,18 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_of_answers_and_what_m
     assert draft_vocabulary(texts, 12, 4, iter([11])).tolist() == [3, 5, 7, 11]
     assert draft_vocabulary(texts, 12, 4, iter([3])).tolist() == [2, 3, 5, 7]
     assert draft_vocabulary(texts, 12, 12, iter([0])).tolist() == list(range(12))
+    assert draft_vocabulary(texts, 12, 4, iter([11]), np.array([2, 9, 10], np.int32)).tolist() == [2, 3, 5, 11]
+    assert draft_vocabulary(texts, 12, 5, iter([11]), [9, 2]).tolist() == [2, 3, 5, 7, 11]
+    assert draft_vocabulary(texts, 12, 6, iter([11]), [9]).tolist() == [2, 3, 5, 7, 9, 11]  # before others of no answer
     for size in (1, 13):
         with pytest.raises(InvalidArgument, match=f"must have more than 1 and at most 12 tokens: {size}"):
             draft_vocabulary(texts, 12, size, iter([11]))
+
+
+def test_a_rare_token_of_high_id_does_not_displace_what_any_text_has() -> None:
+    answers = np.concatenate([np.arange(300).repeat(60), np.array([4000, 4000, 4000, 3990])]).astype(np.int32)
+    vocabulary = draft_vocabulary([Text(answers, 0, True)], 4096, 320, iter([]))
+    assert vocabulary[:319].tolist() == [*range(319)] and vocabulary[319] == 4000
 
 
 # ---- features ------------------------------------------------------------------------------------------------------
