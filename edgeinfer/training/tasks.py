@@ -17,6 +17,7 @@ LONGEST_OVER_SHORTEST = 7  # of the material of a prompt
 MOST_ASKED = 240  # characters of a question that is asked of passages
 LEAST_TRANSLATED, MOST_TRANSLATED = 20, 200  # characters of a sentence
 LANGUAGES = ("German", "French", "Spanish", "Italian")
+TRANSLATE_BACK = "Translate that back to English."
 SUMMARISE = (
     "Summarize: {}",
     "Summarize the following text: {}",
@@ -51,7 +52,7 @@ class Written:
 
 def task_prompts(written: Sequence[Written], n: int, longest: int, seed: int) -> list[Prompt]:
     """At most n prompts, each once: a third summaries, a third questions about passages, a sixth translations of a
-    sentence, and a sixth questions with a second turn.
+    sentence and back, and a sixth questions with a second turn.
 
     written: answers that the target has ended, in an order that is always the same; without any there are no prompts.
     longest: characters of what is to be summarised, or to be answered from; what is drawn may exceed it by an answer.
@@ -87,7 +88,7 @@ class _Tasks:
         sentence = self._draw.choice(sentences).strip()
         if not LEAST_TRANSLATED <= len(sentence) <= MOST_TRANSLATED or "\n" in sentence:
             return None
-        return Prompt((f"Translate English to {self._draw.choice(LANGUAGES)}: {sentence}",))
+        return Prompt((f"Translate English to {self._draw.choice(LANGUAGES)}: {sentence}", TRANSLATE_BACK))
 
     def second_turn(self) -> Prompt:
         return Prompt((self._draw.choice(self._written).question, self._draw.choice(FOLLOW_UPS)))

@@ -9,12 +9,10 @@ WRITTEN = [Written(f"What is {n}?", f"It is the number {n}. Nobody knows more of
 
 
 def kind(prompt: Prompt) -> str:
+    text = prompt.turns[0]
     if len(prompt.turns) == 2:
-        return "second turn"
-    (text,) = prompt.turns
-    if "ummarize" in text:
-        return "summary"
-    return "translation" if text.startswith("Translate") else "passages"
+        return "translation" if text.startswith("Translate") else "second turn"
+    return "summary" if "ummarize" in text else "passages"
 
 
 def test_all_kinds_come_in_their_shares() -> None:
