@@ -246,8 +246,8 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                     variables.setdefault(name, set()).add(text)
                     assert f"env var: {text}" in " ".join(context.get_help().split())
                 monkeypatch.delenv(text)
-    assert set(variables) == {"chat", "generate", "bench", "distill"}
-    assert variables["bench"] == variables["distill"] == {"EDGEINFER_THREADS"}
+    assert set(variables) == {"chat", "generate", "bench", "distill", "evaluate"}
+    assert variables["bench"] == variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")
@@ -329,7 +329,7 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
     "arguments, message",
     [
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
-        (["run"], "No such command 'run'. There are chat, generate, inspect, bench, pack, export, devices, distill."),
+        (["run"], "No such command 'run'. There are chat, generate, inspect, bench, pack, export, devices, distill, "),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),
         (["inspect", "--model", "model.gguf"], "Name the file without it: edgeinfer inspect FILE"),
