@@ -89,8 +89,7 @@ class NativeAuthor:
         rows = [list(shared) for _ in prompts]
         for number, prompt in enumerate(prompts):
             own = prompt[n_shared:]
-            parents = [-1, *range(n_rows, n_rows + len(own) - 1)]
-            out = self._session.forward(own, parents, n_pending=n_rows, hidden=self._hidden)
+            out = self._pass(own, [-1, *range(n_rows, n_rows + len(own) - 1)], n_rows, logits="last")
             rows[number] += _features(out)
             n_rows += len(own)
             last[number] = n_rows - 1

@@ -171,8 +171,9 @@ class _Distillation:
         started = time.time()
         self._write_texts(prompts, held, report)
         train, tasks, kept = self._corpora()
-        n_tasks = len(tasks.all_texts())
-        texts, held_texts = train.all_texts() + tasks.all_texts(), kept.all_texts()
+        learnt = [train, tasks] if self._settings.tasks else [train]
+        n_tasks = len(tasks.all_texts()) if self._settings.tasks else 0
+        texts, held_texts = [text for corpus in learnt for text in corpus.all_texts()], kept.all_texts()
         if not texts or not any(text.n_answer > 2 for text in held_texts):
             raise InvalidArgument(
                 f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
@@ -182,7 +183,7 @@ class _Distillation:
         tokenizer = self._engine.tokenizer
         size, stops = self._settings.draft_vocab, iter(tokenizer.stop_ids)
         vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, size, stops, self._usual)
-        features = self._features([train, tasks], report), self._features([kept], report)
+        features = self._features(learnt, report), self._features([kept], report)
         trainer, head = self._trainer(*features, vocabulary)
         if not trainer.run(report):
             raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
