@@ -739,6 +739,8 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
         for (int chain = 0; chain < kDotsEach / kChain; chain++) {
 #pragma GCC unroll 8
             for (int i = 0; i < kChain; i++) {
+                // Or else GCC makes the same few products beforehand, and keeps them in memory.
+                if constexpr (kNarrowDots) __asm__ volatile("" : "+r"(a));
                 for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot(d[c], codes, a + 32 * c + 4 * i);
             }
             for (int c = 0; kNarrowDots && c < kColumnsAtOnce; c++) {
