@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -177,9 +177,9 @@ class ModelFile:
         self.paths = tuple(part.path for part in parts)
         self.n_bytes = sum(len(part.mapping) for part in parts)
         self.metadata: Mapping[str, MetadataValue] = MappingProxyType(parts[0].metadata)
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            {name: info for part in parts for name, info in part.tensors.items()}
-        )
+        self._tensors = {name: info for part in parts for name, info in part.tensors.items()}
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._tensors)
+        self._made: dict[str, Callable[[], NDArray[np.uint8]]] = {}
         self._mappings = [part.mapping for part in parts]
 
     @classmethod
@@ -193,14 +193,24 @@ class ModelFile:
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, (n_bytes,) read-only, without a copy. Raises KeyError; EdgeInferError once closed."""
+        if name in self._made:
+            return self._made[name]()
         info = self.tensors[name]
         return np.frombuffer(self._mapping(info.part), np.uint8, info.n_bytes, info.offset)
+
+    def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: Callable[[], NDArray[np.uint8]]) -> None:
+        """Add a tensor that the file lacks. make: gives its bytes, (n_bytes,), each time that they are read."""
+        n_bytes = math.prod(shape) // type.block_elements * type.block_bytes
+        self._tensors[name] = TensorInfo(name, shape, type, 0, n_bytes, 0)
+        self._made[name] = make
 
     def release(self, name: str, first: int = 0, last: int | None = None) -> None:
         """Let the system take back the memory that reading bytes first..last-1 of a tensor took.
 
         Reading them again is sound but slower.
         """
+        if name in self._made:
+            return
         info = self.tensors[name]
         stop = info.offset + (info.n_bytes if last is None else last)
         _release_pages(self._mapping(info.part), info.offset + first, stop)

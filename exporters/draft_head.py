@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,22 @@ from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import MATCHES, TARGET_LAYERS, fingerprint
+from edgeinfer.models.draft_head import MATCHES, OUTPUT_TYPE, TARGET_LAYERS, fingerprint
 
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HeadTypes:
+    """What matrices are stored in. ffn: those of the feed-forward networks, and the rows of the output matrix.  others:
+    those of the gate and of attention, which suffer more from few bits."""
+
+    ffn: GGMLType
+    others: GGMLType
+
+    def of(self, name: str) -> GGMLType:
+        """Of a matrix, by its name in a file or in torch."""
+        return self.ffn if "ffn_" in name else self.others
 
 
 def write_draft_head(
@@ -24,15 +38,15 @@ def write_draft_head(
     sizes: Mapping[str, int | float],
     weights: Mapping[str, Floats],
     draft_vocab: NDArray[np.int32],
-    type: GGMLType,
+    types: HeadTypes,
     taps: bool | tuple[int, ...] = True,
     matches: Sequence[float] = (),
 ) -> None:
-    """Write a head of kind "dgf" for this target; its matrices get the type, its norms are F32.
+    """Write a head of kind "dgf" for this target; its norms are F32.
 
-    sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name.
-    draft_vocab: (n_draft,) ascending ids of the target.  taps, matches: see
-    DraftHeadSpec.
+    sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
+    without the rows of the output matrix, which are made of the target's when the head is opened.  draft_vocab:
+    (n_draft,) ascending ids of the target.  taps, matches: see DraftHeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
     """
     keys: dict[str, str | int | float | list[int] | list[float]] = {
@@ -43,6 +57,7 @@ def write_draft_head(
         "draft-head.target.name": str(target.metadata.get("general.name") or target.path.stem),
         "draft-head.target.vocab_size": spec.n_vocab,
         "draft-head.target.fingerprint": fingerprint(target),
+        f"draft-head.{OUTPUT_TYPE}": types.ffn.name,
         **{f"draft-head.{key}": value for key, value in sizes.items()},
     }
     if not isinstance(taps, bool):
@@ -50,10 +65,10 @@ def write_draft_head(
     if matches:
         keys[f"draft-head.{MATCHES}"] = list(matches)
     ids = Tensor("draft_vocab", GGMLType.I32, draft_vocab.shape, lambda: [draft_vocab.astype("<i4").view(np.uint8)])
-    write_gguf(path, keys, [*(_tensor(name, values, type) for name, values in weights.items()), ids])
+    write_gguf(path, keys, [*(_tensor(name, values, types) for name, values in weights.items()), ids])
 
 
-def _tensor(name: str, values: Floats, type: GGMLType) -> Tensor:
-    stored = type if values.ndim == 2 else GGMLType.F32
+def _tensor(name: str, values: Floats, types: HeadTypes) -> Tensor:
+    stored = types.of(name) if values.ndim == 2 else GGMLType.F32
     data = quantize(stored, values)
     return Tensor(name, stored, values.shape, lambda: [data])

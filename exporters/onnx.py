@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import check_target, is_draft_head, read_head
+from edgeinfer.models.draft_head import is_draft_head, read_head
 
 Progress: TypeAlias = Callable[[float], None]
 
@@ -74,8 +75,8 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
             raise InvalidArgument(
                 f"{source.path} is a draft head, which needs its target's embeddings: name that model"
             )
-        head, of_target = read_head(source), read_spec(target)
-        check_target(head, source.path, target, of_target)
+        of_target = read_spec(target)
+        head = read_head_beside(source, target, of_target)
         if head.decoder.gate is not None and head.decoder.combine is not None:
             raise UnsupportedModel(
                 f"{source.path}: a head with taps is fed by rows that an ONNX file here does not give"

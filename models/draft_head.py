@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from edgeinfer.arrays import Array, Strings
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
+from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
 from edgeinfer.models.spec import CombineTensors, GateTensors, ModelSizes, ModelSpec, PairTensors
 
 ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
 KINDS = ("dgf",)  # dynamic gating fusion
 DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
-TARGET_LAYERS, MATCHES = "target_layers", "matches"
+TARGET_LAYERS, MATCHES, OUTPUT_TYPE = "target_layers", "matches", "output_type"
+OUTPUT_TYPES = (GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0)  # that rows of a target are rewritten in
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 MOST_TAPS = 16
 _MOST_DEPTHS = 64  # that matches are known of
@@ -56,6 +57,7 @@ class DraftHeadSpec:
     draft_vocab: (n_draft,) int32, ascending ids of the target's tokens, one for each row of logits.  taps: the target's
     rows that features are made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a
     drafted token was right where those before it were, on text that was not trained on; empty where that is not known.
+    output_type: what the target's rows for draft_vocab are to be rewritten in, where the file leaves them out.
     """
 
     target: Target
@@ -63,6 +65,7 @@ class DraftHeadSpec:
     draft_vocab: NDArray[np.int32]
     taps: bool | tuple[int, ...] = True
     matches: tuple[float, ...] = ()
+    output_type: GGMLType | None = None
 
     @property
     def share_right(self) -> float | None:
@@ -146,10 +149,23 @@ class _HeadReader(Reader):
                 self.refuse("embedding_length", f"must be a multiple of {_LANES} with {TARGET_LAYERS}: found {n_embd}")
             combine = CombineTensors("combine.weight", "combine_norm.weight", len(taps) * n_embd, n_normed=n_embd)
             decoder = replace(decoder, combine=combine)
-        self._check_tensors(decoder, {DRAFT_VOCAB})
+        output_type = self._output_type(common.n_embd)
+        self._check_tensors(replace(decoder, own_output=output_type is None), {DRAFT_VOCAB})
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
         target = Target(architecture, name, common.n_vocab, common.n_embd, found)
-        return DraftHeadSpec(target, decoder, draft_vocab, taps, self._matches())
+        return DraftHeadSpec(target, decoder, draft_vocab, taps, self._matches(), output_type)
+
+    def _output_type(self, n_embd: int) -> GGMLType | None:
+        """What the rows are made in that the file leaves out, None for a file that has them."""
+        found = self.file.metadata.get(self._key(OUTPUT_TYPE))
+        if found is None:
+            return None
+        types = {each.name: each for each in OUTPUT_TYPES}
+        if not isinstance(found, str) or found not in types:
+            self.refuse(OUTPUT_TYPE, f"must be {', '.join(types)}: found {found!r:.80}")
+        if n_embd % GGMLType.Q4_0.block_elements:
+            self.refuse("embedding_length", f"must be a multiple of 32 with {OUTPUT_TYPE}: found {n_embd}")
+        return types[found]
 
     def _matches(self) -> tuple[float, ...]:
         found = self.file.metadata.get(self._key(MATCHES), [])

@@ -30,6 +30,7 @@ using namespace nb::literals;
 namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -116,6 +117,19 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_t
     }
     nb::gil_scoped_release release;
     decoder.pack_rows(role, layer, first_row, static_cast<int>(n_rows), of, source.data(), scale);
+}
+
+// Rows of n_in weights in another type, both as GGUF stores them.
+void rewrite_rows(int ggml_type, Bytes source, int n_in, int as, WritableBytes out) {
+    if (n_in < 1 || n_in % 32) throw nb::value_error("n_in must be a multiple of 32");
+    const Format of = format_of(ggml_type, n_in), wanted = format_of(as, n_in);
+    if (of == Format::I2_S || !can_write(wanted)) throw nb::value_error("rows of this type cannot be had in that one");
+    const size_t row_bytes = matrix_source_bytes(ggml_type, 1, n_in), n_rows = source.size() / row_bytes;
+    if (source.size() % row_bytes || out.size() != n_rows * matrix_source_bytes(as, 1, n_in)) {
+        throw nb::value_error("source must be whole rows, and out have room for as many");
+    }
+    nb::gil_scoped_release release;
+    write_rows(of, source.data(), n_rows, n_in, wanted, out.data());
 }
 
 void set_vector(Decoder& decoder, Role role, int layer, Floats source) {
@@ -437,6 +451,8 @@ NB_MODULE(_core, m) {
         "ggml_type"_a, "source"_a,
         "Whether no code of some rows of a TQ1_0, TQ2_0 or I2_S matrix is 3, which stands for no trit.");
 
+    m.def("rewrite_rows", &rewrite_rows, "ggml_type"_a, "source"_a, "n_in"_a, "as_type"_a, "out"_a,
+          "Write rows of one GGUF type into out as F16, Q8_0 or Q4_0, the latter with the best of some scales.");
     m.def(
         "measure_limits",
         [](const std::string& isa, int n_threads, int n_rounds) {

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 #include "float16.h"
@@ -360,12 +362,17 @@ void dequantize_ternary(const TernaryBlock& layout, const uint8_t* block, int n_
     }
 }
 
-// 32 weights as d * (code - 8), as ggml rounds: d takes the largest one to -8, which has no counterpart.
-void round_to_q4_0(const float* weights, uint8_t* block) {
-    float largest = 0.0f;
-    for (int i = 0; i < 32; i++) {
+float largest_of(const float* weights) {
+    float largest = weights[0];
+    for (int i = 1; i < 32; i++) {
         if (std::abs(weights[i]) > std::abs(largest)) largest = weights[i];
     }
+    return largest;
+}
+
+// 32 weights as d * (code - 8), as ggml rounds: d takes the largest one to -8, which has no counterpart.
+void round_to_q4_0(const float* weights, uint8_t* block) {
+    const float largest = largest_of(weights);
     const float each = largest / -8.0f, inverse = each ? 1.0f / each : 0.0f;
     const uint16_t d = f32_to_f16(each);
     const auto code = [&](int i) {
@@ -374,6 +381,48 @@ void round_to_q4_0(const float* weights, uint8_t* block) {
     };
     std::memcpy(block, &d, sizeof d);
     for (int i = 0; i < 16; i++) block[2 + i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
+}
+
+// 32 weights as codes times each, with the least and the most that a code can be; gives the squared error.
+float fit_codes(const float* weights, float each, float least, float most, float* codes) {
+    constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to even
+    const float divisor = each != 0.0f ? each : std::numeric_limits<float>::infinity();
+    float errors[8] = {};
+    for (int first = 0; first < 32; first += 8) {
+        for (int i = 0; i < 8; i++) {
+            const float weight = weights[first + i], code = std::min(most, std::max(least, weight / divisor));
+            const float whole = (code + kToInteger) - kToInteger, error = whole * each - weight;
+            codes[first + i] = whole;
+            errors[i] += error * error;
+        }
+    }
+    return std::accumulate(errors, errors + 8, 0.0f);
+}
+
+// The same as above with that one of some scales that has the smallest squared error, in more than ten times as long.
+void fit_q4_0(const float* weights, uint8_t* block) {
+    const float largest = largest_of(weights) / -8.0f;
+    float codes[32], best[32] = {}, least = std::numeric_limits<float>::infinity();
+    uint16_t d = 0;
+    for (int step = 0; step < 13; step++) {
+        const uint16_t tried = f32_to_f16(largest * static_cast<float>(0.82 + 0.02 * step));
+        const float error = fit_codes(weights, f16_to_f32(tried), -8.0f, 7.0f, codes);
+        if (error < least) {
+            least = error, d = tried;
+            std::memcpy(best, codes, sizeof best);
+        }
+    }
+    const auto code = [&](int i) { return static_cast<int>(best[i]) + 8; };
+    std::memcpy(block, &d, sizeof d);
+    for (int i = 0; i < 16; i++) block[2 + i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
+}
+
+void fit_q8_0(const float* weights, uint8_t* block) {
+    const uint16_t d = f32_to_f16(std::abs(largest_of(weights)) / 127.0f);
+    float codes[32];
+    fit_codes(weights, f16_to_f32(d), -127.0f, 127.0f, codes);
+    std::memcpy(block, &d, sizeof d);
+    for (int i = 0; i < 32; i++) block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(codes[i]));
 }
 
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
@@ -478,6 +527,27 @@ void pack_group(Format of, Format as, const uint8_t* source, float scale, int n_
             row = blocks.data();
         }
         pack_row(rounded ? as : of, as, row, n_in, r, group);
+    }
+}
+
+bool can_write(Format as) { return as == Format::F16 || as == Format::Q8_0 || as == Format::Q4_0; }
+
+void write_rows(Format of, const uint8_t* source, size_t n_rows, int n_in, Format as, uint8_t* out) {
+    std::vector<float> weights(static_cast<size_t>(n_in));
+    for (size_t r = 0; r < n_rows; r++) {
+        dequantize_row(of, source + r * row_bytes(of, n_in), n_in, weights.data());
+        for (int k = 0; k < n_in; k += 32, out += row_bytes(as, 32)) {
+            if (as == Format::Q4_0) {
+                fit_q4_0(weights.data() + k, out);
+            } else if (as == Format::Q8_0) {
+                fit_q8_0(weights.data() + k, out);
+            } else {
+                for (int i = 0; i < 32; i++) {
+                    const uint16_t half = f32_to_f16(weights[static_cast<size_t>(k + i)]);
+                    std::memcpy(out + 2 * i, &half, sizeof half);
+                }
+            }
+        }
     }
 }
 

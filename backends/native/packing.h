@@ -22,6 +22,13 @@ size_t packed_group_bytes(Format format, int n_in);
 // Packs row group g of a matrix that lies at source as GGUF stores it, row by row, into group. scale: of I2_S.
 void pack_group(Format of, Format as, const uint8_t* source, float scale, int n_out, int n_in, int g, uint8_t* group);
 
+// Whether rows can be written in a format.
+bool can_write(Format as);
+
+// Rows of a matrix (not I2_S) in another format, both as GGUF stores them; n_in must be a multiple of 32. Q4_0 has the
+// scales with the smallest squared errors.
+void write_rows(Format of, const uint8_t* source, size_t n_rows, int n_in, Format as, uint8_t* out);
+
 // Whether no code of some rows of a ternary matrix is 3, which stands for no trit.
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes);
 

@@ -104,6 +104,11 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     "--type", type=click.Choice(["f16", "q8_0", "q4_0"]), default="q8_0", show_default=True, help="Of matrices."
 )
 @click.option(
+    "--gate-type",
+    type=click.Choice(["f16", "q8_0", "q4_0"]),
+    help="Of those of gate and attention, which suffer more from few bits.  [default: as --type]",
+)
+@click.option(
     "--author",
     type=click.Choice(["auto", "native", "torch"]),
     default="auto",

@@ -12,6 +12,7 @@ import numpy as np
 
 from edgeinfer import devices
 from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
 from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.drafters.chains import Chains
@@ -25,7 +26,7 @@ from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError,
 from edgeinfer.gguf import ModelFile
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import DraftHeadSpec, check_target, fingerprint, is_draft_head, read_head
+from edgeinfer.models.draft_head import DraftHeadSpec, fingerprint, is_draft_head
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
 from edgeinfer.speculation.pipeline import Placed, Speculator
 from edgeinfer.speculation.placement import Draft, DraftDevice, Levels, candidates, open_on
@@ -223,8 +224,7 @@ def _plan_file(
     left -= planned.n_bytes
     spec: ModelSpec | DraftHeadSpec
     if is_draft_head(file):
-        spec = read_head(file)
-        check_target(spec, file.path, target, read_spec(target))
+        spec = read_head_beside(file, target, read_spec(target))
         own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
         n_rows = 0 if spec.decoder.combine is None else spec.decoder.combine.n_rows
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)

@@ -23,7 +23,7 @@ from edgeinfer import devices, engine
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
-from edgeinfer.exporters.draft_head import write_draft_head
+from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, read_spec
@@ -80,6 +80,7 @@ class Settings:
     evaluate_every: int
     seed: int
     type: str
+    gate_type: str | None = None
     taps: str = "none"
     optimizer: OptimizerName = "muon"
     rounds: int = 0
@@ -307,7 +308,7 @@ class _Distillation:
         unit = float(np.sqrt(np.mean(np.square(features_of(first.float()).cpu().numpy()))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
         output = self._target.output[ids]
-        stored = rounded(output, self._type)
+        stored = rounded(output, self._types.ffn)
         objective = Objective(head, self._target.embedding, output, unit, weights, features_of, stored)
         draft_ids = np.full(self._spec.n_vocab, -1, dtype=np.int64)
         draft_ids[vocabulary] = np.arange(len(vocabulary))
@@ -324,9 +325,9 @@ class _Distillation:
             settings.rounds,
             settings.steps_from,
             settings.rounded_from,
-            self._type,
+            self._types,
         )
-        names = "draft_vocab blocks epochs rounds steps steps_from rounded_from type batch_tokens optimizer"
+        names = "draft_vocab blocks epochs rounds steps steps_from rounded_from type gate_type batch_tokens optimizer"
         names += " learning_rate warm_up feature_weight token_weight decay noise evaluate_every seed"
         wanted = {name: getattr(settings, name) for name in names.split()}
         wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
@@ -370,15 +371,17 @@ class _Distillation:
     def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
         """The weights, which the head then has as the file will, so that the report is on what is written."""
         tensors = head.tensors()
+        types = self._types
         stored = {
-            name: _rounded(values, self._type) if values.ndim == 2 else values for name, values in tensors.items()
+            name: _rounded(values, types.of(name)) if values.ndim == 2 else values for name, values in tensors.items()
         }
         head.load_tensors(stored)
         return tensors
 
     @property
-    def _type(self) -> GGMLType:
-        return GGMLType[self._settings.type.upper()]
+    def _types(self) -> HeadTypes:
+        ffn, others = self._settings.type, self._settings.gate_type or self._settings.type
+        return HeadTypes(GGMLType[ffn.upper()], GGMLType[others.upper()])
 
     # ---- The report and the file -------------------------------------------------------------------------------------
 
@@ -398,24 +401,22 @@ class _Distillation:
     ) -> dict[str, Any]:
         """Matches by depth and tokens a step for trees, on the texts that are held out."""
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
-        replay = Replay(head, self._target.embedding, rounded(self._target.output[ids], self._type), ids)
+        replay = Replay(head, self._target.embedding, rounded(self._target.output[ids], self._types.ffn), ids)
         return judged(held, replay, trainer.match_counts(DEPTHS), report).report()
 
     def _write(
         self, tensors: dict[str, NDArray[np.float32]], vocabulary: NDArray[np.int32], summary: dict[str, Any]
     ) -> None:
         if self._workers.rank == 0:
-            output = self._target.output[torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)]
-            weights = tensors | {"output.weight": output.cpu().numpy()}
             sizes = self._sizes.keys()
             write_draft_head(
                 self._out,
                 self._file,
                 self._spec,
                 sizes,
-                weights,
+                tensors,
                 vocabulary,
-                self._type,
+                self._types,
                 self._taps,
                 summary["match_by_depth"],
             )

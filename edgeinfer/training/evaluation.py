@@ -14,11 +14,12 @@ import torch
 
 from edgeinfer import engine
 from edgeinfer.backends.dequantize import dequantize
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec, check_target, read_head
+from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
 from edgeinfer.training.author import NativeAuthor, tree_rows
 from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Corpus, Mix, Report, Text
@@ -94,8 +95,7 @@ class _Judge:
 
     def __init__(self, target: ModelFile, file: ModelFile) -> None:
         self.spec: ModelSpec = read_spec(target)
-        self.head: DraftHeadSpec = read_head(file)
-        check_target(self.head, file.path, target, self.spec)
+        self.head: DraftHeadSpec = read_head_beside(file, target, self.spec)
         if file.metadata.get("general.architecture") != ARCHITECTURE:
             raise UnsupportedModel(
                 f"{file.path} must be a head of the form {ARCHITECTURE!r} to be judged: found "

@@ -20,6 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.exporters.draft_head import HeadTypes
 from edgeinfer.gguf import GGMLType
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report, write_whole
@@ -38,7 +39,7 @@ class Schedule:
 
     n_rounds: epochs behind the others in which it learns behind its own drafts too.  steps_from: share of the training
     before which it has one step only: until the first is often right, the others teach little and take their time.
-    rounded_from: share of the training before which its matrices are not rounded to `type`.
+    rounded_from: share of the training before which its matrices are not rounded to `types`.
     """
 
     n_epochs: int
@@ -51,7 +52,7 @@ class Schedule:
     n_rounds: int = 0
     steps_from: float = 0.0
     rounded_from: float = 1.0
-    type: GGMLType = GGMLType.F16
+    types: HeadTypes = HeadTypes(GGMLType.F16, GGMLType.F16)  # noqa: RUF009
 
     @property
     def n_in_all(self) -> int:
@@ -226,14 +227,14 @@ class Trainer:
         if done < self._schedule.rounded_from:
             yield
             return
-        matrices = [each for each in self._objective.head.parameters() if each.ndim == 2]
-        kept = [each.data for each in matrices]
-        for each in matrices:
-            each.data = rounded(each.data, self._schedule.type)
+        matrices = {name: each for name, each in self._objective.head.named_parameters() if each.ndim == 2}
+        kept = [each.data for each in matrices.values()]
+        for name, each in matrices.items():
+            each.data = rounded(each.data, self._schedule.types.of(name))
         try:
             yield
         finally:
-            for each, values in zip(matrices, kept, strict=True):
+            for each, values in zip(matrices.values(), kept, strict=True):
                 each.data = values
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------

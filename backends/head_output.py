@@ -1,0 +1,43 @@
+"""The output matrix of draft heads whose files leave it out: some of their target's rows, in fewer bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.native import _core
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models import ModelSpec
+from edgeinfer.models.draft_head import DraftHeadSpec, check_target, read_head
+
+_AT_ONCE = 256  # rows that are gathered before they are rewritten
+
+
+def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> DraftHeadSpec:
+    """Spec of a head, once it is known to be one for this target, whose rows its file then has while both are open.
+
+    Raises UnsupportedModel.
+    """
+    spec = read_head(head)
+    check_target(spec, head.path, target, of_target)
+    if spec.output_type is not None:
+        if target.tensors[of_target.output].type == GGMLType.I2_S:
+            raise UnsupportedModel(f"{target.path}: its output matrix is I2_S, of which {head.path} cannot take rows")
+        make = partial(_rows, target, of_target.output, spec.draft_vocab, spec.output_type)
+        head.define(spec.decoder.output, spec.output_type, (len(spec.draft_vocab), of_target.n_embd), make)
+    return spec
+
+
+def _rows(target: ModelFile, name: str, ids: NDArray[np.int32], type: GGMLType) -> NDArray[np.uint8]:
+    """Rows of a matrix of the target as that type, (n_bytes,)."""
+    info = target.tensors[name]
+    n_in = info.shape[1]
+    rows = target.data(name).reshape(info.shape[0], -1)
+    found = np.empty((len(ids), n_in // type.block_elements * type.block_bytes), dtype=np.uint8)
+    for first in range(0, len(ids), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        _core.rewrite_rows(int(info.type), rows[ids[part]].reshape(-1), n_in, int(type), found[part].reshape(-1))
+    return found.reshape(-1)
