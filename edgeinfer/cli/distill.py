@@ -48,6 +48,12 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     show_default=True,
     help="More prompts, built of the answers: summaries, questions about passages, translations, second turns.",
 )
+@click.option(
+    "--texts-of",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    multiple=True,
+    help="The --work folder of another run, whose answers are trained on too. Once for each.",
+)
 @click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Of first answers, not sampled.")
 @click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of those that are sampled.")
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")

@@ -25,6 +25,8 @@ from edgeinfer.training.prompts import Prompt
 from edgeinfer.types import TokenIds
 
 Part = Literal["train", "tasks", "held"]
+LEARNT: tuple[Part, ...] = ("train", "tasks")
+SETTINGS = "texts.json"  # in the folder: what its texts were made with
 # Of the draft vocabulary: how many tokens any text stands for, at most and as a share of those of the answers, and the
 # part of a vocabulary, one in so many, of tokens so frequent that their order tells little.
 _MOST_PRIOR, _PRIOR_SHARE, _FREQUENT = 50_000, 0.2, 160
@@ -178,6 +180,31 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
                 f"{path.parent} was made with {key} = {found.get(key)!r:.80}, wanted is {settings.get(key)!r:.80}: "
                 "name another folder (--work), or the same settings"
             )
+
+
+def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Text]) -> list[Corpus]:
+    """What another run wrote in its folder to train on, if that target wrote it and none of it is held out now.
+
+    target: its fingerprint.  context: tokens that a text may have. Raises InvalidArgument.
+    """
+    path = folder / SETTINGS
+    found = json.loads(path.read_text()) if path.exists() else {}
+    corpora = [corpus for part in LEARNT if (corpus := Corpus(folder, part)).n_shards]
+    author = found.get("target")
+    if not corpora or author != target:
+        others = f"those of the target {author!r:.17}" if corpora else "none"
+        raise InvalidArgument(
+            f"--texts-of {folder} must have texts that the target {target:.16} wrote: found {others}; name the --work "
+            "folder of another run of distill"
+        )
+    if found["context"] > context:
+        raise InvalidArgument(
+            f"--texts-of {folder} has texts of up to {found['context']} tokens: --context is {context}"
+        )
+    asked = {text.tokens[: text.n_prompt].tobytes() for text in held}
+    if any(text.tokens[: text.n_prompt].tobytes() in asked for corpus in corpora for text in corpus.all_texts()):
+        raise InvalidArgument(f"--texts-of {folder} has answers to prompts that are held out: it cannot be trained on")
+    return corpora
 
 
 def write_whole(path: Path, data: bytes) -> None:

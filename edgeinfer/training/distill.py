@@ -32,7 +32,18 @@ from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
-from edgeinfer.training.corpus import Author, Corpus, Mix, Report, Text, check_settings, draft_vocabulary, write_whole
+from edgeinfer.training.corpus import (
+    SETTINGS,
+    Author,
+    Corpus,
+    Mix,
+    Report,
+    Text,
+    check_settings,
+    draft_vocabulary,
+    earlier_corpora,
+    write_whole,
+)
 from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
@@ -92,6 +103,12 @@ class Settings:
     device: str = "auto"
     disk_bytes: int = 20 << 30
     n_threads: int | None = None
+    texts_of: tuple[Path, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """They as JSON, without where files lie."""
+        names = {"init": self.init and self.init.name, "texts_of": [folder.name for folder in self.texts_of]}
+        return asdict(self) | names
 
 
 def distill(
@@ -172,9 +189,11 @@ class _Distillation:
         started = time.time()
         self._write_texts(prompts, held, report)
         train, tasks, kept = self._corpora()
+        held_texts, mark = kept.all_texts(), fingerprint(self._file)
         learnt = [train, tasks] if self._settings.tasks else [train]
-        n_tasks = len(tasks.all_texts()) if self._settings.tasks else 0
-        texts, held_texts = [text for corpus in learnt for text in corpus.all_texts()], kept.all_texts()
+        for folder in self._settings.texts_of:
+            learnt += earlier_corpora(folder, mark, self._settings.context, held_texts)
+        texts = [text for corpus in learnt for text in corpus.all_texts()]
         if not texts or not any(text.n_answer > 2 for text in held_texts):
             raise InvalidArgument(
                 f"there must be answers to train on and answers to hold out: found {len(texts)} and {len(held_texts)} "
@@ -190,12 +209,12 @@ class _Distillation:
             raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
         tensors = self._rounded_as_stored(head)
         summary = {
-            "target": {"name": self._engine.name, "fingerprint": fingerprint(self._file)},
-            "settings": asdict(self._settings) | {"init": self._settings.init and self._settings.init.name},
+            "target": {"name": self._engine.name, "fingerprint": mark},
+            "settings": self._settings.facts(),
             "prompts": prompts.name,
             "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
             "texts": len(texts),
-            "texts_of_tasks": n_tasks,
+            "texts_of_tasks": sum(len(corpus.all_texts()) for corpus in learnt if corpus.part == "tasks"),
             "answer_tokens": sum(text.n_answer for text in texts),
             "torch_against_native": asdict(agreed),
             "head_parameters": sum(values.size for values in tensors.values()),
@@ -232,7 +251,7 @@ class _Distillation:
             },
         }
         if self._workers.rank == 0:
-            check_settings(self._work / "texts.json", wanted)
+            check_settings(self._work / SETTINGS, wanted)
         self._workers.wait()
         if isinstance(self._author, BatchAuthor):
             turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])

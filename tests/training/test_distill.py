@@ -107,6 +107,44 @@ def test_training_goes_on_from_a_head(given: Path, work: Path, tmp_path: Path) -
     assert not (tmp_path / "b").exists()
 
 
+def test_answers_of_another_run_are_trained_on_too(given: Path, work: Path, tmp_path: Path) -> None:
+    options = ["--work", tmp_path / "b", "--seed", "2", "--tasks", "0", "--epochs", "1", "--rounds", "0", "--json"]
+    (tmp_path / "some.jsonl").write_text("\n".join((given / "p.jsonl").read_text().splitlines()[:30]))
+    held = ["--work", tmp_path / "a", "--held-out", tmp_path / "some.jsonl"]
+    result = run(given, tmp_path / "b.gguf", *options, *held, "--texts-of", work)
+    assert result.exit_code == 2 and f"--texts-of {work} has answers to prompts that are held out" in result.stderr
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "what else"}))
+    options += ["--held-out", tmp_path / "held.jsonl"]
+    alone, both = (run(given, tmp_path / "b.gguf", *options, *more) for more in ([], ["--texts-of", work]))
+    assert alone.exit_code == 0 and both.exit_code == 2 and "was made with texts = " in both.stderr
+    (tmp_path / "b" / "checkpoint.pt").unlink()
+    both = run(given, tmp_path / "b.gguf", *options, "--texts-of", work)
+    assert both.exit_code == 0, both.output
+    report, first = json.loads(both.stdout), json.loads((given / "first.json").read_text())
+    assert report["settings"]["texts_of"] == ["work"] and report["texts_of_tasks"] == first["texts_of_tasks"]
+    for count in ("texts", "answer_tokens"):
+        assert report[count] == json.loads(alone.stdout)[count] + first[count]
+
+
+def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp_path: Path) -> None:
+    options = ["--work", fresh(work, tmp_path / "work"), "--texts-of"]
+    (tmp_path / "empty").mkdir()
+    result = run(given, tmp_path / "h.gguf", *options, tmp_path / "empty")
+    assert (
+        result.exit_code == 2 and "must have texts that the target" in result.stderr and "found none" in result.stderr
+    )
+    other = fresh(work, tmp_path / "other")
+    facts = json.loads((other / "texts.json").read_text())
+    (other / "texts.json").unlink()
+    for key, value, words in [
+        ("target", "0123456789abcdef0123", "found those of the target '0123456789abcdef"),
+        ("context", 97, "has texts of up to 97 tokens: --context is 96"),
+    ]:
+        (other / "texts.json").write_text(json.dumps(facts | {key: value}))
+        result = run(given, tmp_path / "h.gguf", *options, other)
+        assert result.exit_code == 2 and words in result.stderr, result.output
+
+
 def test_the_file_is_as_documented(given: Path, work: Path) -> None:
     with ModelFile.open(given / "first.gguf") as head, ModelFile.open(given / "m.gguf") as target:
         keys = {key.removeprefix("draft-head."): value for key, value in head.metadata.items()}
