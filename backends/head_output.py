@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -37,7 +38,11 @@ def _rows(target: ModelFile, name: str, ids: NDArray[np.int32], type: GGMLType) 
     n_in = info.shape[1]
     rows = target.data(name).reshape(info.shape[0], -1)
     found = np.empty((len(ids), n_in // type.block_elements * type.block_bytes), dtype=np.uint8)
-    for first in range(0, len(ids), _AT_ONCE):
+
+    def rewrite(first: int) -> None:
         part = slice(first, first + _AT_ONCE)
         _core.rewrite_rows(int(info.type), rows[ids[part]].reshape(-1), n_in, int(type), found[part].reshape(-1))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(rewrite, range(0, len(ids), _AT_ONCE)))
     return found.reshape(-1)
