@@ -156,9 +156,9 @@ class _HeadReader(Reader):
         return DraftHeadSpec(target, decoder, draft_vocab, taps, self._matches(), output_type)
 
     def _output_type(self, n_embd: int) -> GGMLType | None:
-        """What the rows are made in that the file leaves out, None for a file that has them."""
+        """What the rows are made in that the file leaves out, None for a file that has them, or was given them."""
         found = self.file.metadata.get(self._key(OUTPUT_TYPE))
-        if found is None:
+        if found is None or self._output() in self.file.tensors:
             return None
         types = {each.name: each for each in OUTPUT_TYPES}
         if not isinstance(found, str) or found not in types:

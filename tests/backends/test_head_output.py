@@ -106,8 +106,10 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
 def test_rows_are_made_only_while_the_target_is_open(target: Path) -> None:
     with ModelFile.open(without_output(target, GGMLType.Q4_0)) as head:
         with ModelFile.open(target) as model:
-            read_head_beside(head, model, read_spec(model))
+            spec = read_head_beside(head, model, read_spec(model))
             assert len(head.data("output.weight")) == head.tensors["output.weight"].n_bytes
+            again = read_head_beside(head, model, read_spec(model))
+            assert spec.output_type == GGMLType.Q4_0 and again.output_type is None and again.decoder == spec.decoder
         with pytest.raises(EdgeInferError, match="this model file is closed"):
             head.data("output.weight")
 

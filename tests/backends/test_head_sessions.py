@@ -101,6 +101,21 @@ def test_embeddings_are_scaled_as_the_target_does(tmp_path: Path, kind: Kind) ->
     assert difference(ours, theirs) < 1e-3
 
 
+@pytest.mark.parametrize("tensor_type", ["F16", "Q8_0"])
+def test_a_head_takes_the_rows_that_its_file_leaves_out_from_its_target(
+    kind: Kind, tensor_type: str, tmp_path: Path
+) -> None:
+    target = write_tiny_model(tmp_path / "tiny.gguf", "llama", "F16", n_embd=256)
+    stored = write_tiny_head(tmp_path / "stored.gguf", target, tensor_type=tensor_type)
+    keys = {"draft-head.output_type": tensor_type}
+    left_out = write_tiny_head(tmp_path / "h.gguf", target, tensor_type=tensor_type, metadata=keys, leave_out="output")
+    tokens, features = rows(5)
+    ours, theirs = (
+        open_head(head, target, kind).forward(tokens, features, logits="all").logits for head in (left_out, stored)
+    )
+    assert difference(ours, theirs) < (1e-5 if tensor_type == "F16" else 5e-3)  # the gguf package rounds otherwise
+
+
 @pytest.mark.parametrize("cuts", [[13], [1, 12], [1, 1, 3, 8]])
 def test_a_tree_grown_level_by_level_equals_its_branches_alone(heads: Heads, cuts: list[int]) -> None:
     tokens, features = rows(20 + len(TREE))

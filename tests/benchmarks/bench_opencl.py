@@ -25,6 +25,7 @@ import numpy as np
 from machine import machine
 
 from edgeinfer.backends.base import Session
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.opencl import (
     OpenCLBackend,
@@ -41,7 +42,6 @@ from edgeinfer.drafters.head import USUAL_WIDTH
 from edgeinfer.engine import default_model
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8, 16)
@@ -149,7 +149,9 @@ def measure(model: str, head: str | None, device_index: int | None, rounds: int)
             session.close()
         if head is not None:
             with ModelFile.open(head) as of_head:
-                decoder, heads = read_head(of_head).decoder, OpenCLHeadBackend(info, file, read_spec(file))
+                of_target = read_spec(file)
+                decoder = read_head_beside(of_head, file, of_target).decoder
+                heads = OpenCLHeadBackend(info, file, of_target)
                 opened = heads.load(of_head, decoder, heads.plan(of_head, decoder, 256), Device(1))
             result["opencl_head_drafted"] = drafted_levels(opened, rounds)
             opened.close()

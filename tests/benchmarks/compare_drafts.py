@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
 from edgeinfer.backends.base import Backend
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, plan_head
 from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import read_head
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import Device
 
@@ -64,7 +64,7 @@ def compared_heads(
 ) -> dict[str, float]:
     """A head on the native engine and by the backend `others`, on the features that the target gives for the texts."""
     with ModelFile.open(path) as head:
-        spec = read_head(head).decoder
+        spec = read_head_beside(head, file, read_spec(file)).decoder
         native = NativeHead(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE)
         other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE)
     rows: list[list[Logits]] = [[], []]

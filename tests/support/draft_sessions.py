@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Backend, HeadSession, Session
+from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
@@ -54,7 +54,7 @@ def head_backend_of(kind: Kind, target: ModelFile) -> Any:
 def open_head(head: Path, target: Path, kind: Kind, n_batch: int = 64) -> HeadSession:
     """A session of a head, both of whose files are closed."""
     with ModelFile.open(head) as file, ModelFile.open(target) as model:
-        backend, spec = head_backend_of(kind, model), read_head(file).decoder
+        backend, spec = head_backend_of(kind, model), read_head_beside(file, model, read_spec(model)).decoder
         session: HeadSession = backend.load(file, spec, backend.plan(file, spec, 256, n_batch), Device(1))
         return session
 
