@@ -281,7 +281,7 @@ def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, t
     assert type(drafter_of(engine)) is HeadDrafter and notes == []
 
 
-@pytest.mark.parametrize("kind", ["model", "head", "head with taps", "EAGLE-3 head"])
+@pytest.mark.parametrize("kind", ["model", "head", "head without rows", "head with taps", "EAGLE-3 head"])
 @pytest.mark.parametrize("library, fixture", [("ONNX Runtime", "onnx_provider"), ("OpenCL", "opencl_device")])
 def test_drafts_come_from_a_library_whose_device_is_named(
     library, fixture, open_engine, model, expected, tmp_path, kind, request
@@ -292,6 +292,9 @@ def test_drafts_come_from_a_library_whose_device_is_named(
     path = {
         "model": lambda: model,
         "head": lambda: write_tiny_head(tmp_path / "head.gguf", model),
+        "head without rows": lambda: write_tiny_head(
+            tmp_path / "head.gguf", model, metadata={"draft-head.output_type": "Q4_0"}, leave_out="output"
+        ),
         "head with taps": lambda: write_tiny_head(tmp_path / "head.gguf", model, taps=(0, 1)),
         "EAGLE-3 head": lambda: write_tiny_eagle3(tmp_path / "head.gguf", model),
     }[kind]()
