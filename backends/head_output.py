@@ -32,17 +32,20 @@ def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -
     return spec
 
 
-def _rows(target: ModelFile, name: str, ids: NDArray[np.int32], type: GGMLType) -> NDArray[np.uint8]:
-    """Rows of a matrix of the target as that type, (n_bytes,)."""
+def _rows(
+    target: ModelFile, name: str, ids: NDArray[np.int32], type: GGMLType, first: int, last: int
+) -> NDArray[np.uint8]:
+    """Rows ids (n,) of a matrix of the target as that type; of these, bytes first..last-1, which are whole rows."""
     info = target.tensors[name]
     n_in = info.shape[1]
-    rows = target.data(name).reshape(info.shape[0], -1)
-    found = np.empty((len(ids), n_in // type.block_elements * type.block_bytes), dtype=np.uint8)
+    row_bytes = n_in // type.block_elements * type.block_bytes
+    rows, wanted = target.data(name).reshape(info.shape[0], -1), ids[first // row_bytes : last // row_bytes]
+    found = np.empty((len(wanted), row_bytes), dtype=np.uint8)
 
-    def rewrite(first: int) -> None:
-        part = slice(first, first + _AT_ONCE)
-        _core.rewrite_rows(int(info.type), rows[ids[part]].reshape(-1), n_in, int(type), found[part].reshape(-1))
+    def rewrite(at: int) -> None:
+        part = slice(at, at + _AT_ONCE)
+        _core.rewrite_rows(int(info.type), rows[wanted[part]].reshape(-1), n_in, int(type), found[part].reshape(-1))
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(rewrite, range(0, len(ids), _AT_ONCE)))
+        list(pool.map(rewrite, range(0, len(wanted), _AT_ONCE)))
     return found.reshape(-1)

@@ -164,6 +164,9 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
+MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first..last-1, whole rows
+
+
 class ModelFile:
     """A GGUF model, whether in one file or split into several; a context manager.
 
@@ -179,7 +182,7 @@ class ModelFile:
         self.metadata: Mapping[str, MetadataValue] = MappingProxyType(parts[0].metadata)
         self._tensors = {name: info for part in parts for name, info in part.tensors.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._tensors)
-        self._made: dict[str, Callable[[], NDArray[np.uint8]]] = {}
+        self._made: dict[str, MakeBytes] = {}
         self._mappings = [part.mapping for part in parts]
 
     @classmethod
@@ -191,18 +194,26 @@ class ModelFile:
         path = Path(path)
         return cls(path, _read_all_parts(path, _read_part(path)))
 
-    def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, (n_bytes,) read-only, without a copy. Raises KeyError; EdgeInferError once closed."""
-        if name in self._made:
-            return self._made[name]()
-        info = self.tensors[name]
-        return np.frombuffer(self._mapping(info.part), np.uint8, info.n_bytes, info.offset)
+    def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+        """Bytes first..last-1 of a tensor, (n_bytes,) read-only and not copied, unless they are made: see define.
 
-    def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: Callable[[], NDArray[np.uint8]]) -> None:
-        """Add a tensor that the file lacks. make: gives its bytes, (n_bytes,), each time that they are read."""
+        Raises KeyError; EdgeInferError once closed.
+        """
+        info = self.tensors[name]
+        last = info.n_bytes if last is None else last
+        if name in self._made:
+            return self._made[name](first, last)
+        return np.frombuffer(self._mapping(info.part), np.uint8, last - first, info.offset + first)
+
+    def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: MakeBytes) -> None:
+        """Add a tensor that the file lacks. make: called with the bytes first and last each time that some are read."""
         n_bytes = math.prod(shape) // type.block_elements * type.block_bytes
         self._tensors[name] = TensorInfo(name, shape, type, 0, n_bytes, 0)
         self._made[name] = make
+
+    def makes(self, name: str) -> bool:
+        """Whether a tensor was added by define: what is read of it takes memory of its own."""
+        return name in self._made
 
     def release(self, name: str, first: int = 0, last: int | None = None) -> None:
         """Let the system take back the memory that reading bytes first..last-1 of a tensor took.

@@ -163,8 +163,8 @@ class _HeadReader(Reader):
         types = {each.name: each for each in OUTPUT_TYPES}
         if not isinstance(found, str) or found not in types:
             self.refuse(OUTPUT_TYPE, f"must be {', '.join(types)}: found {found!r:.80}")
-        if n_embd % GGMLType.Q4_0.block_elements:
-            self.refuse("embedding_length", f"must be a multiple of 32 with {OUTPUT_TYPE}: found {n_embd}")
+        if n_embd % (n_in := types[found].block_elements):
+            self.refuse("embedding_length", f"must be a multiple of {n_in} for rows of {found}: found {n_embd}")
         return types[found]
 
     def _matches(self) -> tuple[float, ...]:

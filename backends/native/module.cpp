@@ -121,7 +121,6 @@ void pack_rows(Decoder& decoder, Role role, int layer, int first_row, int ggml_t
 
 // Rows of n_in weights in another type, both as GGUF stores them.
 void rewrite_rows(int ggml_type, Bytes source, int n_in, int as, WritableBytes out) {
-    if (n_in < 1 || n_in % 32) throw nb::value_error("n_in must be a multiple of 32");
     const Format of = format_of(ggml_type, n_in), wanted = format_of(as, n_in);
     if (of == Format::I2_S || !can_write(wanted)) throw nb::value_error("rows of this type cannot be had in that one");
     const size_t row_bytes = matrix_source_bytes(ggml_type, 1, n_in), n_rows = source.size() / row_bytes;

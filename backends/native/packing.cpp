@@ -536,17 +536,16 @@ void write_rows(Format of, const uint8_t* source, size_t n_rows, int n_in, Forma
     std::vector<float> weights(static_cast<size_t>(n_in));
     for (size_t r = 0; r < n_rows; r++) {
         dequantize_row(of, source + r * row_bytes(of, n_in), n_in, weights.data());
-        for (int k = 0; k < n_in; k += 32, out += row_bytes(as, 32)) {
-            if (as == Format::Q4_0) {
-                fit_q4_0(weights.data() + k, out);
-            } else if (as == Format::Q8_0) {
-                fit_q8_0(weights.data() + k, out);
-            } else {
-                for (int i = 0; i < 32; i++) {
-                    const uint16_t half = f32_to_f16(weights[static_cast<size_t>(k + i)]);
-                    std::memcpy(out + 2 * i, &half, sizeof half);
-                }
+        if (as == Format::F16) {
+            for (const float weight : weights) {
+                const uint16_t half = f32_to_f16(weight);
+                std::memcpy(out, &half, sizeof half);
+                out += sizeof half;
             }
+            continue;
+        }
+        for (int k = 0; k < n_in; k += 32, out += row_bytes(as, 32)) {
+            (as == Format::Q4_0 ? fit_q4_0 : fit_q8_0)(weights.data() + k, out);
         }
     }
 }

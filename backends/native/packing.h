@@ -25,8 +25,8 @@ void pack_group(Format of, Format as, const uint8_t* source, float scale, int n_
 // Whether rows can be written in a format.
 bool can_write(Format as);
 
-// Rows of a matrix (not I2_S) in another format, both as GGUF stores them; n_in must be a multiple of 32. Q4_0 has the
-// scales with the smallest squared errors.
+// Rows of a matrix (not I2_S) in another format, both as GGUF stores them. Q4_0 has the scales with the smallest squared
+// errors.
 void write_rows(Format of, const uint8_t* source, size_t n_rows, int n_in, Format as, uint8_t* out);
 
 // Whether no code of some rows of a ternary matrix is 3, which stands for no trit.

@@ -57,6 +57,7 @@ MATRIX_TYPES = frozenset(
 BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
+MADE_BYTES = 1 << 20  # the same of one that is made as it is read, which is memory that no plan counts
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
@@ -382,18 +383,19 @@ class NativeDecoder:
 
     def _pack(self, model: ModelFile, role: _core.Role, part: Part) -> None:
         """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
-        n_out, data = part.shape[0], part.data(model)
+        n_out = part.shape[0]
         row_bytes = part.n_bytes // n_out
-        n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
-        for first in range(0, n_out, n_rows):
-            piece = slice(first * row_bytes, min(n_out, first + n_rows) * row_bytes)
-            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), data[piece]):
+        n_rows = max(1, (MADE_BYTES if model.makes(part.name) else PIECE_BYTES) // (16 * row_bytes)) * 16
+        for first_row in range(0, n_out, n_rows):
+            first, last = first_row * row_bytes, min(n_out, first_row + n_rows) * row_bytes
+            data = part.data(model, first, last)
+            if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), data):
                 raise ModelFileError(
                     f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
                     f"damaged, or not ternary"
                 )
-            self._open().pack_rows(role, part.layer, first, int(part.type), data[piece], part.scale)
-            model.release(part.name, part.first_byte + piece.start, part.first_byte + piece.stop)
+            self._open().pack_rows(role, part.layer, first_row, int(part.type), data, part.scale)
+            model.release(part.name, part.first_byte + first, part.first_byte + last)
 
 
 class NativeSession(NativeDecoder):
@@ -549,9 +551,11 @@ class Part(NamedTuple):
     first_byte: int = 0
     scale: float = 1.0
 
-    def data(self, model: ModelFile) -> NDArray[np.uint8]:
-        """Its bytes."""
-        return model.data(self.name)[self.first_byte : self.first_byte + self.n_bytes]
+    def data(self, model: ModelFile, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+        """Bytes first..last-1 of it."""
+        return model.data(
+            self.name, self.first_byte + first, self.first_byte + (self.n_bytes if last is None else last)
+        )
 
 
 def parts_of(model: ModelFile, spec: ModelSpec, packing: Packing = Packing()) -> list[Part]:  # noqa: B008

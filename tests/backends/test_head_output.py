@@ -12,11 +12,13 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHead, _core, plan_head
+from edgeinfer.backends.native import session as session_module
 from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.exporters.quantize import quantize
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import read_head
 from edgeinfer.types import Device
 
 TYPES = [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0]
@@ -50,7 +52,7 @@ def test_numbers_that_are_none_do_no_harm() -> None:
     [
         (GGMLType.F32, 128, 32, GGMLType.Q4_K, 18),
         (GGMLType.I2_S, 128, 128, GGMLType.Q4_0, 72),
-        (GGMLType.F32, 128, 16, GGMLType.F16, 64),
+        (GGMLType.F32, 128, 16, GGMLType.Q8_0, 34),
         (GGMLType.F32, 100, 32, GGMLType.F16, 64),
         (GGMLType.F32, 128, 32, GGMLType.F16, 63),
     ],
@@ -101,6 +103,55 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
         wanted = reference.forward(tokens, features, logits="all").logits
     assert wanted is not None and wanted.shape == (4, 270)
     assert same_bits(*found) and np.abs(found[0] - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    data = ModelFile.data
+
+    def noting(self: ModelFile, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
+        found = data(self, name, first, last)
+        if self.makes(name):
+            read.append(found.nbytes)
+        return found
+
+    def logits_of(head: ModelFile, model: ModelFile) -> np.ndarray:
+        of_target = read_spec(model)
+        spec = read_head_beside(head, model, of_target)
+        session = NativeBackend().load(model, of_target, NativeBackend().plan(model, of_target, 64, 64, 1), Device(1))
+        opened = NativeHead(head, spec.decoder, session, plan_head(head, spec.decoder, 64, 64, 1), Device(1))
+        found = opened.forward([5, 80], np.ones((2, 256), dtype=np.float32), logits="all").logits
+        opened.close()
+        session.close()
+        assert found is not None
+        return found
+
+    path = without_output(target, GGMLType.Q4_0, draft_vocab=list(range(1, 291)))
+    monkeypatch.setattr(ModelFile, "data", noting)
+    found = []
+    for limit in (1 << 20, 40 * 144):  # 290 rows of 144 bytes; groups of 16
+        monkeypatch.setattr(session_module, "MADE_BYTES", limit)
+        with ModelFile.open(path) as head, ModelFile.open(target) as model:
+            found.append(logits_of(head, model))
+    assert same_bits(*found)
+    assert read == [290 * 144] + 9 * [32 * 144] + [2 * 144]
+    with ModelFile.open(path) as head, ModelFile.open(target) as model:
+        read_head_beside(head, model, read_spec(model))
+        part = head.data("output.weight", 7 * 144, 9 * 144)
+        assert_array_equal(part, head.data("output.weight")[7 * 144 : 9 * 144])
+
+
+def test_rows_of_half_floats_need_no_blocks(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "m.gguf", "llama", "F16", n_embd=80)
+    with ModelFile.open(without_output(target, GGMLType.F16)) as head, ModelFile.open(target) as model:
+        spec = read_head_beside(head, model, read_spec(model))
+        rows = model.data("output.weight").reshape(291, 160)[spec.draft_vocab]
+        assert_array_equal(head.data("output.weight"), rows.reshape(-1))
+    with ModelFile.open(without_output(target, GGMLType.Q8_0)) as head:
+        with pytest.raises(
+            UnsupportedModel, match="embedding_length must be a multiple of 32 for rows of Q8_0: found 80"
+        ):
+            read_head(head)
 
 
 def test_rows_are_made_only_while_the_target_is_open(target: Path) -> None:
