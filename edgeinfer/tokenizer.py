@@ -763,7 +763,7 @@ class Tokenizer:
         Where no such text is untrusted, these are the ids of encode(text, add_special=False, parse_special=True).
         """
         protected = self.protected(template)
-        parts = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
+        parts: list[int | str] = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
         for special in self._specials:
             if special.text in text:
                 parts = _replaced(parts, special, trusted_only=special.id in protected)
