@@ -309,7 +309,7 @@ def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         raise TemplateError(f"the chat template strips more than 1000 different characters: {len(args[0])}")
     elif name == "join":
         _fits(_weight(args[0]) + len(owner) * len(args[0]))
-        return joined(*args, separator=owner, **kwargs)
+        return joined(*args, **{**kwargs, "separator": owner})
     elif name == "replace":
         _check_replace(owner, *args[:2])
         return replaced(owner, *args, **kwargs)
