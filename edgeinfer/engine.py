@@ -348,7 +348,8 @@ class Engine:
         """The completion of a prompt, piece by piece.
 
         prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
-        stop: texts that end the completion and are left out of it.  params: how tokens are chosen, changed by
+        stop: texts that end the completion and are left out of it; a special token is written by its name
+        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, changed by
         `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
         prompt that is read, 0..1.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
@@ -441,12 +442,13 @@ class Engine:
         self, prompt: list[int], limit: int, record: Record, progress: Progress | None
     ) -> Generator[Piece, None, Piece]:
         reason: FinishReason = "length"
+        stop_token = None
         tokens = self._draw(prompt, limit, record, progress)
         try:
             for _ in range(limit):
                 token = self._next(tokens, record)
                 if token in self.tokenizer.stop_ids:
-                    reason = "stop"
+                    reason, stop_token = "stop", token
                     break
                 piece = record.push(token)
                 if piece.finish_reason is not None:
@@ -461,7 +463,7 @@ class Engine:
         except BaseException:
             record.failed = True
             raise
-        return Piece(record.end(reason), (), reason)
+        return Piece(record.end(reason, stop_token), (), reason)
 
     def _next(self, tokens: Iterator[int], record: Record) -> int:
         """The next token. Raises Interrupted if somebody asked for that since the last one."""

@@ -67,6 +67,7 @@ class Record:
         self.completion: Completion | None = None
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.stream(skip_special=True)
         self._stops = stops
         self._text: list[str] = []
@@ -83,20 +84,28 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
-        text = self._stops.push(self._decoder.push(token))
+        hidden = self._name(token) if self._tokenizer.is_control(token) else ""
+        text = self._stops.push(self._decoder.push(token), hidden)
         self._text.append(text)
         return Piece(text, (token,), "stop" if self._stops.met else None)
 
-    def end(self, reason: FinishReason) -> str:
-        """Make the completion, unless there is one; gives the text that was held back until now."""
+    def end(self, reason: FinishReason, stop_token: int | None = None) -> str:
+        """Make the completion, unless there is one; gives the text that was held back until now.
+
+        stop_token: the one that ended it, whose text may end a stop string.
+        """
         if self.completion is not None:
             return ""
-        rest = "" if self._stops.met else self._stops.push(self._decoder.flush()) + self._stops.flush()
+        hidden = "" if stop_token is None else self._name(stop_token)
+        rest = self._stops.push(self._decoder.flush()) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
         usage = Usage(self._n_prompt, self.n_cached, len(self._tokens))
         text = "".join(self._text)
         self.completion = Completion(text, tuple(self._tokens), reason, usage, self._timings(), self.params)
         return rest
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
 
     def _timings(self) -> Timings:
         prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])
@@ -110,7 +119,11 @@ class Record:
 
 
 class StopStrings:
-    """Cuts a text that comes in parts before the first stop string, and holds back what might become one."""
+    """Cuts a text that comes in parts before the first stop string, and holds back what might become one.
+
+    Special tokens are not shown, but a stop string may name them: it is looked for in the text as it is shown and in
+    the text with their names.
+    """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
         several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
@@ -119,23 +132,31 @@ class StopStrings:
             if not isinstance(stop, str) or not stop:
                 raise InvalidArgument(f"a stop string must be a text of at least one character: found {shown(stop)}")
         self.met = False
-        self._held = ""
+        self._held: list[tuple[str, bool]] = []  # characters, and whether they are shown
 
-    def push(self, text: str) -> str:
-        """The text that can be shown now; what follows a stop string is dropped."""
+    def push(self, text: str, hidden: str = "") -> str:
+        """The text that can be shown now; what follows a stop string is dropped.
+
+        hidden: the name of a special token that comes before the text.
+        """
         if self.met:
             return ""
-        text = self._held + text
-        starts = [start for start in map(text.find, self.stops) if start >= 0]
+        whole = [*self._held, *((char, False) for char in hidden), *((char, True) for char in text)]
+        shown = [place for place, (_, is_shown) in enumerate(whole) if is_shown]
+        starts, ends = [], [len(whole)]
+        for places in (shown, range(len(whole))) if len(shown) < len(whole) else (shown,):
+            text = "".join([whole[place][0] for place in places])
+            starts += [places[start] for start in map(text.find, self.stops) if start >= 0]
+            ends += places[len(text) - self._n_doubtful(text) :][:1]
         self.met = bool(starts)
-        end = min(starts) if starts else len(text) - self._n_doubtful(text)
-        self._held = text[end:]
-        return text[:end]
+        end = min(starts or ends)
+        self._held = whole[end:]
+        return _shown(whole[:end])
 
     def flush(self) -> str:
         """The text held back, when no more will come."""
-        held, self._held = self._held, ""
-        return "" if self.met else held
+        held, self._held = self._held, []
+        return "" if self.met else _shown(held)
 
     def _n_doubtful(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""
@@ -144,3 +165,7 @@ class StopStrings:
             if any(stop.startswith(text[-length:]) for stop in self.stops):
                 return length
         return 0
+
+
+def _shown(characters: list[tuple[str, bool]]) -> str:
+    return "".join([char for char, is_shown in characters if is_shown])

@@ -9,6 +9,9 @@ time nor memory. What is added here, so that any thread may render without a sig
 - What Python walks through by itself, to print, compare, sort or hash it, is weighed first: a list that holds one list
   many times over, and that ten levels deep, is small in memory and without end in print.
 - Only the filters, tests and methods named here exist.
+
+Special tokens come from the template's own characters only: see edgeinfer.provenance. Its literals are trusted, what
+messages say is not, and each operation that is let through either keeps track or gives an untrusted text.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Se
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from itertools import chain, islice
+from itertools import islice
 from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn, TypeVar
 
@@ -40,15 +43,17 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
+from edgeinfer.provenance import Text, is_trusted, joined, plain, recased, replaced, trusted
 from edgeinfer.tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 256 << 10
 MAX_SOURCE_TOKENS = 1 << 14  # the longest of 70 templates in use has 2,500, nested 29 deep
 MAX_SOURCE_DEPTH = 100
-MAX_SECONDS = 1.5  # with what cannot look at the clock for a while, it ends within 2
+MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a while 2
 MAX_LENGTH = 4 << 20  # characters of the conversation, and of any text on the way
 MAX_MEMORY_BYTES = 128 << 20  # of all that is made on the way, kept or not
 MAX_STEPS = 1_000_000
+STEPS_A_PAIR = 8  # more, and as much more time, for each pair of messages: some templates look from each at all others
 MAX_DEPTH = 64  # of lists and mappings in each other, and of macros that call macros
 MAX_INT_BITS = 1 << 14
 
@@ -67,11 +72,13 @@ _T = TypeVar("_T")
 class _Budget:
     """What is left of the limits."""
 
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + MAX_SECONDS
-        self._steps = MAX_STEPS
+    def __init__(self, n_messages: int) -> None:
+        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages**2
+        self.max_seconds = MAX_SECONDS * self.max_steps / MAX_STEPS
         self._bytes = MAX_MEMORY_BYTES
         self._depth = 0
+        self._end = time.thread_time() + self.max_seconds
+        self._look = time.monotonic() + self.max_seconds
 
     def step(self, n_bytes: int = 0) -> None:
         """Count a step that makes n_bytes. Raises TemplateError."""
@@ -80,9 +87,13 @@ class _Budget:
         if self._bytes < 0:
             raise TemplateError(f"the chat template makes more than {MAX_MEMORY_BYTES >> 20} MiB of texts and lists")
         if self._steps < 0:
-            raise TemplateError(f"the chat template takes more than {MAX_STEPS} steps")
-        if time.monotonic() > self._deadline:
-            raise TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s")
+            raise TemplateError(f"the chat template takes more than {self.max_steps} steps")
+        now = time.monotonic()
+        if now > self._look:  # no sooner can the thread have used its time, and this clock is the quicker one to read
+            left = self._end - time.thread_time()
+            if left < 0:
+                raise TemplateError(f"the chat template takes more than {self.max_seconds:.3g} s")
+            self._look = now + left
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -111,10 +122,19 @@ def _made(value: _T) -> _T:
     if isinstance(value, (str, list, tuple, dict)):
         n_bytes = sys.getsizeof(value)
     if isinstance(value, (list, tuple)):
-        n_bytes += 48 * len(value)  # new elements as well, if it is the result of a split or a slice of a text
-    elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-        raise TemplateError(f"the chat template makes an integer of more than {MAX_INT_BITS} bits")
+        # New elements as well, if it is the result of a split or a slice of a text.
+        n_bytes += (112 if value and isinstance(value[0], Text) else 48) * len(value)
+    elif isinstance(value, int) and (n_bits := value.bit_length()) > 64:
+        if n_bits > MAX_INT_BITS:
+            raise TemplateError(f"the chat template makes an integer of more than {MAX_INT_BITS} bits")
+        n_bytes = n_bits // 8
     _BUDGET.get().step(n_bytes)
+    return value
+
+
+def _sliced(value: _T) -> _T:
+    """A slice, once its memory is taken from the budget; what it holds is not new."""
+    _BUDGET.get().step(sys.getsizeof(value))
     return value
 
 
@@ -210,16 +230,32 @@ def _concat(values: list[Any]) -> str:
     """The ~ operator."""
     texts = [str(_weighed(value)) for value in values]
     _fits(sum(map(len, texts)))
-    return _made("".join(texts))
+    return _made(joined(texts))
 
 
 class _Formatter(SandboxedFormatter):
-    """str.format: every field counts, and has a small width."""
+    """str.format: every field counts, and has a small width; whole texts and the pattern's own keep their trust."""
+
+    def vformat(self, format_string: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        self._fields: list[str] = []
+        written = super().vformat(format_string, args, kwargs)
+        if not is_trusted(format_string):
+            return written
+        fields = iter(self._fields)
+        parts: list[str] = []
+        for literal, name, spec, _ in self.parse(format_string):
+            parts.append(trusted(literal))
+            if name is not None:
+                n_inside = sum(name is not None for _, name, _, _ in self.parse(spec or ""))
+                parts.append(next(islice(fields, n_inside, None)))
+        text = joined(parts)
+        return text if text == written else written
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"\d{5}", format_spec):
             raise TemplateError("the chat template formats with a width that is too large")
-        return _made(super().format_field(_weighed(value), format_spec))
+        self._fields.append(_made(super().format_field(_weighed(value), format_spec)))
+        return self._fields[-1]
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         return _made(super().convert_field(_weighed(value), conversion))
@@ -265,7 +301,7 @@ def _check_replace(text: str, old: str, new: str) -> None:
 def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Raises SecurityError if it is none of those listed."""
     owner, name = method.__self__, method.__name__
-    if name not in _METHODS.get(type(owner), ()):
+    if name not in _METHODS.get(str if isinstance(owner, str) else type(owner), ()):
         raise SecurityError(f"calls {type(owner).__name__}.{name}")
     if name in ("count", "index") and not isinstance(owner, str):
         _weighed(owner)
@@ -273,8 +309,10 @@ def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         raise TemplateError(f"the chat template strips more than 1000 different characters: {len(args[0])}")
     elif name == "join":
         _fits(_weight(args[0]) + len(owner) * len(args[0]))
+        return joined(*args, **{**kwargs, "separator": owner})
     elif name == "replace":
         _check_replace(owner, *args[:2])
+        return replaced(owner, *args, **kwargs)
     return method(*args, **kwargs)
 
 
@@ -323,19 +361,22 @@ def _join(context: EvalContext, value: Any, d: str = "", attribute: str | int | 
     if attribute is not None:
         elements = list(map(filters.make_attrgetter(context.environment, attribute), elements))
     _fits(_weight(elements) + len(str(d)) * len(elements))
-    return str(d).join(map(str, elements))
+    return joined(map(str, elements), str(d))
 
 
 @pass_eval_context
 def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
     _check_replace(str(s), str(old), str(new))
-    return str(s).replace(str(old), str(new), -1 if count is None else count)
+    return replaced(str(s), str(old), str(new), -1 if count is None else count)
 
 
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     margin = len(width) if isinstance(width, str) else width
     _fits(len(s) + (len(s.splitlines()) + 1) * (max(margin, 0) + 1))
-    return filters.do_indent(s, width, first, blank)
+    space = width if isinstance(width, str) else " " * width
+    first_line, *lines = (s + "\n").splitlines()
+    indented = [space + line if blank or line else line for line in lines]
+    return (space if first else "") + joined([first_line, *indented], "\n")
 
 
 @pass_environment
@@ -387,7 +428,7 @@ def _tojson(
 
 def _title(value: Any) -> str:
     _fits(16 * len(str(value)))  # it splits the text into words
-    return filters.do_title(str(value))
+    return recased(str(value), filters.do_title)
 
 
 def _safe(value: Any) -> str:
@@ -417,7 +458,8 @@ _FILTERS: dict[str, Any] = {
     "list": _counted(_listed),
     # Written into the tree by _Guards; no source can name them.
     "step!": lambda n_bytes: _BUDGET.get().step(n_bytes),
-    "made!": _made,
+    "own!": trusted,
+    "sliced!": _sliced,
     "weighed!": _weighed,
     "concat!": _concat,
 }
@@ -453,16 +495,21 @@ class _Guards(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(step))
         return node  # type: ignore[no-any-return]
 
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        return self._filter("own!", node) if isinstance(node.value, str) else node
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return self._filter("own!", nodes.Const(node.data))
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return self._filter("concat!", nodes.List(node.nodes))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
         sides: list[Any] = [node, *node.ops]
         for side in sides:
             if not isinstance(side.expr, nodes.Const):
-                side.expr = self._filter("weighed!", side.expr)
+                side.expr = self._filter("weighed!", self.visit(side.expr))
         return node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
@@ -473,8 +520,10 @@ class _Guards(NodeTransformer):
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return self._filter("made!", node) if isinstance(node.arg, nodes.Slice) else node
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):  # which is looked up and not kept
+            node.arg = self.visit(node.arg)
+        return self._filter("sliced!", node) if isinstance(node.arg, nodes.Slice) else node
 
     def _filter(self, name: str, value: nodes.Expr) -> nodes.Filter:
         return nodes.Filter(value, name, [], [], None, None)
@@ -498,11 +547,15 @@ def _checked_depth(tree: nodes.Template) -> nodes.Template:
 
 def _written_bytes(node: nodes.Node) -> int:
     """About what running a node once makes without a call; loops and macros in it count for themselves."""
-    if isinstance(node, nodes.TemplateData):
-        return len(node.data)
     if isinstance(node, (nodes.Macro, nodes.CallBlock)):
         return 1000
-    own = 64 if isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple, nodes.Pair, nodes.For)) else 8
+    if isinstance(node, nodes.Const):
+        return len(node.value) if isinstance(node.value, str) else 0
+    own = 0
+    if isinstance(node, (nodes.List, nodes.Tuple, nodes.Output)):
+        own = 64 + 8 * len(node.items if not isinstance(node, nodes.Output) else node.nodes)
+    elif isinstance(node, (nodes.Dict, nodes.Pair, nodes.For)):
+        own = 128
     fields = node.iter_child_nodes(exclude=("body",) if isinstance(node, nodes.For) else None)
     return own + sum(map(_written_bytes, fields))
 
@@ -533,17 +586,22 @@ def _printed(context: Context, value: Any) -> str:
     return _made(value if isinstance(value, str) else str(_weighed(value)))
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(_OPERATOR_CHECKS)
+    concat = staticmethod(joined)  # of what a macro, a call or a {% set %} block writes
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[LoopControlExtension, _Generation, _Limits],
-            optimized=False,  # or expressions of constants would be computed when the template is compiled
+            optimized=False,  # or expressions of constants would be computed when the template is compiled, untracked
             finalize=_printed,
         )
+        self._safe: dict[tuple[type, str], bool] = {}
         self.filters = _FILTERS
         self.tests = _TESTS
         self.globals = dict(_FUNCTIONS)
@@ -556,6 +614,22 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _OPERATOR_CHECKS[operator](left, right)
         return _made(super().call_binop(context, operator, left, right))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:  # as below, only quicker
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        value = super().getattr(obj, attribute)
+        if isinstance(value, (BuiltinMethodType, MethodType, _Format)):
+            _BUDGET.get().step(256)
+        return value
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        known = (type(obj), attr)  # all that it goes by
+        if known not in self._safe:
+            if len(self._safe) > 4096:
+                self._safe.clear()
+            self._safe[known] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[known]
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(obj, _weighed(argument) if isinstance(argument, tuple) else argument)
@@ -587,63 +661,33 @@ _ENVIRONMENT = _Environment()
 # ---- Messages -------------------------------------------------------------------------------------------------------
 
 
-def _copied(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """The value in plain lists and dicts, each text of it changed. Raises TemplateError."""
+# Roles that templates build control tokens of ("<|" + role + "|>"). Any other one is a text like the content.
+_ROLES = frozenset(
+    (
+        "assistant available_tools bot context developer document documents environment function gpt human ipython "
+        "model observation system thinking tool tool_call tool_response tools user"
+    ).split()
+)
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """The value in plain lists and dicts, texts as they are but known roles trusted. Raises TemplateError."""
     if isinstance(value, str):
-        return change(value)
+        return value if type(value) is Text else plain(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if depth < MAX_DEPTH // 2:
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            # Keys and roles are for the template to compare; a word among them stays a word, even if it is a token too.
-            same = {key for key in value if key.isidentifier()}
-            role = value.get("role")
-            roles = {"role"} if isinstance(role, str) and role.isidentifier() else set()
-            return {
-                key if key in same else change(key): _copied(part, str if key in roles else change, depth + 1)
-                for key, part in value.items()
-            }
+            copy = {plain(key): _copied(part, depth + 1) for key, part in value.items()}
+            role = copy.get("role")
+            if isinstance(role, str) and role in _ROLES:
+                copy["role"] = trusted(role)
+            return copy
         if isinstance(value, (list, tuple)):
-            return [_copied(part, change, depth + 1) for part in value]
+            return [_copied(part, depth + 1) for part in value]
     raise TemplateError(
         f"a message must be made of texts, numbers, lists and mappings by texts: found {type(value).__name__}"
     )
-
-
-class _Mask:
-    """Breaks the texts of control tokens with a character that occurs nowhere else, to be taken out after rendering.
-
-    Also broken is a text that ends with the beginning of a control token, or begins with the end of one: two parts of
-    a message, or one and what the template puts beside it, must not make a token together.
-    """
-
-    _LONGEST = 256
-
-    def __init__(self, control_texts: Sequence[str]) -> None:
-        self._controls = [text for text in control_texts if len(text) > 1]
-        # Only what begins or ends with a sign: there are tokens such as "user", and words must stay words.
-        sides = [text for text in self._controls if len(text) <= self._LONGEST]
-        self._beginnings = {text[:n] for text in sides if not text[0].isalnum() for n in range(1, len(text))}
-        self._ends = {text[n:] for text in sides if not text[-1].isalnum() for n in range(1, len(text))}
-        self._longest = max(map(len, self._beginnings | self._ends), default=0)
-
-    def applied(self, text: str, mark: str) -> str:
-        """The text with marks where it could be taken for a control token."""
-        for control in self._controls:
-            if control in text:
-                text = text.replace(control, control[0] + mark + control[1:])
-        lengths = range(1, min(self._longest, len(text)) + 1)
-        if any(text[:n] in self._ends for n in lengths):
-            text = mark + text
-        if any(text[-n:] in self._beginnings for n in lengths):
-            text += mark
-        return text
-
-
-def _unused_character(texts: str) -> str:
-    """One for private use that no text has."""
-    used = set(texts)
-    return next(char for char in map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))) if char not in used)
 
 
 # ---- The template ---------------------------------------------------------------------------------------------------
@@ -661,8 +705,7 @@ class ChatTemplate:
         if len(source.encode(errors="replace")) > MAX_SOURCE_BYTES:
             raise TemplateError(f"a chat template may have {MAX_SOURCE_BYTES >> 10} KiB: found {len(source) >> 10} KiB")
         self._source = source
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._masks: dict[tuple[str, ...], _Mask] = {}
+        self._tokens = {"bos_token": trusted(bos_token), "eos_token": trusted(eos_token)}
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -692,45 +735,33 @@ class ChatTemplate:
 
         messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.
         """
-        return self._render(_copied(messages, str), add_generation_prompt)
+        return plain(self._render(messages, add_generation_prompt))
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """The prompt as token ids, with control tokens only where the template itself wrote them.
+        """The prompt as token ids, with special tokens only where the template itself wrote them.
 
-        Equal to tokenizer.encode(render(messages), parse_special=True) where no message has the text of a control
-        token; there, it stays text. Begins with one begin token if the file wants one. Raises TemplateError.
+        Equal to tokenizer.encode(render(messages), parse_special=True) where no message has the text of a protected
+        token (see Tokenizer.protected); there it stays text, whatever the template does with it. The texts of a message
+        may be edgeinfer.provenance.Text: those of their characters that are trusted count as the template's own.
+        Begins with one begin token if the file wants one. Raises TemplateError.
         """
-        texts: list[str] = [self._source, *self._tokens.values()]
-        _copied(messages, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-        mark = _unused_character("".join(texts))
-        mask = self._mask(tokenizer.control_texts)
-        rendered = self._render(_copied(messages, lambda text: mask.applied(text, mark)), add_generation_prompt)
-        ids: list[int] = []
-        for part in tokenizer.split_special(rendered, parse_special=True):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += tokenizer.encode(part.replace(mark, ""), add_special=False)
+        ids = tokenizer.encode_rendered(self._render(messages, add_generation_prompt), self._source)
         if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _mask(self, control_texts: tuple[str, ...]) -> _Mask:
-        if control_texts not in self._masks:
-            self._masks = {control_texts: _Mask(control_texts)}
-        return self._masks[control_texts]
-
-    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        copies = _copied(messages)
         values = {
-            "messages": messages,
+            "messages": copies,
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
             **self._tokens,
         }
-        before = _BUDGET.set(_Budget())
+        before = _BUDGET.set(_Budget(len(copies) if isinstance(copies, list) else 0))
         try:
             return _collected(self._template.generate(values))
         except TemplateError:
@@ -750,4 +781,4 @@ def _collected(pieces: Iterator[str]) -> str:
         length += len(piece)
         _fits(length)
         found.append(piece)
-    return "".join(found)
+    return joined(found)

@@ -28,6 +28,7 @@ from edgeinfer._strings import StringIndex, make_tokens_in_order
 from edgeinfer.arrays import Strings
 from edgeinfer.errors import TokenizerError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
+from edgeinfer.provenance import is_trusted, plain, recased
 
 # ---- Pre-tokenisers -------------------------------------------------------------------------------------------------
 # Regular expressions in Oniguruma's syntax; each cuts what the one before it left into its matches and the text between
@@ -241,6 +242,12 @@ _FILL_TEXTS = {
 }
 _ENDING_FILLS = frozenset(["fim_pad", "fim_rep", "fim_sep"])
 _SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss: parsed and shown always
+# What parts of a conversation begin and end with, whatever type a file gives it: <|im_start|>, <turn|>, [/INST],
+# <start_of_turn>, <SPECIAL_10>.
+_TURN_MARK = re.compile(
+    r"<\|.+>|<.+\|>|<\uff5c.+\uff5c>|\[/?[A-Z][A-Z0-9_]*\]|</?[a-z]+_of_[a-z]+>|<[A-Z]+_[A-Z0-9_]+>", re.DOTALL
+)
+_WORD_AND_SIGN = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w\s])", re.DOTALL)  # no white space, digits, emoji or lone word
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -431,6 +438,11 @@ class _Merger(ABC):
     def __init__(self, ids: StringIndex) -> None:
         self._ids = ids
         self._cache: dict[str, list[int]] = {}
+
+    def hide(self, text: str) -> None:
+        """From now on no text is merged into the token of this text."""
+        self._ids.hide(text)
+        self._cache.clear()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text without special tokens."""
@@ -691,6 +703,7 @@ class Tokenizer:
         self.chat_template: str | None = template
         self._tokens, self._attributes = vocabulary.tokens, vocabulary.attributes
         self._specials = vocabulary.specials()
+        self._protected: dict[str, frozenset[int]] = {}
         self._merger = _merger(vocabulary, model, pre)
         vocabulary.hide_controls()
         self._adds_space = model == "llama" and metadata.flag("add_space_prefix", True)
@@ -716,11 +729,6 @@ class Tokenizer:
         return adds
 
     @property
-    def control_texts(self) -> tuple[str, ...]:
-        """Texts of the tokens that are parsed only with parse_special, longest first."""
-        return tuple(special.text for special in self._specials if special.only_if_parsed)
-
-    @property
     def special_texts(self) -> tuple[str, ...]:
         """Texts of all tokens that are looked for in a text, longest first."""
         return tuple(special.text for special in self._specials)
@@ -739,26 +747,60 @@ class Tokenizer:
         no space before it where the file has one put there. A lone surrogate counts as U+FFFD.
         """
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
-        space = " " if self._adds_space and not continues else ""
-        for part in self.split_special(text, parse_special=parse_special):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._merger.encode(space + part)
-            space = " " if self._adds_space else ""
+        parts: list[int | str] = [_SURROGATE.sub("\ufffd", text)] if text else []
+        for special in self._specials:  # a longer one goes first, wherever in the text it stands
+            if special.text in text and (parse_special or not special.only_if_parsed):
+                parts = _replaced(parts, special)
+        ids += self._encode_parts(parts, continues)
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
 
-    def split_special(self, text: str, *, parse_special: bool) -> list[int | str]:
-        """The text with special tokens replaced by their ids; what is left between two of them is one string."""
-        parts: list[int | str] = [_SURROGATE.sub("\ufffd", text)] if text else []
-        for special in self._specials:  # a longer one goes first, wherever in the text it stands
-            if special.text in text and (parse_special or not special.only_if_parsed):
-                parts = [
-                    piece for part in parts for piece in ([part] if isinstance(part, int) else _cut(part, special))
-                ]
-        return parts
+    def encode_rendered(self, text: str, template: str) -> list[int]:
+        """Ids of what a chat template has written, without begin and end; template: its source.
+
+        A protected token comes out of trusted characters only (edgeinfer.provenance): elsewhere its text stays text.
+        Where no such text is untrusted, these are the ids of encode(text, add_special=False, parse_special=True).
+        """
+        protected = self.protected(template)
+        parts: list[int | str] = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
+        for special in self._specials:
+            if special.text in text:
+                parts = _replaced(parts, special, trusted_only=special.id in protected)
+        return self._encode_parts(parts, continues=False)
+
+    def protected(self, template: str) -> frozenset[int]:
+        """The tokens that no user may write in a conversation with this template.
+
+        All control tokens, and of the user-defined ones those that stop a generation, look like the mark of a turn
+        ("<|start|>", "[INST]"), or stand in the source of the template ("<think>", and with it "</think>"). Other ones are text: runs of
+        spaces, tags of HTML.
+        """
+        if template not in self._protected:
+            marks = [
+                special
+                for special in self._specials
+                if special.only_if_parsed
+                or special.id in self.stop_ids
+                or _TURN_MARK.fullmatch(special.text)
+                or (_WORD_AND_SIGN.match(special.text) and _is_named(special.text, template))
+            ]
+            for special in marks:  # nor may merges make them
+                if len(special.text) > 1:  # a single character may be all there is for a byte
+                    self._merger.hide(special.text)
+            self._protected[template] = frozenset(special.id for special in marks)
+        return self._protected[template]
+
+    def _encode_parts(self, parts: list[int | str], continues: bool) -> list[int]:
+        ids: list[int] = []
+        space = " " if self._adds_space and not continues else ""
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._merger.encode(space + plain(part))
+            space = " " if self._adds_space else ""
+        return ids
 
     def token_bytes(self, id: int) -> bytes:
         """What the token adds to a text; a special token its name, an unused one nothing. Raises TokenizerError."""
@@ -799,17 +841,34 @@ class Tokenizer:
         return self._adds_space and id == self.bos_id
 
 
-def _cut(text: str, special: _Special) -> list[int | str]:
+def _is_named(text: str, template: str) -> bool:
+    """Whether a text, or the tag that it opens or closes, stands in a template."""
+    partner = f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}" if text.startswith("<") else text
+    return text in template or partner in template
+
+
+def _replaced(parts: list[int | str], special: _Special, trusted_only: bool = False) -> list[int | str]:
+    """The parts of a text with the id of a special token for its text; what is left between two ids is one string."""
+    return [
+        piece for part in parts for piece in ([part] if isinstance(part, int) else _cut(part, special, trusted_only))
+    ]
+
+
+def _cut(text: str, special: _Special, trusted_only: bool) -> list[int | str]:
     parts: list[int | str] = []
-    start = 0
-    while (found := text.find(special.text, start)) >= 0:
+    start = end = 0
+    while (found := text.find(special.text, end)) >= 0:
+        end = found + len(special.text)
+        if trusted_only and not is_trusted(text, found, end):
+            end = found + 1
+            continue
         left = text[start:found]
         if special.strips_left:
             left = left.rstrip(_WHITE)
         parts += [left, special.id] if left else [special.id]
-        start = found + len(special.text)
         if special.strips_right:
-            start = len(text) - len(text[start:].lstrip(_WHITE))
+            end = len(text) - len(text[end:].lstrip(_WHITE))
+        start = end
     if start < len(text):
         parts.append(text[start:])
     return parts

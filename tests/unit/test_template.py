@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from byte_vocabulary import ALPHABET, byte_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_jinja import CONVERSATIONS, Message, plainly_rendered
@@ -24,26 +24,12 @@ from edgeinfer.template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, ChatTemplat
 from edgeinfer.tokenizer import Tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "Hi"}]
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-ALPHABET = [chr(byte) for byte in PRINTABLE] + [chr(256 + i) for i in range(256 - len(PRINTABLE))]
 CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "user"]
 
 
 def tiny_file(**changes: Any) -> ModelFile:
     """A byte-level vocabulary of single bytes, control tokens and one user-defined token."""
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*ALPHABET, *CONTROLS, "<tool>"],
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(CONTROLS) + [4],
-        "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.bos_token_id": 256,
-        "tokenizer.ggml.eos_token_id": 257,
-        "tokenizer.chat_template": CHATML,
-    } | {key.replace("__", "."): value for key, value in changes.items()}
-    metadata["tokenizer.ggml.pre"] = "kimi-k2"  # which may have no merges
-    present = {key: value for key, value in metadata.items() if value is not None}
-    return cast(ModelFile, SimpleNamespace(path=Path("tiny.gguf"), metadata=present))
+    return byte_file(CONTROLS, ["<tool>"], **changes)
 
 
 TINY = Tokenizer.from_file(tiny_file())
