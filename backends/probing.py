@@ -26,7 +26,7 @@ def interpreter() -> str:
         if os.access(path, os.X_OK):
             return path
     raise BackendUnavailable(
-        f"no process of Python can be started: sys.executable is {own!r}, which is none, and there is no {installed[0]}; "
+        f"no process of Python can be started: sys.executable is {own!r}, no Python, and there is no {installed[0]}; "
         "set sys.executable to the file of a Python"
     )
 

@@ -61,7 +61,7 @@ def listen(library: Any) -> None:
 
 def quote(lines: list[tuple[int, str]]) -> str:
     """What llama.cpp gave as the reason of a failure."""
-    errors = [line for level, line in lines if level == _ERROR and not line.endswith(": failed to load model")]
+    errors = [line for level, line in lines if level == _ERROR and "failed to load model" not in line]
     return errors[-1] if errors else "it gives no reason"
 
 

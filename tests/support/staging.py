@@ -64,6 +64,7 @@ class Stage:
         self._n_seen = 0
         self.play("")
         patch.syspath_prepend(str(_FOLDER))
+        patch.setenv("PYTHONPATH", str(_FOLDER))  # of other hosts that a test starts
         patch.setenv("LLAMA_CPP_STAGE", str(self._source))
 
     def play(self, source: str) -> None:
