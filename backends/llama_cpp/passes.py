@@ -37,11 +37,13 @@ class Passes:
 
     def warm_up(self) -> None:
         """Run one token, and several where there are extra buffers: where llama.cpp crashes on each pass, it is now."""
-        sizes = (1, 8) if self._context.model.has_extra_buffers else (1,)
-        for n in sizes:
+        context = self._context
+        logits = np.empty((1, context.model.n_vocab), dtype=np.float32)
+        for n in (1, 8) if context.model.has_extra_buffers else (1,):
+            ids = np.zeros(min(n, context.n_batch), dtype=np.int32)
             with suppress(BackendLost):  # a failure without a crash is told by the first pass that is asked for
-                self._run_chain(np.zeros(min(n, self._context.n_batch), dtype=np.int32), _NO_ROWS, 0, _NO_LOGITS)
-        self._cache.clear()
+                self._run_chain(ids, np.array([len(ids) - 1]), 0, logits)
+            self._cache.clear()
 
     def run(self, ids: TokenIds, links: TokenIds, wanted: TokenIds, out: Logits) -> None:
         """Run a chain or a tree, see Session.forward; logits of the wanted rows, ascending, into out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 from typing import TypeAlias
 
@@ -71,11 +72,14 @@ class Words:
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_APPEND)
 
     def last_line(self) -> str:
-        """The last line with something in it, at most 300 characters; empty if there is none."""
+        """The last line with something in it, at most 300 characters; empty if there is none.
+
+        Of the file of a source at its start, the name alone is given.
+        """
         size = os.fstat(self.fd).st_size
         text = os.pread(self.fd, self.MAX_BYTES, max(0, size - self.MAX_BYTES)).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1][:300] if lines else ""
+        return re.sub(r"^/\S*/(?=[^/\s]+:\d+: )", "", lines[-1])[:300] if lines else ""
 
     @classmethod
     def forget_old(cls, fd: int) -> None:

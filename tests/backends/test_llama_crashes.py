@@ -146,9 +146,9 @@ def test_a_process_that_is_killed_while_loading_is_not_started_again(stage: Stag
 
 
 def write_norm_q8_1(path: Path) -> Path:
-    """The last tensor of the file, output_norm.weight, has a type that llama.cpp cannot multiply by."""
+    """The last tensor of the file, a norm, has a type that llama.cpp cannot multiply by."""
     data = bytearray(write_tiny_model(path, "llama", "F32").read_bytes())
-    name = b"output_norm.weight"
+    name = b"blk.1.ffn_norm.weight"
     at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
     assert struct.unpack_from("<I", data, at) == (1,)
     struct.pack_into("<I", data, at + 12, GGMLType.Q8_1)
