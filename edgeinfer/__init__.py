@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgeinfer.completion import Completion, Piece, Timings, Usage
     from edgeinfer.engine import Engine, load
     from edgeinfer.errors import (
+        BackendCrashed,
         BackendLost,
         BackendUnavailable,
         BudgetExceeded,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "BackendCrashed",
     "BackendLost",
     "BackendUnavailable",
     "BudgetExceeded",

@@ -25,6 +25,7 @@ from edgeinfer.arguments import MAX_INT32, check_callback, check_file_name, chec
 from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
+    BackendCrashed,
     BackendUnavailable,
     Interrupted,
     InvalidArgument,
@@ -211,6 +212,8 @@ def plan_model(
         refused = error
     try:
         loadable = on(open_backend("llama.cpp"))
+    except BackendCrashed as error:
+        raise BackendCrashed(f"{refused}; {error}") from error
     except (BackendUnavailable, UnsupportedModel) as error:
         raise UnsupportedModel(f"{refused}; {error}") from error
     warnings.warn(

@@ -74,6 +74,12 @@ class BackendUnavailable(EdgeInferError):
     """A backend, or the library behind it, is not installed or not usable on this machine."""
 
 
+class BackendCrashed(BackendUnavailable):
+    """A library ended the process of its own that it runs in, before there was a session."""
+
+    exit_code = 5
+
+
 class BackendLost(EdgeInferError):
     """A device or a worker stopped working during a run."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from typing import Any
 
 from edgeinfer.backends.base import Progress
-from edgeinfer.backends.llama_cpp.context import Context
-from edgeinfer.backends.llama_cpp.library import open_library
-from edgeinfer.backends.llama_cpp.model import Model
+from edgeinfer.backends.llama_cpp.loading import Wanted, crashed, load, sizes_of, uses_extra_buffers
+from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.backends.llama_cpp.session import LlamaCppSession
-from edgeinfer.backends.llama_cpp.worker import Worker
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes
@@ -21,23 +21,23 @@ MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows
 class LlamaCppBackend:
     """Runs models with llama.cpp on the CPU. Raises BackendUnavailable where llama-cpp-python is missing.
 
-    A spec is not looked at, and may be None: llama.cpp reads the sizes of a model itself. What it logs goes to the
-    logger "edgeinfer.backends.llama_cpp" as DEBUG, for all users of llama.cpp in this process.
+    llama.cpp is in a process of its own, one for each loaded model. Where it ends that, BackendCrashed is raised, and
+    BackendLost in a session. A spec is not looked at, and may be None: llama.cpp reads the sizes of a model itself.
+    What it logs goes to the logger "edgeinfer.backends.llama_cpp" as DEBUG.
     """
 
     name = "llama.cpp"
 
     def __init__(self) -> None:
-        self._library = open_library()
-        self._described: tuple[weakref.ref[ModelFile], Model] | None = None  # without weights, for the next plan
+        self._process: Process | None = Process()  # for the next call: without weights
+        self._described: tuple[weakref.ref[ModelFile], ModelSizes] | None = None  # by that process
 
     def read_spec(self, model: ModelFile) -> ModelSizes:
         """Sizes of a model as llama.cpp reads them. Raises UnsupportedModel if it does not know the model.
 
         The file is described to llama.cpp without loading weights: 0.1 s to 0.3 s.
         """
-        with Worker() as worker:
-            return worker.call(self._describe, model).sizes
+        return self._describe(model)
 
     def plan(
         self,
@@ -48,24 +48,20 @@ class LlamaCppBackend:
         n_threads: int = 1,
         cache_type: CacheType = "f16",
     ) -> MemoryPlan:
-        """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted.
+        """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted, nor
+        its process, some 60 MB.
 
         A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Raises UnsupportedModel, and
-        InvalidArgument for an n_ctx on which llama.cpp would end the process.
+        InvalidArgument for an n_ctx on which llama.cpp would end its process.
         """
         _check_n_ctx(model, n_ctx)
         n_batch = min(n_batch, n_ctx)
-        with Worker() as worker:
-
-            def use() -> MemoryUse:
-                described = self._describe(model)
-                context = Context(described, n_ctx, n_batch, n_threads, cache_type, worker.flag)
-                context.close()
-                tied = None if "output.weight" in model.tensors else model.tensors.get("token_embd.weight")
-                n_bytes = described.n_bytes + (tied.n_bytes if tied else 0)
-                return MemoryUse(n_bytes, context.kv_bytes, context.activation_bytes)
-
-            return MemoryPlan(n_ctx, n_batch, worker.call(use), cache_type)
+        self._describe(model)
+        reply = self._ask(model, "while it planned the memory", "plan", n_ctx, n_batch, n_threads, cache_type)
+        weights, kv_cache, activations = reply["bytes"]
+        tied = None if "output.weight" in model.tensors else model.tensors.get("token_embd.weight")
+        use = MemoryUse(weights + (tied.n_bytes if tied else 0), kv_cache, activations)
+        return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
     def load(
         self,
@@ -77,43 +73,44 @@ class LlamaCppBackend:
     ) -> LlamaCppSession:
         """Load a model; the device's isa is not looked at, llama.cpp was compiled for one. The file may be closed then.
 
-        Raises UnsupportedModel, with what llama.cpp says, and BudgetExceeded if memory is too short.
+        Where llama.cpp crashes with extra buffers (AMX, repacked weights) they are left out, with a RuntimeWarning.
+        Raises UnsupportedModel, with what llama.cpp says, BudgetExceeded if memory is too short, and BackendCrashed.
         """
         _check_n_ctx(model, plan.n_ctx)
-        self._described = None
-        worker = Worker()
-        share = 0.0
-
-        def is_to_go_on(done: float, _: object) -> bool:
-            nonlocal share
-            share = done
-            return not worker.is_stopped
-
-        def open_context() -> Context:
-            loaded = Model(self._library, model.paths[0], is_to_go_on)
-            n_batch = min(plan.n_batch, plan.n_ctx)
-            return Context(loaded, plan.n_ctx, n_batch, device.n_threads, plan.cache_type, worker.flag)
-
-        def report() -> None:
-            if progress is not None:
-                progress(min(share, 0.99))
-
-        try:
-            session = LlamaCppSession(worker.call(open_context, meanwhile=report), plan.n_ctx, worker)
-        except BaseException:
-            worker.close()
-            raise
+        process, self._process, self._described = self._process or Process(), None, None
+        path, name = _names(model)
+        sizes = plan.n_ctx, min(plan.n_batch, plan.n_ctx), device.n_threads
+        wanted = Wanted(path, name, *sizes, plan.cache_type, uses_extra_buffers(process.build))
+        session = LlamaCppSession(load(wanted, process, progress))
         if progress is not None:
             progress(1.0)
         return session
 
-    def _describe(self, model: ModelFile) -> Model:
-        """The model without weights; that of the file that was asked for last is kept."""
-        if self._described is not None and self._described[0]() is model:
+    def _describe(self, model: ModelFile) -> ModelSizes:
+        """Have the process read the model without weights, unless it did so last."""
+        if self._described is not None and self._described[0]() is model and self._process is not None:
             return self._described[1]
-        described = Model(self._library, model.paths[0])
-        self._described = weakref.ref(model), described
-        return described
+        self._process = self._process or Process()
+        extra_buffers = uses_extra_buffers(self._process.build)
+        reply = self._ask(model, "while it read the file", "describe", *_names(model), extra_buffers)
+        self._described = weakref.ref(model), sizes_of(reply)
+        return self._described[1]
+
+    def _ask(self, model: ModelFile, when: str, what: str, *options: object) -> dict[str, Any]:
+        """A reply of the process. Raises BackendCrashed; the next call then starts another one."""
+        assert self._process is not None
+        try:
+            return self._process.ask(what, *options)
+        except Ended as end:
+            self._process.close()
+            self._process = self._described = None
+            raise crashed(model.paths[0], when, end) from end
+
+
+def _names(model: ModelFile) -> tuple[str, str]:
+    """Of the file: where it is for a process in any folder, and what messages call it."""
+    name = os.fsdecode(model.paths[0])
+    return os.path.abspath(name), name
 
 
 def _check_n_ctx(model: ModelFile, n_ctx: int) -> None:

@@ -49,8 +49,12 @@ class Cache:
         is_whole = not self.has_cells or library.llama_memory_seq_pos_min(memory, 0) <= 0
         if removed and is_whole:
             return n
-        library.llama_memory_clear(memory, True)
+        self.clear()
         return 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._library.llama_memory_clear(self._memory, True)
 
     def _drop_branches(self) -> None:
         if self._is_branched:

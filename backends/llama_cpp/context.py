@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.llama_cpp.cache import Cache
 from edgeinfer.backends.llama_cpp.log import log, mebibytes, quote, refuse
 from edgeinfer.backends.llama_cpp.model import Model
+from edgeinfer.backends.llama_cpp.shared import Writable
 from edgeinfer.errors import BackendLost, Interrupted, UnsupportedModel
 from edgeinfer.gguf import GGMLType
 from edgeinfer.types import CacheType, Logits, TokenIds
@@ -26,7 +27,7 @@ MAX_OUTPUTS = 64  # rows of logits of one pass, and branches of a tree: llama.cp
 class Context:
     """KV cache and buffers of a session on a model, with or without weights.
 
-    flag: a C string; a pass stops once it is not empty.  Raises UnsupportedModel, BudgetExceeded.
+    flag: memory of a C string; a pass stops once it is not empty.  Raises UnsupportedModel, BudgetExceeded.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Context:
         n_batch: int,
         n_threads: int,
         cache_type: CacheType,
-        flag: ctypes.Array[ctypes.c_char],
+        flag: Writable,
     ) -> None:
         self.library = library = model.library
         self.model = model
@@ -51,13 +52,14 @@ class Context:
         params.kv_unified = params.swa_full = True  # branches share cells, and a window can be rewound
         params.offload_kqv = params.op_offload = False
         params.abort_callback = ctypes.cast(_strlen(), library.ggml_abort_callback)
-        params.abort_callback_data = ctypes.cast(flag, ctypes.c_void_p)
-        with log.record(library) as lines:
+        string = (ctypes.c_char * 2).from_buffer(flag)
+        params.abort_callback_data = ctypes.cast(string, ctypes.c_void_p)
+        with log.record() as lines:
             self.pointer = library.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             refuse(model.path, lines)
         # The model, and the byte that llama.cpp reads, live as long as the context.
-        self.close = weakref.finalize(self, _free_context, library, self.pointer, model, flag)
+        self.close = weakref.finalize(self, _free_context, library, self.pointer, model, string)
         memory = library.llama_get_memory(self.pointer)
         if not memory:
             raise UnsupportedModel(f"{model.path}: llama.cpp keeps no text for this model: it is no language model")
@@ -74,7 +76,7 @@ class Context:
         positions: (n,).  Raises Interrupted, BackendLost.
         """
         batch = _Batch(self.library, ids, positions, sequences, wanted)
-        with log.record(self.library) as lines:
+        with log.record() as lines:
             status = self.library.llama_decode(self.pointer, batch.structure)
         if status == 2:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")

@@ -1,4 +1,4 @@
-"""The library llama_cpp; no other file imports it."""
+"""The library llama_cpp; no other file imports it, and no process but that of server.py opens it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it
 
 _FIELDS = {
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
-    "llama_model_params": "devices n_gpu_layers load_mode progress_callback no_alloc",
+    "llama_model_params": "devices n_gpu_layers load_mode progress_callback no_alloc use_extra_bufts",
     "llama_context_params": (
         "n_ctx n_batch n_ubatch n_seq_max n_outputs_max n_threads n_threads_batch abort_callback abort_callback_data "
         "offload_kqv op_offload swa_full kv_unified"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
-import threading
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,22 +12,22 @@ from typing import Any, NoReturn
 
 from edgeinfer.errors import BudgetExceeded, UnsupportedModel
 
-_logger = logging.getLogger(__package__)
-_logger.addHandler(logging.NullHandler())
-
 _DEBUG, _ERROR = 1, 4  # enum ggml_log_level
 
 
-class Log(threading.local):
-    """Takes what llama.cpp logs; each thread sees its own lines."""
+class Log:
+    """Takes what llama.cpp logs, and writes it to stderr, of which the host reads the last line after a crash.
+
+    every: all lines since it was emptied, for the host's log; None where that is not wanted.
+    """
 
     def __init__(self) -> None:
+        self.every: list[str] | None = None
         self._lines: list[tuple[int, str]] | None = None
 
     @contextmanager
-    def record(self, library: Any) -> Iterator[list[tuple[int, str]]]:
-        """Lines (level, text) that this thread has logged meanwhile, but for DEBUG."""
-        listen(library)  # again: whoever else uses llama.cpp in this process may have had the log go elsewhere
+    def record(self) -> Iterator[list[tuple[int, str]]]:
+        """Lines (level, text) that are logged meanwhile, but for DEBUG."""
         lines: list[tuple[int, str]] = []
         self._lines = lines
         try:
@@ -39,9 +38,12 @@ class Log(threading.local):
     def receive(self, level: int, text: bytes, _: object) -> None:
         """A ggml_log_callback."""
         line = text.decode(errors="replace").rstrip()
-        _logger.debug("%s", line)
-        if self._lines is not None and level > _DEBUG:
-            self._lines.append((level, line))
+        if self.every is not None:
+            self.every.append(line)
+        if level > _DEBUG:
+            print(line, file=sys.stderr, flush=True)
+            if self._lines is not None:
+                self._lines.append((level, line))
 
 
 log = Log()
@@ -59,7 +61,7 @@ def listen(library: Any) -> None:
 
 def quote(lines: list[tuple[int, str]]) -> str:
     """What llama.cpp gave as the reason of a failure."""
-    errors = [line for level, line in lines if level == _ERROR and not line.endswith(": failed to load model")]
+    errors = [line for level, line in lines if level == _ERROR and "failed to load model" not in line]
     return errors[-1] if errors else "it gives no reason"
 
 

@@ -17,10 +17,19 @@ from edgeinfer.models import ModelSizes
 class Model:
     """A model in llama.cpp; without `on_progress` its sizes and vocabulary only. Raises UnsupportedModel.
 
-    n_bytes: of the weights.  on_progress: called with the share that is loaded; stops loading with False.
+    name: of the file, in messages.  extra_buffers: whether weights may be laid out anew for the CPU, and multiplied
+    by other functions (AMX, repacked weights).  on_progress: called with the share that is loaded; stops loading with
+    False.  n_bytes: of the weights.  has_extra_buffers: whether any were laid out anew.
     """
 
-    def __init__(self, library: Any, path: Path, on_progress: Callable[[float, object], bool] | None = None) -> None:
+    def __init__(
+        self,
+        library: Any,
+        path: Path,
+        name: Path,
+        extra_buffers: bool,
+        on_progress: Callable[[float, object], bool] | None = None,
+    ) -> None:
         self.library = library
         params = library.llama_model_default_params()
         no_devices = (ctypes.c_void_p * 1)()  # a list that ends at once: no GPU
@@ -28,12 +37,13 @@ class Model:
         params.n_gpu_layers = 0
         params.load_mode = library.LLAMA_LOAD_MODE_NONE  # not mapped: repacked weights would be there twice
         params.no_alloc = on_progress is None
+        params.use_extra_bufts = extra_buffers
         if on_progress is not None:
             params.progress_callback = library.llama_progress_callback(on_progress)
-        with log.record(library) as lines:
+        with log.record() as lines:
             pointer = library.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
-            refuse(path, lines)
+            refuse(name, lines)
         self.pointer = pointer
         self.close = weakref.finalize(self, library.llama_model_free, pointer)
         self.n_vocab: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(pointer))
@@ -41,7 +51,8 @@ class Model:
         in_file: int = library.llama_model_size(pointer)
         self.n_bytes = logged if logged > in_file + 2**15 else in_file  # more than rounding: repacked copies
         self.has_cells = not library.llama_model_is_recurrent(pointer) and not library.llama_model_is_hybrid(pointer)
-        self.path = path
+        self.has_extra_buffers = any(mebibytes(line, r"(?<!CPU)(?<!CPU_Mapped) model buffer size") for line in lines)
+        self.path = name
         self._check_kind()
 
     @property

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from edgeinfer.cli.options import (
     text_argument,
     text_or_prompt,
     variable_option,
+    warnings_as_notes,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
@@ -60,7 +62,10 @@ def chat(
     with open_engine(flags) as engine:
         conversation = engine.chat(system)
         if message is None:
-            Repl(conversation, params, max_tokens(flags), None if no_history else _history_file()).run()
+            repl = Repl(conversation, params, max_tokens(flags), None if no_history else _history_file())
+            repl.run()
+            if repl.is_lost:
+                click.get_current_context().exit(BackendLost.exit_code)
             return
         bar = ProgressBar("reading the prompt")
         answer = conversation.send(message, max_tokens=max_tokens(flags), params=params, progress=bar)
@@ -94,7 +99,10 @@ def _history_file() -> Path | None:
 
 
 class Repl:
-    """Reads lines, runs commands, shows answers, until Ctrl-D or /exit."""
+    """Reads lines, runs commands, shows answers, until Ctrl-D or /exit.
+
+    is_lost: whether the last answer ended because the backend was lost.
+    """
 
     def __init__(
         self, conversation: Conversation, params: SamplingParams, max_tokens: int | None, history: Path | None
@@ -103,6 +111,7 @@ class Repl:
         self.engine = conversation.engine
         self.params = params
         self.max_tokens = max_tokens
+        self.is_lost = False
         self._writer = Writer(sys.stdout)
         self._last: Completion | None = None
         self._n_regenerated = 0
@@ -133,12 +142,12 @@ class Repl:
                 note("Ctrl-D or /exit leaves")
             except EOFError:
                 return
-            except BackendLost:
-                raise
             except (EdgeInferError, OSError) as error:
                 if isinstance(error, BrokenPipeError):
                     raise
                 note(f"error: {error}")
+                if isinstance(error, BackendLost):
+                    note("the conversation is kept without this message: /save FILE writes it")
 
     def _read(self) -> str:
         '''A line, or the lines between """ and """.'''
@@ -159,9 +168,23 @@ class Repl:
             note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
         elif text.strip():
             self._n_regenerated = 0
+            self._answer(partial(self.conversation.send, text), self.params)
+
+    def _answer(self, ask: Callable[..., Answer], params: SamplingParams) -> None:
+        """Show an answer. Where the backend is lost, ask for it once more: a session may start its backend again."""
+
+        def show() -> None:
             bar = ProgressBar("reading the prompt")
-            send = self.conversation.send
-            self._show(send(text, max_tokens=self.max_tokens, params=self.params, progress=bar), bar)
+            with warnings_as_notes():
+                self._show(ask(max_tokens=self.max_tokens, params=params, progress=bar), bar)
+
+        try:
+            show()
+        except BackendLost as error:
+            self.is_lost = True
+            note(f"{error}; trying once more")
+            show()
+        self.is_lost = False
 
     def _show(self, answer: Answer, bar: ProgressBar) -> None:
         completion = write_answer(self.engine, answer, self._writer, bar)
@@ -186,10 +209,7 @@ class Repl:
         # The same seed would say the same again.
         self._n_regenerated += 1
         seed = None if self.params.seed is None else (self.params.seed + self._n_regenerated) % 2**64
-        bar = ProgressBar("reading the prompt")
-        params = replace(self.params, seed=seed)
-        regenerate = self.conversation.regenerate
-        self._show(regenerate(max_tokens=self.max_tokens, params=params, progress=bar), bar)
+        self._answer(self.conversation.regenerate, replace(self.params, seed=seed))
 
     def _undo(self, argument: str) -> None:
         note(f"dropped: {self.conversation.undo():.80}")

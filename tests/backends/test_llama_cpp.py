@@ -7,6 +7,7 @@ weights 7.3e-2 (activations are rounded to 8 bits). With one token too many in s
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,14 +24,16 @@ from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill, same_
 from interrupts import interrupted_every
 from numpy.typing import ArrayLike, NDArray
 from other_models import write_gpt2, write_lfm2, write_mamba
+from staging import Stage
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
-from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession, open_library
+from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession
 from edgeinfer.backends.llama_cpp import library as library_module
 from edgeinfer.backends.llama_cpp.worker import Worker
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
     BackendUnavailable,
+    BudgetExceeded,
     ContextOverflow,
     EdgeInferError,
     Interrupted,
@@ -64,9 +67,9 @@ KINDS = {"cells": write_llama, "window": write_gemma3, "gpt2": write_gpt2, "stat
 def opener(path: Path, n_ctx: int = 256) -> Open:
     """open_session(n_threads=, n_batch=) for a model file."""
     file = ModelFile.open(path)
-    backend = LlamaCppBackend()
 
     def open_session(n_threads: int = 1, n_batch: int = 128) -> LlamaCppSession:
+        backend = LlamaCppBackend()
         plan = backend.plan(file, None, n_ctx, n_batch, n_threads)
         return backend.load(file, None, plan, Device(n_threads))
 
@@ -94,22 +97,9 @@ def assert_close(a: NDArray[np.float32], b: NDArray[np.float32], tensor_type: st
     assert np.abs(a - b).max() <= TOLERANCE[tensor_type] * b.std()
 
 
-def n_tokens_run(
-    session: LlamaCppSession, monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None
-) -> list[int]:
-    """Grows by the number of tokens of each pass that llama.cpp runs from now on; `before` is called before it does."""
-    runs: list[int] = []
-    context = session._context
-    assert context is not None
-    decode = context.decode
-
-    def counted(ids: NDArray[np.int32], *rest: Any) -> None:
-        runs.append(len(ids))
-        before()
-        decode(ids, *rest)
-
-    monkeypatch.setattr(context, "decode", counted)
-    return runs
+@pytest.fixture
+def stage(llama_cpp: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path_factory.mktemp("stage"), monkeypatch)
 
 
 # ---- right -----------------------------------------------------------------------------------------------------
@@ -278,40 +268,48 @@ def test_logits_come_for_the_rows_that_were_asked_for(of_cells: Open, rng: np.ra
     assert session.forward(tokens, logits=[]).logits.shape == (0, 291)
 
 
-def test_what_is_kept_is_not_run_again(
-    of_any_kind: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_not_run_again(of_any_kind: Open, rng: np.random.Generator, stage: Stage) -> None:
     session = of_any_kind()
-    runs = n_tokens_run(session, monkeypatch)
+    assert stage.passes()[0] == 1  # the warm-up
     prefill(session, some_tokens(60, rng), 20)
     session.forward(some_tokens(5, rng))
     session.forward(some_tokens(3, rng))
     session.commit([0, 1, 2])
     session.forward([1])
-    assert runs == [20, 20, 20, 5, 3, 1]
+    assert stage.passes() == [20, 20, 20, 5, 3, 1]
 
 
-def test_a_branch_that_is_kept_is_not_run_again(
-    of_cells: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_branch_that_is_kept_is_not_run_again(of_cells: Open, rng: np.random.Generator, stage: Stage) -> None:
     session = of_cells()
-    runs = n_tokens_run(session, monkeypatch)
+    stage.passes()
     for leaf in LEAVES:
         session.forward(some_tokens(13, rng), TREE)
         session.commit(branch_to(leaf, TREE)[:-1])
     session.truncate(8)
     session.forward([1, 2])
-    assert runs == [13, 13, 13, 13, 2]
+    assert stage.passes() == [13, 13, 13, 13, 2]
 
 
-def test_a_cache_that_gave_cells_away_is_filled_anew(of_cells: Open, rng: np.random.Generator) -> None:
-    session, tokens = of_cells(), some_tokens(60, rng)
+def test_a_cache_that_gave_cells_away_is_filled_anew(of_cells: Open, rng: np.random.Generator, stage: Stage) -> None:
+    tokens = some_tokens(60, rng)
+    expected = of_cells().forward(tokens).logits
+    stage.play(
+        """
+remove = llama_cpp.llama_memory_seq_rm
+
+def remove_more(memory, sequence, first, last):
+    remove(memory, sequence, 0, 10)  # as a sliding window does
+    return remove(memory, sequence, first, last)
+
+llama_cpp.llama_memory_seq_rm = remove_more
+"""
+    )
+    session = of_cells()
     prefill(session, tokens[:50], 50)
-    context = session._context
-    assert context is not None
-    context.library.llama_memory_seq_rm(context.cache._memory, 0, 0, 10)  # as a sliding window does
     session.truncate(40)
-    assert_close(session.forward(tokens[40:]).logits, of_cells().forward(tokens).logits)
+    stage.passes()
+    assert_close(session.forward(tokens[40:]).logits, expected)
+    assert stage.passes() == [40, 20]
 
 
 # ---- sizes and memory --------------------------------------------------------------------------------------------
@@ -360,22 +358,28 @@ def test_the_plan_covers_what_llama_cpp_says_it_holds(
     assert shares == sorted(shares) and shares[-1] == 1.0
 
 
-def test_a_plan_loads_no_weights(llama_cpp: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, loads = llama_cpp.llama_model_load_from_file, []
+def test_a_plan_loads_no_weights(stage: Stage, tmp_path: Path) -> None:
+    stage.play(
+        """
+load = llama_cpp.llama_model_load_from_file
 
-    def noted(path: bytes, params: Any) -> Any:
-        loads.append(params.no_alloc)
-        return load(path, params)
+def noted_load(path, params):
+    with open(_folder / "loads", "a") as file:
+        file.write(f"{params.no_alloc}\\n")
+    return load(path, params)
 
-    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", noted)
+llama_cpp.llama_model_load_from_file = noted_load
+"""
+    )
+    loads = stage.folder / "loads"
     backend = LlamaCppBackend()
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         backend.read_spec(file)
         plan = backend.plan(file, None, 64)
         backend.plan(file, None, 128)
-        assert loads == [True]
+        assert loads.read_text().split() == ["True"]
         backend.load(file, None, plan, Device(1))
-    assert loads == [True, False]
+    assert loads.read_text().split() == ["True", "False"]
 
 
 def test_logits_of_a_long_batch_are_not_all_held_at_once(llama_cpp: ModuleType, tmp_path: Path) -> None:
@@ -397,24 +401,14 @@ def test_a_context_that_would_end_the_process_is_refused(llama_cpp: ModuleType, 
 
 
 def test_too_little_memory_is_said_to_be_that(llama_cpp: ModuleType, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "m.gguf", "llama", "F32")
-    script = """
-import resource, sys
-from edgeinfer.backends.llama_cpp import LlamaCppBackend
-from edgeinfer.errors import BudgetExceeded
-from edgeinfer.gguf import ModelFile
-from edgeinfer.types import Device
-file, backend = ModelFile.open(sys.argv[1]), LlamaCppBackend()
-plan = backend.plan(file, None, 1 << 21)
-held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (held + (600 << 20),) * 2)
-try:
-    backend.load(file, None, plan, Device(1))
-except BudgetExceeded as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", script, tmp_path / "m.gguf"], capture_output=True, text=True)
-    assert "m.gguf: llama.cpp found too little memory: " in run.stdout and "failed to allocate" in run.stdout, run
+    file, backend = ModelFile.open(write_llama(tmp_path / "m.gguf")), LlamaCppBackend()
+    plan = backend.plan(file, None, 1 << 21)
+    assert backend._process is not None
+    pid = backend._process.pid
+    held = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (held + (600 << 20),) * 2)
+    with pytest.raises(BudgetExceeded, match="m.gguf: llama.cpp found too little memory: .*failed to allocate"):
+        backend.load(file, None, plan, Device(1))
 
 
 # ---- misuse ----------------------------------------------------------------------------------------------------
@@ -532,16 +526,14 @@ def assert_reads_on(session: LlamaCppSession, prompt: NDArray[np.int32]) -> None
 
 @pytest.mark.parametrize("n_tokens, at", [(100, 1), (4000, 3)])  # in the one pass that it takes, and in the third
 def test_an_interrupted_pass_stops_there_and_leaves_the_session_as_it_was(
-    slow: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, n_tokens: int, at: int
+    slow: Open, rng: np.random.Generator, stage: Stage, n_tokens: int, at: int
 ) -> None:
     session, prompt = slow(), some_tokens(10, rng)
     prefill(session, prompt, 10)
     session.forward([1, 2])
-    with monkeypatch.context() as patch:
-        runs = n_tokens_run(session, patch, lambda: session.interrupt() if len(runs) == at else None)
-        with pytest.raises(Interrupted):
-            session.forward(some_tokens(n_tokens, rng))
-        assert len(runs) == at
+    with stage.meanwhile(at, session.interrupt), pytest.raises(Interrupted):
+        session.forward(some_tokens(n_tokens, rng))
+    assert len(stage.passes()) == at
     with pytest.raises(ShapeError):
         session.commit([0])  # neither that pass nor the one before it is there
     assert_reads_on(session, prompt)
@@ -563,15 +555,13 @@ def test_an_interrupt_without_a_pass_does_nothing(of_cells: Open) -> None:
 
 
 def test_ctrl_c_comes_out_of_a_pass_and_leaves_the_session_as_it_was(
-    slow: Open, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    slow: Open, rng: np.random.Generator, stage: Stage
 ) -> None:
     session, prompt = slow(), some_tokens(10, rng)
     prefill(session, prompt, 10)
-    with monkeypatch.context() as patch:
-        runs = n_tokens_run(session, patch, lambda: os.kill(os.getpid(), signal.SIGINT) if len(runs) == 3 else None)
-        with pytest.raises(KeyboardInterrupt):
-            session.forward(some_tokens(4000, rng))
-        assert 3 <= len(runs) < 16  # of 32: as soon as this thread had heard of it
+    with stage.meanwhile(3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        session.forward(some_tokens(4000, rng))
+    assert 3 <= len(stage.passes()) < 16  # of 32: as soon as this thread had heard of it
     assert_reads_on(session, prompt)
 
 
@@ -581,7 +571,7 @@ def test_ctrl_c_between_handing_over_and_waiting_is_not_lost(
 ) -> None:
     session, prompt = of_cells(), some_tokens(50, rng)
     prefill(session, prompt, 50)
-    threads = session._worker._threads
+    threads = session._process._worker._threads
     submit = threads.submit
 
     def interrupted_submit(*arguments: Any) -> None:
@@ -606,37 +596,37 @@ def test_what_the_progress_callback_raises_comes_out_of_load(llama_cpp: ModuleTy
             backend.load(file, None, backend.plan(file, None, 64), Device(1), stop)
 
 
-def test_ctrl_c_stops_loading(llama_cpp: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[bool] = []
-    make_callback = llama_cpp.llama_progress_callback
+def test_ctrl_c_stops_loading(stage: Stage, tmp_path: Path) -> None:
+    stage.play(
+        """
+import os, signal
+make_callback = llama_cpp.llama_progress_callback
 
-    def make_slow_callback(is_to_go_on: Callable[[float, object], bool]) -> Any:
-        def callback(share: float, data: object) -> bool:
-            if not answers:
-                os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(200):
-                answers.append(is_to_go_on(share, data))
-                if not answers[-1]:
-                    break
-                time.sleep(0.01)
-            return answers[-1]
+def make_slow_callback(is_to_go_on):
+    def callback(share, data):
+        os.kill(os.getppid(), signal.SIGINT)
+        while is_to_go_on(share, data):
+            time.sleep(0.01)
+        (_folder / "stopped").touch()
+        return False
+    return make_callback(callback)
 
-        return make_callback(callback)
-
+llama_cpp.llama_progress_callback = make_slow_callback
+"""
+    )
     backend = LlamaCppBackend()
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         plan = backend.plan(file, None, 64)
-        monkeypatch.setattr(llama_cpp, "llama_progress_callback", make_slow_callback)
         with pytest.raises(KeyboardInterrupt):
             backend.load(file, None, plan, Device(1))
-    assert answers[-1] is False
+    assert (stage.folder / "stopped").exists()
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_ctrl_c_out_of_handing_over_ends_what_was_handed_over(is_begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come when the other thread works already, or not yet."""
     begun, ended = threading.Event(), threading.Event()
-    with Worker() as worker:
+    with Worker(bytearray(1), lambda: pytest.fail("killed")) as worker:
 
         def work() -> None:
             begun.set()
@@ -699,12 +689,12 @@ def test_llama_cpp_is_quiet_and_its_log_can_be_had(
     llama_cpp: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     session = opener(write_llama(tmp_path / "m.gguf"))()
+    assert b"GGML_NO_BACKTRACE=1" in Path(f"/proc/{session._process.pid}/environ").read_bytes()
     session.forward([1, 2, 3])
     with pytest.raises(UnsupportedModel):
         LlamaCppBackend().read_spec(damaged(tmp_path / "broken.gguf", b"llama", b"lamma"))
     session.close()
     assert capfd.readouterr() == ("", "") and caplog.records == []
-    assert os.environ["GGML_NO_BACKTRACE"] == "1"
     with caplog.at_level(logging.DEBUG, "edgeinfer"):
         opener(tmp_path / "m.gguf")()
     assert any("KV buffer size" in record.message for record in caplog.records)
@@ -735,7 +725,7 @@ def test_another_library_is_refused_only_if_its_structures_may_differ(
     with pytest.raises(BackendUnavailable, match=r"wants .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
         library_module._check_layouts(other)
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/elsewhere")
-    library_module._check_layouts(open_library())
+    library_module._check_layouts(llama_cpp)
     monkeypatch.setattr(library_module, "LIBRARY_VERSION", b"0.0.1")
     with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* wants 0.0.1"):
-        library_module._check_layouts(open_library())
+        library_module._check_layouts(llama_cpp)

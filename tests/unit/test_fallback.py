@@ -60,7 +60,6 @@ def gpt2(tmp_path: Path) -> Path:
 def without_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where llama-cpp-python is not installed."""
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setattr(backend_module, "open_library", backend_module.open_library.__wrapped__)
 
 
 def run(*arguments: object, code: int = 0) -> Result:
@@ -144,7 +143,7 @@ def test_nobody_is_told_to_install_llama_cpp_for_a_vocabulary_that_is_refused_an
 
 
 def test_a_file_that_is_not_sound_never_reaches_llama_cpp(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "open_library", lambda: pytest.fail("opened"))
+    monkeypatch.setattr(backend_module, "Process", lambda: pytest.fail("started"))
     gpt2.write_bytes(gpt2.read_bytes()[:-1000])
     with pytest.raises(InvalidGGUF):
         edgeinfer.load(gpt2)

@@ -1,0 +1,121 @@
+"""Loading a model into a process of llama.cpp, with extra buffers or, where it crashes with them, without."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgeinfer import devices
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.llama_cpp.process import Ended, Process
+from edgeinfer.errors import BackendCrashed
+from edgeinfer.models import ModelSizes
+from edgeinfer.types import CacheType, MemoryUse
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be loaded: a file, absolute, its name in messages, the sizes of a session, and in which buffers."""
+
+    path: str
+    name: str
+    n_ctx: int
+    n_batch: int
+    n_threads: int
+    cache_type: CacheType
+    extra_buffers: bool = True
+
+    def on(self, process: Process, progress: Progress | None) -> Loaded:
+        """Load it. Raises what llama.cpp says of it, and Ended; the process is of no use then."""
+
+        def report() -> None:
+            if progress is not None:
+                progress(min(process.shared.share, 0.99))
+
+        sizes = self.n_ctx, self.n_batch, self.n_threads, self.cache_type
+        options = self.path, self.name, self.extra_buffers, *sizes
+        try:
+            reply = process.ask("load", *options, meanwhile=report)
+        except BaseException:
+            process.close()
+            raise
+        return Loaded(self, process, sizes_of(reply["sizes"]), MemoryUse(*reply["bytes"]))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in a process, as it was wanted."""
+
+    wanted: Wanted
+    process: Process
+    sizes: ModelSizes
+    use: MemoryUse
+
+
+def load(wanted: Wanted, process: Process, progress: Progress | None = None) -> Loaded:
+    """Load a model; where llama.cpp crashes with extra buffers, with a RuntimeWarning without them.
+
+    That is remembered for this llama-cpp-python on this CPU. Raises UnsupportedModel, BudgetExceeded, BackendCrashed.
+    """
+    try:
+        return wanted.on(process, progress)
+    except Ended as end:
+        crash = end
+        if not (end.is_fault and wanted.extra_buffers):
+            raise crashed(wanted.name, "while it loaded the model", end) from end
+    try:
+        loaded = replace(wanted, extra_buffers=False).on(Process(), progress)
+    except Ended as end:
+        raise crashed(wanted.name, "while it loaded the model", end) from end
+    remember_crash(process.build)
+    warnings.warn(
+        f"llama.cpp crashes on this machine with its extra buffers (AMX, repacked weights): {crash}; "
+        "it runs without them, more slowly",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return loaded
+
+
+def crashed(name: object, when: str, end: Ended) -> BackendCrashed:
+    """The error that says that llama.cpp ended its process."""
+    return BackendCrashed(f"{name}: llama.cpp crashed {when}: {end}; it cannot run this file here")
+
+
+def sizes_of(record: dict[str, Any]) -> ModelSizes:
+    """Sizes as a reply has them."""
+    return ModelSizes(**record)
+
+
+# ---- What is remembered ----------------------------------------------------------------------------------------------
+
+
+def uses_extra_buffers(build: str) -> bool:
+    """Whether llama.cpp is to use extra buffers: unless it crashed with them on this CPU."""
+    try:
+        return bool(json.loads(_note(build).read_bytes())["extra_buffers"])
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError):
+        return True
+
+
+def remember_crash(build: str) -> None:
+    """Note that it crashed with them; where that cannot be written, it is found out each time."""
+    with contextlib.suppress(OSError, RuntimeError, KeyError):
+        path = _note(build)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps({"extra_buffers": False, "build": build, "cpu": devices.cpu_name()}))
+        written.replace(path)
+
+
+def _note(build: str) -> Path:
+    import platformdirs
+
+    key = hashlib.sha256(repr((build, devices.cpu_name())).encode()).hexdigest()[:32]
+    return platformdirs.user_cache_path("edgeinfer") / "llama.cpp" / f"{key}.json"
