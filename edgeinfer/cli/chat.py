@@ -24,8 +24,10 @@ from edgeinfer.cli.options import (
     text_or_prompt,
     variable_option,
 )
+from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
+from edgeinfer.files import state_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command()
+@click.command(cls=Command)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
@@ -81,9 +83,11 @@ def _one_message(prompt: str | None) -> str | None:
 
 def _history_file() -> Path | None:
     """Where typed lines are kept, readable for their owner only; None with a note where that cannot be."""
-    import platformdirs
-
-    path = platformdirs.user_state_path("edgeinfer") / "chat_history"
+    folder = state_folder()
+    if folder is None:
+        note("typed lines are not kept: this user has no home folder, set HOME or XDG_STATE_HOME")
+        return None
+    path = folder / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -136,7 +140,7 @@ class Repl:
             except BackendLost:
                 raise
             except (EdgeInferError, OSError) as error:
-                if isinstance(error, BrokenPipeError):
+                if isinstance(error, BrokenPipeError) and error.filename is None:
                     raise
                 note(f"error: {error}")
 
