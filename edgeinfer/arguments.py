@@ -10,8 +10,10 @@ import operator
 import os
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.files import expanded
 
 MAX_INT32 = (1 << 31) - 1
 
@@ -46,11 +48,15 @@ def check_text(name: str, value: object) -> str:
     return value
 
 
-def check_file_name(name: str, value: object) -> str:
-    """Name of a file, not empty, with ~ for a home folder resolved where there is one."""
+def check_file_name(name: str, value: object) -> Path:
+    """The file that a caller names, not empty; ~ and ~user are home folders, and ./~ is a file of that name."""
     if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
         raise InvalidArgument(f"{name} must be the name of a file: found {shown(value)}")
-    return os.path.expanduser(os.fsdecode(value))
+    given = os.fsdecode(value)
+    try:
+        return expanded(given)
+    except LookupError as error:
+        raise InvalidArgument(f"{name} {given}: {error}; a file that is called so is ./{given}") from None
 
 
 def check_callback(name: str, value: object) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
@@ -18,6 +16,7 @@ from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, InvalidArgument
+from edgeinfer.files import write_whole
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
 
@@ -106,23 +105,17 @@ class Conversation:
         return len(self._encode(self.messages, add_generation_prompt=False))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all."""
-        target = Path(check_file_name("path", path))
+        """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all.
+
+        Raises InvalidArgument, OSError.
+        """
+        target = check_file_name("path", path)
         lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
-        with tempfile.NamedTemporaryFile("wb", dir=target.parent, delete=False) as file:
-            written = Path(file.name)
-            try:
-                file.write(lines.encode(errors="backslashreplace"))  # lone surrogates, as JSON writes them
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                written.unlink()
-                raise
-        written.replace(target)
+        write_whole(target, lines.encode(errors="backslashreplace"))  # lone surrogates, as JSON writes them
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the messages by those of a file that `save` wrote. Raises InvalidArgument, OSError."""
-        lines = enumerate(Path(check_file_name("path", path)).read_bytes().splitlines(), start=1)
+        lines = enumerate(check_file_name("path", path).read_bytes().splitlines(), start=1)
         messages = [_read_message(line, f"{path}, line {number}") for number, line in lines if line.strip()]
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")

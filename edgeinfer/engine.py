@@ -101,7 +101,7 @@ def load(
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
     """
-    place = default_model() if path is None else Path(check_file_name("path", path))
+    place = default_model() if path is None else check_file_name("path", path)
     draft = _checked_draft(draft)
     check_name(check_text("draft_device", draft_device))
     check_callback("progress", progress)

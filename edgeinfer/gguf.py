@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer._strings import StringTable
+from edgeinfer.arguments import check_file_name
 from edgeinfer.arrays import Numbers, Strings
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 
@@ -189,9 +190,9 @@ class ModelFile:
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
         """Map and check a model; any file of a split model stands for all of them.
 
-        Raises ModelNotFound, InvalidGGUF.
+        Raises ModelNotFound, InvalidGGUF, InvalidArgument.
         """
-        path = Path(path)
+        path = check_file_name("path", path)
         return cls(path, _read_all_parts(path, _read_part(path)))
 
     def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:

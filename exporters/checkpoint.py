@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.trits import TernaryMatrix, Trits
@@ -55,8 +56,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Map all safetensors files. Raises ModelNotFound, ModelFileError, UnsupportedModel."""
-        folder = Path(folder)
+        """Map all safetensors files. Raises ModelNotFound, ModelFileError, UnsupportedModel, InvalidArgument."""
+        folder = check_file_name("folder", folder)
         files = sorted(folder.glob("*.safetensors"))
         if not files or not (folder / "config.json").is_file():
             raise ModelNotFound(f"{folder}: needs config.json and .safetensors files: found {_names_in(folder)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arrays import Array
+from edgeinfer.files import written_whole
 from edgeinfer.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
 Metadata: TypeAlias = Mapping[str, MetadataValue]
@@ -47,21 +47,16 @@ def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progre
     Integers become UINT32, or what they need, floats FLOAT32; arrays of integers INT32.
     progress: called with the share that is done. Raises OSError, and what making a tensor raises.
     """
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     total, done = sum(tensor.n_bytes for tensor in tensors), 0
-    try:
-        with partial.open("xb") as file:
-            file.write(_header(metadata, tensors))
-            for tensor in tensors:
-                _pad(file)
-                _write(file, tensor)
-                done += tensor.n_bytes
-                if progress is not None:
-                    progress(done / total)
+    with written_whole(path) as file:
+        file.write(_header(metadata, tensors))
+        for tensor in tensors:
             _pad(file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+            _write(file, tensor)
+            done += tensor.n_bytes
+            if progress is not None:
+                progress(done / total)
+        _pad(file)
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +13,7 @@ from edgeinfer.backends.onnx import build_head, build_model, check_file, write_g
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import is_draft_head, read_head
@@ -45,14 +44,16 @@ def export_onnx(
     Raises UnsupportedModel, InvalidArgument, BackendUnavailable without onnx and onnxruntime, OSError.
     """
     graph = _graph(source, draft_target, n_ctx, style)
-    path = path / "model.onnx" if path.is_dir() else path
+    path = behind_links(path / "model.onnx" if path.is_dir() else path)
     beside = beside or graph.constant_bytes > MAX_WITHIN_BYTES
-    with _folder_beside(path) as folder:
+    with folder_beside(path) as folder:
         written = folder / path.name
         write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)
         check_file(written)
-        path.unlink(missing_ok=True)  # the old one does not go with the new weights
         names = [path.name + DATA_ENDING] if beside else []
+        for name in (*names, path.name):
+            take_over(folder / name, path.with_name(name))
+        path.unlink(missing_ok=True)  # the old one does not go with the new weights
         for name in (*names, path.name):
             os.replace(folder / name, path.with_name(name))
     return [path.with_name(name) for name in (path.name, *names)]
@@ -90,14 +91,3 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
 
 def _is_kept(key: str) -> bool:
     return key in _KEPT_KEYS or key.startswith(_KEPT_PREFIXES)
-
-
-@contextmanager
-def _folder_beside(path: Path) -> Iterator[Path]:
-    """A new folder on the same file system, gone afterwards with all that is in it."""
-    folder = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.files import written_whole
 from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"
@@ -65,16 +66,9 @@ def write_packed(target: Path, model: Path, weights: NDArray[np.uint8], ternary_
     header = Header(LAYOUT, weights.nbytes, ternary_bits, Source(stat.st_size, stat.st_mtime_ns, sha256_of(model)))
     text = json.dumps(asdict(header)).encode()
     start = MAGIC + struct.pack("<Q", len(text)) + text
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("xb") as file:
-            file.write(start + bytes(-len(start) % _ALIGNMENT))
-            file.write(weights.data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_whole(target) as file:
+        file.write(start + bytes(-len(start) % _ALIGNMENT))
+        file.write(weights.data)
     _read_in_huge_pages(target)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
+from edgeinfer.files import cache_folder
 
 DeviceKind = Literal["gpu", "accelerator", "cpu", "other"]
 _PREFERENCE: tuple[DeviceKind, ...] = ("gpu", "accelerator", "other", "cpu")
@@ -57,11 +61,27 @@ class DeviceInfo:
 def open_library() -> Any:
     """The module pyopencl. Raises BackendUnavailable if it is missing or cannot be loaded."""
     try:
+        _do_without_caches()
         return importlib.import_module("pyopencl")
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"OpenCL needs pyopencl ({error}): pip install 'edgeinfer[opencl]'") from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BackendUnavailable(f"pyopencl cannot be loaded: {error}; install it anew") from error
+
+
+def _do_without_caches() -> None:
+    """Where the user has no folder for caches: pyopencl fails for want of one, and PoCL has no device."""
+    folder = cache_folder()
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
+    with suppress(OSError):
+        if "POCL_CACHE_DIR" not in os.environ:
+            os.environ["POCL_CACHE_DIR"] = tempfile.mkdtemp(prefix="edgeinfer-")
+            atexit.register(shutil.rmtree, os.environ["POCL_CACHE_DIR"], ignore_errors=True)
 
 
 def list_devices() -> list[DeviceInfo]:

@@ -6,15 +6,17 @@ Exit codes are those of `edgeinfer.errors`, and in `--help`.
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import click
 
-from edgeinfer.cli.terminal import visible
+from edgeinfer.cli import streams
+from edgeinfer.cli.terminal import complain
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
 
 _EXIT_CODES = (
@@ -57,6 +59,27 @@ class _Group(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command line, as click does, and leave with its exit code, whatever the standard streams are."""
+        run: Callable[..., Any] = super().main  # click's overloads differ from one version to the next
+        if not options.get("standalone_mode", True):
+            return run(*args, **options)
+        streams.fill_closed()
+        try:
+            exit_code = run(*args, **(options | {"standalone_mode": False})) or 0
+        except click.ClickException as error:
+            with suppress(OSError):
+                error.show()
+            exit_code = error.exit_code
+        except click.Abort:
+            exit_code = Interrupted.exit_code
+        except OSError as error:  # of --help and --version; those of commands are in invoke
+            complain(f"error: {streams.lost_result(error)}")
+            exit_code = EdgeInferError.exit_code
+        finally:
+            streams.give_up_failed()
+        sys.exit(exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -68,12 +91,12 @@ class _Group(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways to end
         except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            if isinstance(error, BrokenPipeError) and error.filename is None:
                 raise  # the reader of our output has gone; click ends without a word
             if ctx.params.get("debug"):
-                click.echo(visible(traceback.format_exc()), err=True, nl=False)
+                complain(traceback.format_exc().rstrip("\n"))
             message, exit_code = _explain(error)
-            click.echo(visible(f"error: {message}"), err=True)
+            complain(f"error: {message}")
             ctx.exit(exit_code)
 
 

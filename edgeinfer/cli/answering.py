@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from edgeinfer.cli.terminal import ProgressBar, Writer, note
+from edgeinfer.cli.terminal import ProgressBar, Writer, note, show
 from edgeinfer.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
 def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> None:
     """What follows the only answer of a program run: JSON or a line of figures, and the exit code."""
     if as_json:
-        click.echo(json.dumps(as_record(engine, completion)))
+        show(json.dumps(as_record(engine, completion)))
     else:
         note(figures(engine, completion))
     if completion.finish_reason == "interrupted":

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from edgeinfer.cli.options import threads_option, warnings_as_notes
-from edgeinfer.cli.plotting import check_matplotlib, draw_timeline, figure_into
-from edgeinfer.cli.terminal import ProgressBar, note, visible
+from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
+from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
+from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
 _ROUNDS = 8  # of a timeline
 
 
-@click.command()
-@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.command(cls=Command)
+@click.argument("model", type=FileName(), required=False)
 @threads_option
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Times everything is measured.")
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="Time llama-cpp-python in the same rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the cost curves into a PNG file.")
-@click.option("--timeline", type=click.Path(path_type=Path), help="Draw when drafts were made and checked, into a PNG.")
-@click.option("-md", "--model-draft", type=click.Path(path_type=Path), help="For --timeline: what drafts.")
+@click.option("--plot", type=FileName(), help="Draw the cost curves into a PNG file.")
+@click.option("--timeline", type=FileName(), help="Draw when drafts were made and checked, into a PNG.")
+@click.option("-md", "--model-draft", type=FileName(), help="For --timeline: what drafts.")
 @click.option("--draft-device", default="auto", help="For --timeline: where a draft model runs.  [default: auto]")
 def bench(
     model: Path | None,
@@ -53,17 +54,20 @@ def bench(
     once over the time of one: what checking a draft costs. Beside it stand the bandwidth and the int8 peak of this
     machine, measured in the same run. --timeline is drawn of some passes of a short answer.
     """
+    check_stdout()
+    check_plot(plot)
+    check_plot(timeline)
     if timeline is not None:
         _draw_timeline(model, n_threads, model_draft, draft_device, timeline)
     result = _run(model, n_threads, rounds, against)
     if plot is not None:
         _draw(result, plot)
     if as_json:
-        click.echo(json.dumps(result.as_dict()))
+        show(json.dumps(result.as_dict()))
     elif as_csv:
         _write_csv(result)
     else:
-        click.echo(visible(_table(result)))
+        show(visible(_table(result)))
 
 
 def _run(model: Path | None, threads: int | None, rounds: int, against: str | None) -> Report:
@@ -133,7 +137,8 @@ def _share(share: float | None) -> str:
 
 
 def _write_csv(result: Report) -> None:
-    writer = csv.writer(sys.stdout)
+    rows = io.StringIO()
+    writer = csv.writer(rows, lineterminator="\n")
     writer.writerow(["engine", "n", "milliseconds", "spread", "cost", "tokens_per_second"])
     for name in result.engines:
         for point in (*result.curve, result.prefill):
@@ -144,6 +149,7 @@ def _write_csv(result: Report) -> None:
                 point.tokens_per_second(name),
             ]
             writer.writerow([name, point.n, *(f"{value:.4f}" for value in row)])
+    show(rows.getvalue().removesuffix("\n"))
 
 
 def _draw(result: Report, target: Path) -> None:
@@ -165,7 +171,6 @@ def _draw_timeline(
     from edgeinfer.bench import record_rounds
     from edgeinfer.engine import load
 
-    check_matplotlib()
     draft = "auto" if model_draft is None else [str(model_draft)]
     with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(model, n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, progress=bar)

@@ -26,8 +26,10 @@ from edgeinfer.cli.options import (
     variable_option,
     warnings_as_notes,
 )
+from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
+from edgeinfer.files import state_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command()
+@click.command(cls=Command)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
@@ -86,9 +88,11 @@ def _one_message(prompt: str | None) -> str | None:
 
 def _history_file() -> Path | None:
     """Where typed lines are kept, readable for their owner only; None with a note where that cannot be."""
-    import platformdirs
-
-    path = platformdirs.user_state_path("edgeinfer") / "chat_history"
+    folder = state_folder()
+    if folder is None:
+        note("typed lines are not kept: this user has no home folder, set HOME or XDG_STATE_HOME")
+        return None
+    path = folder / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -143,7 +147,7 @@ class Repl:
             except EOFError:
                 return
             except (EdgeInferError, OSError) as error:
-                if isinstance(error, BrokenPipeError):
+                if isinstance(error, BrokenPipeError) and error.filename is None:
                     raise
                 note(f"error: {error}")
                 if isinstance(error, BackendLost):

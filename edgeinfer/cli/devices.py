@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from edgeinfer.cli.options import json_option
-from edgeinfer.cli.terminal import visible
+from edgeinfer.cli.streams import Command
+from edgeinfer.cli.terminal import show, visible
 from edgeinfer.errors import EdgeInferError
 
 
-@click.command()
+@click.command(cls=Command)
 @json_option
 def devices(as_json: bool) -> None:
     """Show the devices that can run models.
@@ -22,7 +23,7 @@ def devices(as_json: bool) -> None:
     with a small graph. What cannot be used is listed with the reason and what to do.
     """
     found = {"cpu": _cpu(), "opencl": _opencl(), "onnx": _onnx()}
-    click.echo(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
+    show(json.dumps(found) if as_json else visible("\n".join(_lines(found))))
 
 
 def _cpu() -> dict[str, Any]:

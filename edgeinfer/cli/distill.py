@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.options import json_option, threads_option, warnings_as_notes
-from edgeinfer.cli.plotting import check_matplotlib, figure_into
-from edgeinfer.cli.terminal import ReportLines, visible
+from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.plotting import check_plot, figure_into
+from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.terminal import ReportLines, show, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.files import check_writable
 
 if TYPE_CHECKING:
     from edgeinfer.training.distill import Settings
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = FileName(exists=True, dir_okay=False)
 _SHARE = click.FloatRange(0, 1)
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
-@click.command()
-@click.argument("target", type=click.Path(path_type=Path))
+@click.command(cls=Command)
+@click.argument("target", type=FileName())
 @click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt".')
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The head's GGUF file; the report: .json.")
+@click.option("--out", type=FileName(), required=True, help="The head's GGUF file; the report: .json.")
 @click.option("--held-out", type=_FILE, help="Prompts to judge by, never trained on.  [default: 3 % of the prompts]")
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Folder for what is made on the way.  [default: OUT.work]"
-)
+@click.option("--work", type=FileName(), help="Folder for what is made on the way.  [default: OUT.work]")
 @click.option("--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of answers to train on.")
 @click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of one answer.")
 @click.option(
@@ -50,7 +50,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--texts-of",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FileName(exists=True, file_okay=False),
     multiple=True,
     help="The --work folder of another run, whose answers are trained on too. Once for each.",
 )
@@ -86,7 +86,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--init",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FileName(exists=True, dir_okay=False),
     help="A head of the same target, whose training goes on; with another --seed, on other answers.",
 )
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
@@ -125,7 +125,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB of features.")
 @threads_option
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw loss and matches over training tokens into a PNG.")
+@click.option("--plot", type=FileName(), help="Draw loss and matches over training tokens into a PNG.")
 @json_option
 def distill(
     target: Path,
@@ -148,10 +148,11 @@ def distill(
     except ImportError as error:
         raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
     settings = _settings(training.Settings, options)
-    if plot is not None:
-        check_matplotlib()
+    check_stdout()
+    check_plot(plot)
     if not out.parent.is_dir():
         raise InvalidArgument(f"--out {out}: there is no folder {out.parent}")
+    check_writable(out)
     with warnings_as_notes(), ReportLines() as report:
         summary = training.distill(
             target, prompts, out, work or out.with_name(f"{out.name}.work"), held_out, settings, report
@@ -160,7 +161,7 @@ def distill(
         return
     if plot is not None:
         _draw(summary["curve"], plot)
-    click.echo(json.dumps(summary) if as_json else visible(_table(summary)))
+    show(json.dumps(summary) if as_json else visible(_table(summary)))
 
 
 def _settings(kind: type[Settings], options: dict[str, Any]) -> Settings:

@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 
-from edgeinfer.cli.options import json_option, threads_option, warnings_as_notes
-from edgeinfer.cli.terminal import ReportLines, visible
+from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.terminal import ReportLines, show, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = FileName(exists=True, dir_okay=False)
 
 
-@click.command()
-@click.argument("target", type=click.Path(path_type=Path))
+@click.command(cls=Command)
+@click.argument("target", type=FileName())
 @click.argument("head", type=_FILE)
 @click.option(
     "--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt"; "category".'
@@ -45,9 +46,10 @@ def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: 
         raise InvalidArgument(
             f"--max-tokens {options['max_tokens']} must leave room for a prompt in --context {options['context']}"
         )
+    check_stdout()
     with warnings_as_notes(), ReportLines() as report:
         found = evaluated(target, head, prompts, Evaluated(**options), report)
-    click.echo(json.dumps(found) if as_json else visible(_table(found)))
+    show(json.dumps(found) if as_json else visible(_table(found)))
 
 
 def _table(found: dict[str, Any]) -> str:

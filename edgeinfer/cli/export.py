@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 from click.core import ParameterSource
 
+from edgeinfer.cli.options import FileName
+from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, note
 
 if TYPE_CHECKING:
@@ -19,10 +21,10 @@ _ONLY_FOR = {"format": "ternary", "head": "ternary"}
 _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "onnx")
 
 
-@click.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.command(cls=Command)
+@click.argument("source", type=FileName())
 @click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="What to make of it.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@click.option("-o", "--out", type=FileName(), required=True, help="The file to write.")
 @click.option(
     "--format",
     type=click.Choice(["i2_s", "tq1_0", "tq2_0"]),
@@ -37,7 +39,7 @@ _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "o
     show_default=True,
     help="Format of the output matrix; q6_k is two fifths of f16.",
 )
-@click.option("--target", type=click.Path(path_type=Path), help="onnx: the model that SOURCE, a draft head, is for.")
+@click.option("--target", type=FileName(), help="onnx: the model that SOURCE, a draft head, is for.")
 @click.option(
     "-c",
     "--ctx",
@@ -73,6 +75,7 @@ def export(
     file, of a model or of a draft head, and --out may be a folder.
     """
     from edgeinfer.errors import InvalidArgument
+    from edgeinfer.files import check_writable
 
     for option in context.command.params:
         wanted = _ONLY_FOR.get(option.name or "", to)
@@ -80,6 +83,7 @@ def export(
             raise InvalidArgument(f"{option.opts[-1]} goes with --to {wanted}, not with --to {to}")
     if out.exists() and source.exists() and out.samefile(source):
         raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
+    check_writable(out / "model.onnx" if to == "onnx" and out.is_dir() else out)
     with ProgressBar("exporting") as bar:
         if to == "onnx":
             written = _export_onnx(source, out, target, n_ctx, operators, external_data, bar)

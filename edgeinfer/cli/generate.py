@@ -9,6 +9,7 @@ import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
 from edgeinfer.cli.options import (
+    FileName,
     json_option,
     max_tokens,
     model_options,
@@ -19,17 +20,18 @@ from edgeinfer.cli.options import (
     text_argument,
     text_or_prompt,
 )
+from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import InvalidArgument
 
 
-@click.command()
+@click.command(cls=Command)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="The text to complete, as TEXT.")
 @click.option(
     *("-f", "--file"),
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FileName(exists=True, dir_okay=False),
     help="Complete the text in this file.",
 )
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")

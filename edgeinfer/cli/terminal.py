@@ -6,10 +6,13 @@ import io
 import os
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 import click
+
+from edgeinfer.cli.streams import writing_result
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -32,7 +35,10 @@ def visible(text: str) -> str:
 
 
 class Writer:
-    """Writes a model's text to a stream as it comes. A terminal gets it made visible, a file or a pipe as it is."""
+    """Writes a model's text to a stream as it comes. A terminal gets it made visible, a file or a pipe as it is.
+
+    Raises EdgeInferError where the stream is closed or full, BrokenPipeError where its reader has gone.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,8 +53,9 @@ class Writer:
     def write(self, text: str) -> None:
         """Write and show at once."""
         if text:
-            self._stream.write(visible(text) if self._is_terminal else text)
-            self._stream.flush()
+            with writing_result():
+                self._stream.write(visible(text) if self._is_terminal else text)
+                self._stream.flush()
             self._in_line = not text.endswith("\n")
 
     def end_line(self) -> None:
@@ -57,10 +64,25 @@ class Writer:
             self.write("\n")
 
 
+def show(text: str) -> None:
+    """Print a result on stdout. Raises EdgeInferError where that is closed or full."""
+    with writing_result():
+        click.echo(text)
+
+
 def note(text: str) -> None:
-    """Say something on stderr, dimmed where that is possible."""
-    text = visible(text)
-    click.echo(click.style(text, dim=True) if _has_colours(sys.stderr) else text, err=True)
+    """Say something on stderr, dimmed where that is possible; it is lost where nothing can be written there."""
+    _echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else visible(text))
+
+
+def complain(text: str) -> None:
+    """Say on stderr what went wrong; it is lost where nothing can be written there."""
+    _echo(visible(text))
+
+
+def _echo(text: str) -> None:
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _has_colours(stream: TextIO) -> bool:

@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from edgeinfer.files import cache_folder, write_whole
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes
 from edgeinfer.types import LogitsRows, Output
@@ -263,15 +262,16 @@ def cost_key(file: ModelFile, *facts: object) -> str:
     return hashlib.sha256(repr((_FORMAT, tensors, facts)).encode()).hexdigest()[:32]
 
 
-def default_folder() -> Path:
-    """Where curves are kept."""
-    import platformdirs
+def default_folder() -> Path | None:
+    """Where curves are kept, None where the user has no folder for caches."""
+    folder = cache_folder()
+    return None if folder is None else folder / "costs"
 
-    return platformdirs.user_cache_path("edgeinfer") / "costs"
 
-
-def load_curve(key: str, folder: Path) -> CostCurve | None:
+def load_curve(key: str, folder: Path | None) -> CostCurve | None:
     """The curve of that name, None if there is none or the file is not as `save_curve` writes it."""
+    if folder is None:
+        return None
     try:
         record = json.loads((folder / f"{key}.json").read_bytes())
         near, far = (_seconds(record[name]) for name in ("near", "far"))
@@ -297,19 +297,14 @@ def kept_costs(key: str, measure: Callable[[], CostCurve], of_two: float = DOUBT
     return CostModel(curve, lambda followed: save_curve(key, followed, folder))
 
 
-def save_curve(key: str, curve: CostCurve, folder: Path) -> None:
+def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Keep a curve, whole or not at all. Where nothing can be written, it is measured again the next time."""
+    if folder is None:
+        return
     record = {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far}
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(record, file)
-            Path(name).replace(folder / f"{key}.json")
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(folder / f"{key}.json", json.dumps(record).encode(), durable=False)
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer import devices
+from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
 from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
@@ -146,7 +146,7 @@ def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | 
     files = [one for one in draft if one not in FREE_DRAFTERS]
     if len(files) > 1:
         raise InvalidArgument(f"only one draft model or head can draft: found {', '.join(files)}; leave one out")
-    return tuple(name for name in FREE_DRAFTERS if name in draft), Path(os.path.expanduser(files[0])) if files else None
+    return tuple(name for name in FREE_DRAFTERS if name in draft), check_file_name("draft", files[0]) if files else None
 
 
 def plan_drafters(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, ModelFileError
+from edgeinfer.files import write_whole
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.types import TokenIds
@@ -205,16 +205,6 @@ def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Text
     if any(text.tokens[: text.n_prompt].tobytes() in asked for corpus in corpora for text in corpus.all_texts()):
         raise InvalidArgument(f"--texts-of {folder} has answers to prompts that are held out: it cannot be trained on")
     return corpora
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is whole or not there."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def draft_vocabulary(

@@ -25,6 +25,7 @@ from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.exporters.quantize import quantize
+from edgeinfer.files import write_whole
 from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, DraftHeadSpec, check_target, fingerprint, read_head
@@ -42,7 +43,6 @@ from edgeinfer.training.corpus import (
     check_settings,
     draft_vocabulary,
     earlier_corpora,
-    write_whole,
 )
 from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes

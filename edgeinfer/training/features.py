@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import ModelFileError, NumericalError
-from edgeinfer.training.corpus import Corpus, Report, Text, write_whole
+from edgeinfer.files import write_whole
+from edgeinfer.training.corpus import Corpus, Report, Text
 from edgeinfer.types import TokenIds
 
 Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side

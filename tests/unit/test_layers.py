@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = [  # a part may import from its own row and from those above it here
     {
-        *("errors", "types", "arguments", "_strings", "_sampler", "arrays", "gguf", "provenance", "tokenizer"),
-        *("template", "devices"),
+        *("errors", "types", "arguments", "files", "_strings", "_sampler", "arrays", "gguf", "provenance"),
+        *("tokenizer", "template", "devices"),
     },
     {"models"},
     {"backends"},

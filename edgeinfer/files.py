@@ -1,0 +1,215 @@
+"""Files on the user's machine: names that callers give, the user's folders, and writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_APPLICATION = "edgeinfer"
+_STANDARD_OUTPUTS = (1, 2)
+_BINARY = getattr(os, "O_BINARY", 0)  # on Windows
+
+
+# ---- The user's folders ----------------------------------------------------------------------------------------------
+
+
+def home_folder(user: str = "") -> str | None:
+    """Home folder of this user, or of the one with that name; None where there is none.
+
+    HOME counts where it is an absolute path, else what the system knows of the user.
+    """
+    if not user and os.name == "posix" and not os.path.isabs(os.environ.get("HOME", "/")):
+        import pwd
+
+        with suppress(KeyError):
+            return _absolute(pwd.getpwuid(os.getuid()).pw_dir)
+        return None
+    return _absolute(os.path.expanduser(f"~{user}"))
+
+
+def expanded(name: str) -> Path:
+    """The file with that name, ~ or ~user in front of it replaced by that home folder; ./~ is a file called ~.
+
+    Expanding the result again changes nothing. Raises LookupError where there is no such home folder.
+    """
+    if name.startswith("~"):
+        user, _, rest = name[1:].replace(os.altsep or os.sep, os.sep).partition(os.sep)
+        home = home_folder(user)
+        if home is None:
+            raise LookupError(f"there is no user {user!r}" if user else "this user has no home folder: set HOME")
+        return Path(home, rest.lstrip(os.sep))
+    path = Path(name)
+    return Path.cwd() / path if str(path).startswith("~") else path  # Path forgets the ./ of ./~
+
+
+def cache_folder() -> Path | None:
+    """Where what can be measured again is kept; it need not exist. None where the user has no such folder."""
+    import platformdirs
+
+    with suppress(RuntimeError, OSError):  # newer versions raise where there is no home folder
+        return _folder(platformdirs.user_cache_path(_APPLICATION))
+    return None
+
+
+def state_folder() -> Path | None:
+    """Where histories are kept; it need not exist. None where the user has no such folder."""
+    import platformdirs
+
+    with suppress(RuntimeError, OSError):
+        return _folder(platformdirs.user_state_path(_APPLICATION))
+    return None
+
+
+def _absolute(path: str) -> str | None:
+    return path if os.path.isabs(path) else None
+
+
+def _folder(path: Path) -> Path | None:
+    """The folder, if its name does not depend on the working directory: XDG variables and HOME may hold anything."""
+    return path if path.is_absolute() else None
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def behind_links(path: Path) -> Path:
+    """The file that writing to a name would write. Raises OSError for a folder, and for links that lead in a circle."""
+    return _target(path)[0]
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError, which names what is in the way, where `written_whole` could not begin. Changes nothing."""
+    target, found = _target(path)
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        return
+    if found is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    folder = target.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "Nothing can be written in this folder", str(folder))
+
+
+@contextmanager
+def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write into, which gets its name when all is written; on any error nothing of it is left behind.
+
+    A file that is there keeps its mode and, where the system allows it, its owner; through a symbolic link its target
+    is written. What is no regular file, such as a pipe or /dev/stdout, is written as it comes. durable: whether it must
+    outlive a power cut that comes right after it. Raises OSError, which names the file.
+    """
+    with _named(path):
+        check_writable(path)
+        target, found = _target(path)
+        if found is not None and (not stat.S_ISREG(found.st_mode) or _standard_output(found) is not None):
+            with _opened_in_place(path, found) as file:
+                yield file
+            return
+        partial = _partial_name(target)
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666), "wb") as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            _take_over(found, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file as `written_whole` does."""
+    with written_whole(path, durable=durable) as file:
+        file.write(data)
+
+
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A new folder beside a file that is to be written, on the same file system; gone afterwards with all in it."""
+    import shutil
+
+    with _named(path):
+        check_writable(path)
+        folder = _partial_name(_target(path)[0])
+        folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def take_over(written: Path, path: Path) -> None:
+    """Give a written file the mode, and where the system allows it the owner, of one that it is to replace."""
+    with _named(path):
+        _take_over(_target(path)[1], written)
+
+
+def _target(path: Path) -> tuple[Path, os.stat_result | None]:
+    """The file that is meant, behind symbolic links, and what is there. Raises OSError for a folder or a loop."""
+    found = None
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        pass
+    except ValueError as error:  # a null byte, or a character that the file system cannot have
+        raise OSError(errno.EINVAL, f"No file can have this name: {error}", repr(str(path))) from None
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "This is a folder, wanted is a file", str(path))
+    return (Path(os.path.realpath(path)) if path.is_symlink() else path), found
+
+
+def _standard_output(found: os.stat_result) -> int | None:
+    """The descriptor of standard output or error, if that is the file."""
+    for descriptor in _STANDARD_OUTPUTS:
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), found):
+                return descriptor
+    return None
+
+
+def _opened_in_place(path: Path, found: os.stat_result) -> BinaryIO:
+    """A pipe, a device or a standard output, open for writing."""
+    descriptor = _standard_output(found)
+    if descriptor is not None:
+        return os.fdopen(os.dup(descriptor), "wb")
+    try:  # a pipe that nobody reads would wait for ever
+        opened = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "Nothing reads from it", str(path)) from None
+    os.set_blocking(opened, True)
+    return os.fdopen(opened, "wb")
+
+
+def _partial_name(target: Path) -> Path:
+    """A name beside a file that nothing has, and that is no longer than names may be."""
+    return target.with_name(f"{target.name:.40}.partial-{os.urandom(4).hex()}")
+
+
+def _take_over(found: os.stat_result | None, written: Path) -> None:
+    """Give a written file owner and mode of the one that it replaces."""
+    if found is None or not hasattr(os, "chown"):
+        return
+    for owner, group in ((found.st_uid, -1), (-1, found.st_gid)):
+        with suppress(OSError):  # not everybody may give files away
+            os.chown(written, owner, group)
+    os.chmod(written, stat.S_IMODE(found.st_mode))
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Within, an OSError without the name of a file, or with that of a partial one, gets the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and ".partial-" not in str(error.filename)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
