@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from edgeinfer.errors import (
         BackendLost,
         BackendUnavailable,
+        BadPack,
         BudgetExceeded,
         ContextOverflow,
         EdgeInferError,
@@ -46,6 +47,7 @@ __all__ = [
     "Answer",
     "BackendLost",
     "BackendUnavailable",
+    "BadPack",
     "BudgetExceeded",
     "Completion",
     "ContextOverflow",
