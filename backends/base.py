@@ -7,6 +7,7 @@ Positions are logical: token i of a chain sits at position n_past + i, a node of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -365,13 +366,26 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return int(differing[0]) if differing.size else n
 
 
-def query_scales(spec: ModelSpec, n_ctx: int) -> NDArray[np.float32]:
-    """(n_ctx,) float32, the factor of the queries at each position: attention_scale, times what grows with it.
+@dataclass(frozen=True)
+class QueryScales:
+    """The factor of the queries at each position: attention_scale, times what grows with the position.
 
-    Both are multiplied in double precision and rounded once. Queries are multiplied behind the rotation.
+    values: (n_runs,) float32, for the positions 0..n_positions - 1, n_positions..2 n_positions - 1, and so on. Queries
+    are multiplied behind the rotation.
     """
-    scales = np.full(n_ctx, spec.attention_scale)
-    if spec.query_temperature is not None:
+
+    values: NDArray[np.float32]
+    n_positions: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, n_ctx: int) -> QueryScales:
+        """Those of positions below n_ctx. Both factors are multiplied in double precision and rounded once."""
+        if spec.query_temperature is None:
+            return cls(np.array([spec.attention_scale], dtype=np.float32), n_ctx)
         factors = np.array(query_factors(spec.query_temperature, n_ctx))
-        scales = scales * factors[np.arange(n_ctx) // spec.query_temperature.n_positions]
-    return scales.astype(np.float32)
+        scales = (np.full(len(factors), spec.attention_scale) * factors).astype(np.float32)
+        return cls(scales, min(spec.query_temperature.n_positions, n_ctx))
+
+    def at(self, positions: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
+        """The factors of some positions, an array of their shape."""
+        return self.values[positions // self.n_positions]

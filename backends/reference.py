@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import (
     Progress,
+    QueryScales,
     check_cache,
     check_parents,
     check_path,
@@ -23,7 +24,6 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
     common_length,
-    query_scales,
 )
 from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
@@ -129,7 +129,7 @@ class ReferenceDecoder:
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
         self._tokens = np.empty(0, dtype=np.int32)
         self._ropes = [None if part.rope is None else part.rope.of_context(plan.n_ctx) for part in spec.attention]
-        self._query_scales = query_scales(spec, plan.n_ctx)
+        self._query_scales = QueryScales.of(spec, plan.n_ctx)
         self._stopped = False
 
     @property
@@ -201,7 +201,7 @@ class ReferenceDecoder:
         rope, window = self._ropes[layer], spec.attention[layer].window
         if rope is not None:
             q, k = rotate(q, positions, rope), rotate(k, positions, rope)
-        q = q * self._query_scales[positions][:, None, None]
+        q = q * self._query_scales.at(positions)[:, None, None]
         if self._plan.cache_type == "q8_0":
             q, k, v = (
                 round_activations(heads.reshape(-1, spec.head_dim), 32).reshape(heads.shape) for heads in (q, k, v)

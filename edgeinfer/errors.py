@@ -41,6 +41,10 @@ class InvalidGGUF(ModelFileError):
         self.reason = reason
 
 
+class BadPack(ModelFileError):
+    """The packed weights beside a model are damaged, of another version, or of another model: pack it again."""
+
+
 class UnsupportedModel(ModelFileError):
     """The file is sound, but holds an architecture, a tensor type or a tokenizer that edgeinfer does not know."""
 

@@ -15,7 +15,9 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -172,8 +174,9 @@ class ModelFile:
     """A GGUF model, whether in one file or split into several; a context manager.
 
     path: the file that was asked for.  paths: the files of the model in their order, one unless it is split.
-    metadata: of the first file. Arrays are Strings or Numbers, which are used as lists are; a scalar float is finite, a
-    float in an array is not NaN.
+    metadata: of the first file. Arrays are Strings or Numbers, which are used as lists are; a float may be NaN or
+    infinite. In a text that is no UTF-8 what is wrong is U+FFFD, in one of an array "surrogateescape", with a
+    RuntimeWarning.
     """
 
     def __init__(self, path: Path, parts: list[_Part]) -> None:
@@ -205,6 +208,21 @@ class ModelFile:
         if name in self._made:
             return self._made[name](first, last)
         return np.frombuffer(self._mapping(info.part), np.uint8, last - first, info.offset + first)
+
+    def contents(self, part: int) -> NDArray[np.uint8]:
+        """All bytes of a file of the model, read-only, without a copy. Raises EdgeInferError once closed."""
+        return np.frombuffer(self._mapping(part), np.uint8)
+
+    def prefetch(self, part: int, runs: Iterable[tuple[int, int]]) -> None:
+        """Let the system read bytes first..last-1 of a file, for each such run: together, and ahead of their use."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        mapping = self._mapping(part)
+        for first, last in runs:
+            start = first // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > start:
+                with suppress(OSError):  # where it does not help it does no harm
+                    mapping.madvise(mmap.MADV_WILLNEED, start, last - start)
 
     def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: MakeBytes) -> None:
         """Add a tensor that the file lacks. make: called with the bytes first and last each time that some are read."""
@@ -273,6 +291,9 @@ def _read_part(path: Path) -> _Part:
     infos = _read_tensor_infos(cursor, n_tensors)
     tensors = _place_tensors(cursor, infos, alignment)
     _release_pages(mapping, 0, cursor.at)
+    if cursor.notes:
+        more = f", and so are {len(cursor.notes) - 1} more" if len(cursor.notes) > 1 else ""
+        warnings.warn(f"{path}: {cursor.notes[0]}{more}", RuntimeWarning, stacklevel=4)
     return _Part(path, mapping, metadata, value_offsets, tensors)
 
 
@@ -431,6 +452,7 @@ class _Cursor:
         self.size = len(mapping)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.at = 0
+        self.notes: list[str] = []  # of what is wrong and does no harm
 
     def refuse(self, field: str, offset: int, reason: str) -> NoReturn:
         raise InvalidGGUF(self.path, field, offset, reason)
@@ -458,18 +480,23 @@ class _Cursor:
             self.refuse(field, self.at - 8, f"must be at most {most}: found {value}")
         return value
 
-    def string(self, field: str, most: int = MAX_STRING_BYTES) -> str:
+    def string(self, field: str, most: int = MAX_STRING_BYTES, errors: str = "strict") -> str:
+        """A text. errors: what to do where it is no UTF-8, as for bytes.decode."""
         n_bytes = self.u64_up_to(most, f"{field} length")
         start = self.take(n_bytes, field)
+        raw = self.mapping[start : self.at]
         try:
-            return self.mapping[start : self.at].decode()
+            return raw.decode()
         except UnicodeDecodeError as error:
-            self.refuse(field, start + error.start, f"must be UTF-8: {error.reason}")
+            if errors == "strict":
+                self.refuse(field, start + error.start, f"must be UTF-8: {error.reason}")
+            self.notes.append(f"{field} is no UTF-8")
+            return raw.decode(errors=errors)
 
-    def name(self, field: str, taken: Mapping[str, object]) -> str:
-        """A key, or the name of a tensor, that is not taken yet."""
+    def name(self, field: str, taken: Mapping[str, object], errors: str = "strict") -> str:
+        """A key, or the name of a tensor, that is not taken yet. errors: as of `string`."""
         start = self.at
-        name = self.string(field, MAX_KEY_BYTES)
+        name = self.string(field, MAX_KEY_BYTES, errors)
         if not name:
             self.refuse(field, start, "must not be empty")
         if name in taken:
@@ -482,8 +509,10 @@ class _Cursor:
         self.at += table.n_bytes
         if len(table) < n:
             element, start = f"{field}[{len(table)}]", self.at
-            self.string(element)  # says what is wrong with it
+            self.string(element, errors="surrogateescape")  # says what is wrong with it
             self.refuse(element, start, "changed while it was read")
+        if table.n_utf8 < n:
+            self.notes.append(f"{field}[{table.n_utf8}] is no UTF-8")
         return Strings(table)
 
 
@@ -507,7 +536,7 @@ def _read_metadata(cursor: _Cursor, n_kv: int) -> tuple[dict[str, MetadataValue]
     metadata: dict[str, MetadataValue] = {}
     offsets: dict[str, int] = {}
     for index in range(n_kv):
-        key = cursor.name(f"key {index}", metadata)
+        key = cursor.name(f"key {index}", metadata, errors="backslashreplace")
         field = f"key {_quoted(key)}"
         kind = _read_value_type(cursor, f"{field} type")
         if key == "general.alignment" and kind != _ValueType.UINT32:
@@ -526,10 +555,10 @@ def _read_value_type(cursor: _Cursor, field: str) -> _ValueType:
 
 def _read_value(cursor: _Cursor, kind: _ValueType, field: str) -> MetadataValue:
     if kind == _ValueType.STRING:
-        return cursor.string(field)
+        return cursor.string(field, errors="replace")
     if kind == _ValueType.ARRAY:
         return _read_array(cursor, field)
-    return _read_numbers(cursor, kind, 1, field, in_array=False)[0]
+    return _read_numbers(cursor, kind, 1, field)[0]
 
 
 def _read_array(cursor: _Cursor, field: str) -> Strings | Numbers:
@@ -542,25 +571,13 @@ def _read_array(cursor: _Cursor, field: str) -> Strings | Numbers:
         if least > cursor.size - cursor.at:
             cursor.refuse(f"{field} length", cursor.at - 8, f"{n} strings do not fit: the file ends at {cursor.size}")
         return cursor.strings(n, field)
-    return _read_numbers(cursor, kind, n, field, in_array=True)
+    return _read_numbers(cursor, kind, n, field)
 
 
-def _read_numbers(cursor: _Cursor, kind: _ValueType, n: int, field: str, in_array: bool) -> Numbers:
+def _read_numbers(cursor: _Cursor, kind: _ValueType, n: int, field: str) -> Numbers:
     dtype = _DTYPES[kind]
     start = cursor.take(n * dtype.itemsize, field)
     values = np.frombuffer(cursor.mapping, dtype, n, start).copy()
-    if kind == _ValueType.BOOL:
-        wrong, rule = values > 1, "must be 0 or 1"
-    elif dtype.kind != "f":
-        return Numbers(values)
-    elif in_array:  # a vocabulary may give a token the score of minus infinity
-        wrong, rule = np.isnan(values), "must not be NaN"
-    else:
-        wrong, rule = ~np.isfinite(values), "must be finite"
-    if wrong.any():
-        index = int(wrong.argmax())
-        element = f"{field}[{index}]" if in_array else field
-        cursor.refuse(element, start + index * dtype.itemsize, f"{rule}: found {values[index]}")
     return Numbers(values != 0 if kind == _ValueType.BOOL else values)
 
 

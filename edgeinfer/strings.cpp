@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
@@ -62,6 +63,27 @@ bool is_utf8(const char* text, size_t n) {
     return !wrong && !is_cut;
 }
 
+// Bytes as a Python text. What is no UTF-8 becomes lone surrogates ("surrogateescape"), from which it can be made again.
+nb::str text_of(std::string_view bytes) {
+    PyObject* text = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogateescape");
+    if (!text) throw nb::python_error();
+    return nb::steal<nb::str>(text);
+}
+
+// The bytes that text_of made a text of. Raises UnicodeEncodeError for other lone surrogates, TypeError for no text.
+std::string bytes_of(nb::handle text) {
+    Py_ssize_t n_bytes;
+    if (const char* bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &n_bytes)) {
+        return std::string(bytes, static_cast<size_t>(n_bytes));
+    }
+    if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) throw nb::python_error();
+    PyErr_Clear();
+    PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogateescape");
+    if (!encoded) throw nb::python_error();
+    const nb::bytes bytes = nb::steal<nb::bytes>(encoded);
+    return std::string(bytes.c_str(), bytes.size());
+}
+
 // A Python text in UTF-8, for as long as that lives; none where it has a lone surrogate.
 std::optional<std::string_view> utf8_of(const nb::str& text) {
     Py_ssize_t n_bytes;
@@ -72,13 +94,18 @@ std::optional<std::string_view> utf8_of(const nb::str& text) {
     return std::nullopt;
 }
 
+// Of a text in UTF-8.
+size_t n_characters(std::string_view text) {
+    return static_cast<size_t>(std::ranges::count_if(text, [](char byte) { return (byte & 0xC0) != 0x80; }));
+}
+
 // ---- the table -----------------------------------------------------------------------------------------------------
 
 // Texts one behind the other in one piece of memory.
 class StringTable {
 public:
-    // The first of n texts in data[at..limit), each behind its length, that have at most most_bytes, are UTF-8, and
-    // follow each other whole. They are copied, and the copy is checked: another process may write to the file.
+    // The first of n texts in data[at..limit), each behind its length, that have at most most_bytes and follow each
+    // other whole. They are copied: another process may write to the file.
     static StringTable read(Bytes data, size_t at, size_t limit, size_t n, size_t most_bytes) {
         if (limit > data.size() || at > limit) throw nb::value_error("read: the limits lie outside of the data");
         const char* source = reinterpret_cast<const char*>(data.data()) + at;
@@ -102,19 +129,16 @@ public:
                 std::memcpy(to, source + from, n_bytes);
             }
         }
-        return table.part(0, table.n_utf8());
+        return table;
     }
 
-    // Raises UnicodeEncodeError for a lone surrogate, TypeError for what is no text.
+    // Of texts as tolist gives them. Raises UnicodeEncodeError for other lone surrogates, TypeError for what is no text.
     static StringTable of(Texts texts) {
         std::string bytes;
         std::vector<uint32_t> starts{0};
         starts.reserve(texts.size() + 1);
         for (nb::handle text : texts) {
-            Py_ssize_t n_bytes;
-            const char* encoded = PyUnicode_AsUTF8AndSize(text.ptr(), &n_bytes);
-            if (!encoded) throw nb::python_error();
-            bytes.append(encoded, static_cast<size_t>(n_bytes));
+            bytes += bytes_of(text);
             if (bytes.size() > UINT32_MAX) throw nb::value_error("a table holds less than 4 GiB");
             starts.push_back(static_cast<uint32_t>(bytes.size()));
         }
@@ -136,6 +160,21 @@ public:
             all += (*this)[i];
         }
         return all;
+    }
+    // How many of the texts are UTF-8, before the first that is not. All are if they are together, and none begins
+    // within a character.
+    size_t n_utf8() const {
+        uint8_t wrong = !is_utf8(joined().data(), joined().size());
+        for (size_t i = 0; i < n_; i++) wrong |= (bytes()[starts()[i]] & 0xC0) == 0x80;
+        size_t n = wrong ? 0 : n_;
+        while (n < n_ && is_utf8((*this)[n].data(), (*this)[n].size())) n++;
+        return n;
+    }
+    // Characters of the longest text.
+    size_t longest() const {
+        size_t longest = 0;
+        for (size_t i = 0; i < n_; i++) longest = std::max(longest, n_characters((*this)[i]));
+        return longest;
     }
     size_t n_spaces() const { return static_cast<size_t>(std::ranges::count(joined(), ' ')); }
     // Of the same memory.
@@ -165,16 +204,6 @@ private:
         std::memset(bytes() + starts_->back(), 0, kMargin);
     }
 
-    // How many of the texts are UTF-8, before the first that is not. All are if they are together, and none begins
-    // within a character.
-    size_t n_utf8() const {
-        uint8_t wrong = !is_utf8(joined().data(), joined().size());
-        for (size_t i = 0; i < n_; i++) wrong |= (bytes()[starts()[i]] & 0xC0) == 0x80;
-        size_t n = wrong ? 0 : n_;
-        while (n < n_ && is_utf8((*this)[n].data(), (*this)[n].size())) n++;
-        return n;
-    }
-
     char* bytes() const { return memory_.get() + kMargin; }
     const uint32_t* starts() const { return starts_->data() + first_; }
 
@@ -187,9 +216,7 @@ Texts list_of(const StringTable& table) {
     nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(table.size())));
     if (!list.is_valid()) throw nb::python_error();
     for (size_t i = 0; i < table.size(); i++) {
-        PyObject* text = PyUnicode_FromStringAndSize(table[i].data(), static_cast<Py_ssize_t>(table[i].size()));
-        if (!text) throw nb::python_error();
-        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), text);
+        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), text_of(table[i]).release().ptr());
     }
     return list;
 }
@@ -232,6 +259,9 @@ public:
         }
     }
 
+    // As get, of UTF-8.
+    std::optional<uint32_t> place_of(std::string_view text) const { return find(text, false); }
+
     // The first text that comes again.
     std::optional<uint32_t> repeated() const { return repeated_; }
 
@@ -260,16 +290,14 @@ public:
     }
 
     // Where merge i joins two texts to text first + i, hidden or not: the place in merges of "left right".
-    std::optional<uint32_t> rank(const StringTable& merges, size_t first, const nb::str& left,
-                                 const nb::str& right) const {
-        const auto a = utf8_of(left), b = utf8_of(right);
-        if (!a || !b) return std::nullopt;
-        std::string joined(*a);
-        joined += *b;
+    std::optional<uint32_t> rank(const StringTable& merges, size_t first, std::string_view left,
+                                 std::string_view right) const {
+        std::string joined(left);
+        joined += right;
         const auto found = find(joined, true);
         if (!found || *found < first || *found - first >= merges.size()) return std::nullopt;
         const uint32_t rank = *found - static_cast<uint32_t>(first);
-        joined.insert(a->size(), 1, ' ');
+        joined.insert(left.size(), 1, ' ');
         return merges[rank] == joined ? std::optional(rank) : std::nullopt;
     }
 
@@ -308,6 +336,112 @@ private:
     std::optional<uint32_t> repeated_;
 };
 
+// ---- merging -------------------------------------------------------------------------------------------------------
+
+// Cuts words into parts: the two neighbours that cost least become one, the leftmost of equals, until none can.
+class Merger {
+public:
+    using Costs = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+    // The cost of two neighbours is the place of "left right" in an index of merges.
+    static Merger by_merges(const StringIndex& merges) {
+        return Merger([&merges](std::string_view left, std::string_view right) -> std::optional<double> {
+            std::string joined(left);
+            (joined += ' ') += right;
+            return merges.place_of(joined);
+        });
+    }
+
+    // The same, where merge i makes the text first + i of an index.
+    static Merger in_order(const StringIndex& ids, const StringTable& merges, size_t first) {
+        return Merger([&ids, merges, first](std::string_view left, std::string_view right) -> std::optional<double> {
+            return ids.rank(merges, first, left, right);
+        });
+    }
+
+    // It is that of the text that they make together.
+    static Merger by_costs(const StringIndex& ids, Costs costs) {
+        std::vector<float> of_texts(costs.data(), costs.data() + costs.size());
+        return Merger([&ids, of_texts](std::string_view left, std::string_view right) -> std::optional<double> {
+            const auto place = ids.place_of(std::string(left) += right);
+            return place ? std::optional<double>(of_texts.at(*place)) : std::nullopt;
+        });
+    }
+
+    // The parts of a word; at first each character is one.
+    nb::list merged(const nb::str& word) const {
+        const std::string text = bytes_of(word);
+        std::vector<Part> parts;
+        {
+            nb::gil_scoped_release others_may_run;
+            parts = merged_parts(text);
+        }
+        nb::list list;
+        for (const Part& part : parts) {
+            if (part.size) list.append(text_of(std::string_view(text).substr(part.start, part.size)));
+        }
+        return list;
+    }
+
+private:
+    using Cost = std::function<std::optional<double>(std::string_view, std::string_view)>;
+
+    struct Part {
+        size_t start, size;  // of bytes; a part that has become one with that before it has none
+        size_t before, after;
+    };
+
+    struct Pair {
+        double cost;
+        size_t left, right, size;
+        bool operator>(const Pair& other) const { return cost != other.cost ? cost > other.cost : left > other.left; }
+    };
+
+    explicit Merger(Cost cost) : cost_(std::move(cost)) {}
+
+    std::vector<Part> merged_parts(std::string_view text) const {
+        std::vector<Part> parts;
+        for (size_t start = 0, end; start < text.size(); start = end) {
+            for (end = start + 1; end < text.size() && (text[end] & 0xC0) == 0x80; end++) {
+            }
+            parts.push_back({start, end - start, parts.size() - 1, parts.size() + 1});
+        }
+        const auto text_of_part = [&](size_t i) { return text.substr(parts[i].start, parts[i].size); };
+        std::vector<Pair> pairs;
+        const auto consider = [&](size_t left, size_t right) {
+            if (const auto cost = cost_(text_of_part(left), text_of_part(right))) {
+                pairs.push_back({*cost, left, right, parts[left].size + parts[right].size});
+                return true;
+            }
+            return false;
+        };
+        for (size_t right = 1; right < parts.size(); right++) consider(right - 1, right);
+        std::ranges::make_heap(pairs, std::greater{});
+        const auto push = [&](size_t left, size_t right) {
+            if (consider(left, right)) std::ranges::push_heap(pairs, std::greater{});
+        };
+        while (!pairs.empty()) {
+            std::ranges::pop_heap(pairs, std::greater{});
+            const Pair pair = pairs.back();
+            pairs.pop_back();
+            Part &left = parts[pair.left], &right = parts[pair.right];
+            if (!left.size || !right.size || left.size + right.size != pair.size)
+                continue;  // merged with another since
+            left.size += right.size;
+            right.size = 0;
+            left.after = right.after;
+            if (pair.left > 0) push(left.before, pair.left);
+            if (left.after < parts.size()) {
+                parts[left.after].before = pair.left;
+                push(pair.left, left.after);
+            }
+        }
+        return parts;
+    }
+
+    Cost cost_;
+};
+
 // Whether merge i is a pair "left right", without another space, that makes token first + i, for all of them.
 bool make_tokens_in_order(const StringTable& merges, const StringTable& tokens, size_t first) {
     if (first > tokens.size() || merges.size() > tokens.size() - first) return false;
@@ -331,9 +465,10 @@ NB_MODULE(_strings, m) {
 #endif
 
     nb::class_<StringTable>(m, "StringTable", "Texts one behind the other in one piece of memory.")
-        .def_static("read", &StringTable::read, "data"_a, "at"_a, "limit"_a, "n"_a, "most_bytes"_a,
-                    "The first of n texts in data[at:limit], each behind its length in 8 bytes, that have at most "
-                    "most_bytes, are UTF-8, and follow each other whole.")
+        .def_static(
+            "read", &StringTable::read, "data"_a, "at"_a, "limit"_a, "n"_a, "most_bytes"_a,
+            "The first of n texts in data[at:limit], each behind its length in 8 bytes, that have at most "
+            "most_bytes and follow each other whole. What is no UTF-8 in them is \"surrogateescape\" in Python.")
         .def_static("of", &StringTable::of, "texts"_a)
         .def("__len__", &StringTable::size)
         .def(
@@ -341,7 +476,7 @@ NB_MODULE(_strings, m) {
             [](const StringTable& table, Py_ssize_t index) {
                 const Py_ssize_t n = static_cast<Py_ssize_t>(table.size()), i = index < 0 ? index + n : index;
                 if (i < 0 || i >= n) throw nb::index_error("no such text");
-                return table[static_cast<size_t>(i)];
+                return text_of(table[static_cast<size_t>(i)]);
             },
             "index"_a)
         .def("part", &StringTable::part, "first"_a, "last"_a, "Texts first..last-1, of the same memory.")
@@ -357,7 +492,9 @@ NB_MODULE(_strings, m) {
         .def_prop_ro(
             "n_bytes", [](const StringTable& table) { return table.joined().size() + table.size() * kLengthBytes; },
             "Bytes of the texts in a file, with their lengths.")
-        .def_prop_ro("n_spaces", &StringTable::n_spaces);
+        .def_prop_ro("n_spaces", &StringTable::n_spaces)
+        .def_prop_ro("n_utf8", &StringTable::n_utf8, "How many of the texts are UTF-8, before the first that is not.")
+        .def_prop_ro("longest", &StringTable::longest, "Characters of the longest text.");
 
     nb::class_<StringIndex>(m, "StringIndex",
                             "Place of each text in a table, by text; of equal ones that of the first.")
@@ -372,9 +509,27 @@ NB_MODULE(_strings, m) {
         .def("hide", &StringIndex::hide, "text"_a, "From now on the text is not found.")
         .def("first_unmade", &StringIndex::first_unmade, "merges"_a,
              "The first of some merges \"left right\" whose text without spaces is not found.")
-        .def("rank", &StringIndex::rank, "merges"_a, "first"_a, "left"_a, "right"_a,
-             "Where merge i joins two texts to text first + i, hidden or not: the place in merges of \"left right\".")
+        .def(
+            "rank",
+            [](const StringIndex& index, const StringTable& merges, size_t first, const nb::str& left,
+               const nb::str& right) -> std::optional<uint32_t> {
+                const auto a = utf8_of(left), b = utf8_of(right);
+                return a && b ? index.rank(merges, first, *a, *b) : std::nullopt;
+            },
+            "merges"_a, "first"_a, "left"_a, "right"_a,
+            "Where merge i joins two texts to text first + i, hidden or not: the place in merges of \"left right\".")
         .def_prop_ro("repeated", &StringIndex::repeated, "Place of the first text that comes again.");
+
+    nb::class_<Merger>(m, "Merger",
+                       "Cuts words into parts: the two neighbours that cost least become one, the leftmost of equals, "
+                       "until none can.")
+        .def_static("by_merges", &Merger::by_merges, "merges"_a, nb::keep_alive<0, 1>(),
+                    "The cost of two neighbours is the place of \"left right\" in an index of merges.")
+        .def_static("in_order", &Merger::in_order, "ids"_a, "merges"_a, "first"_a, nb::keep_alive<0, 1>(),
+                    "The same, where merge i makes the text first + i of an index, hidden or not.")
+        .def_static("by_costs", &Merger::by_costs, "ids"_a, "costs"_a, nb::keep_alive<0, 1>(),
+                    "It is that of the text that they make together, (n,) float32 by place.")
+        .def("merged", &Merger::merged, "word"_a, "The parts of a word; at first each character is one.");
 
     m.def("make_tokens_in_order", &make_tokens_in_order, "merges"_a, "tokens"_a, "first"_a,
           "Whether merge i is a pair \"left right\", without another space, that makes token first + i, for all of "

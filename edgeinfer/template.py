@@ -43,6 +43,7 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
+from edgeinfer.known_templates import source_of
 from edgeinfer.provenance import Text, is_trusted, joined, plain, recased, replaced, trusted
 from edgeinfer.tokenizer import Tokenizer
 
@@ -693,6 +694,9 @@ def _copied(value: Any, depth: int = 0) -> Any:
 # ---- The template ---------------------------------------------------------------------------------------------------
 
 
+_PROBE = "probe"  # a message that no template has a reason to change
+
+
 class ChatTemplate:
     """Turns messages into the prompt that a model was trained on. Any number of threads may use one.
 
@@ -717,9 +721,9 @@ class ChatTemplate:
     def from_file(cls, file: ModelFile, tokenizer: Tokenizer) -> ChatTemplate:
         """The template of a model file; ChatML where it has none but its vocabulary is made for that.
 
-        Raises TemplateError.
+        Raises TemplateError, also for one whose prompts do not have the user's message in them.
         """
-        source = tokenizer.chat_template
+        source = source_of(tokenizer.chat_template)
         if source is None:
             if tokenizer.token_id("<|im_start|>") is None:
                 raise TemplateError(
@@ -728,7 +732,17 @@ class ChatTemplate:
             source = CHATML
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         bos, eos = ("" if id is None else tokenizer.token_bytes(id).decode(errors="replace") for id in ids)
-        return cls(source, bos, eos)
+        template = cls(source, bos, eos)
+        if template._drops_messages():
+            raise TemplateError(f"{file.path}: the chat template leaves out what the user says: it is damaged")
+        return template
+
+    def _drops_messages(self) -> bool:
+        """Whether a message is not in its prompt. A template that wants other messages than one is taken as it is."""
+        try:
+            return _PROBE not in self.render([{"role": "user", "content": _PROBE}])
+        except TemplateError:
+            return False
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt as text. Raises TemplateError: refused by the template, too slow, too long.

@@ -11,20 +11,20 @@ rank of its own they cannot say the rule for equal scores: the leftmost.
 from __future__ import annotations
 
 import codecs
-import heapq
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from edgeinfer._strings import StringIndex, make_tokens_in_order
+from edgeinfer._strings import Merger, StringIndex, StringTable, make_tokens_in_order
 from edgeinfer.arrays import Strings
 from edgeinfer.errors import TokenizerError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
@@ -69,9 +69,14 @@ def _any(*alternatives: str) -> str:
 
 
 def _cased(letters: str) -> tuple[str, str]:
-    """Words whose upper case comes before their lower case; only ASCII letters have a case."""
-    upper, lower = rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]"
-    return rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*"
+    """Words whose upper case comes before their lower case; only ASCII letters have a case.
+
+    upper* lower+ and upper+ lower*, the former without trying each end of its upper case.
+    """
+    upper, lower, both = rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]", rf"[{letters}&&[^A-Za-z]]"
+    to_both = rf"(?:[A-Z]*+{both}++)"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return rf"{start}(?:{to_both}*+[A-Z]*+[a-z]{lower}*+|{to_both}++)", rf"{start}{upper}+{lower}*"
 
 
 _NEWER = _chars(_UNICODE_16)
@@ -81,7 +86,8 @@ _MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SYMBOLS_OR_PATH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _SPACE = r"\s+(?!\S)|\s+"
-_LINES_SPACE = r"\s*[\r\n]+|" + _SPACE
+_LINE_ENDS = r"(?:[^\S\r\n]*+[\r\n]++)++"  # \s*[\r\n]+, and \s*[\r\n] too, without trying each end of \s*
+_LINES_SPACE = _LINE_ENDS + "|" + _SPACE
 _GPT2 = _any(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+", _SPACE)
 _QWEN2 = _any(_SHORT, _WORD, r"\p{N}", _SYMBOLS, _LINES_SPACE)
 _O200K = _any(*(rf"{word}(?:{_SHORT})?" for word in _cased(r"\p{L}")))
@@ -91,7 +97,7 @@ _DEEPSEEK_CJK = rf"[{_chars('4E00-9FA5 800-4E00 AC00-D7FF')}&&[^\s]]+"
 _CJK = rf"[{_chars('4E00-9FA5 3040-309F 30A0-30FF')}]+"
 _LINES = r"[^\n]+|\n+"
 # Digits in threes counted from the right; what stands before the first of them stays with it.
-_THREES = r"(?<=\p{N})\p{N}{3}|(?<![^\p{N}])[^\p{N}]*+\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_THREES = r"(?<=\p{N})\p{N}{3}|(?<![^\p{N}])[^\p{N}]*+\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))"
 _SENTENCE = rf" ?[^(\s|.,!?{_chars('2026 3002 FF0C 3001 964 6D4 60C')})]+"
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
@@ -103,7 +109,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "minicpm5": (r"\p{N}{1,3}", _any(_SHORT, _WORD, r"\p{N}+", _SYMBOLS, _LINES_SPACE)),
     "jais-2": (
         _any(
-            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
+            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"(?<![^\S\r\n])" + _LINE_ENDS),  # behind a space there are none
             *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
             r"\s",
         ),
@@ -113,13 +119,11 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "laguna": (_LINES, _QWEN2),
     "ufakzeka": (_any(_WORD, r"\p{N}", _SYMBOLS, _LINES_SPACE),),
     "seed-coder": (_any(_SHORT, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _LINES_SPACE),),
-    "bailingmoe": (
-        _any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]", _SPACE),
-    ),
+    "bailingmoe": (_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, _LINE_ENDS, _SPACE),),
     "exaone-moe": (
         _any(
             *(_SHORT, r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
-            *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _SPACE),
+            *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", _LINE_ENDS, _SPACE),
         ),
     ),
     "gpt-4o": (_any(_O200K, r"\p{N}{1,3}", _SYMBOLS_OR_PATH, _LINES_SPACE),),
@@ -150,7 +154,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         r"[\r\n]",
         rf"\s?[{_chars(_DEEPSEEK_LETTERS)}]+",
         rf"\s?[{_chars('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3001-3002')}]+",
-        r"\s+\z",
+        r"(?<!\s)\s++\z",
         _DEEPSEEK_CJK,
         r"\p{N}+",
     ),
@@ -204,9 +208,26 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([_split(pattern) for pattern in PRE_TOKENIZERS[pre]])
 
 
-def cut(pre: str, text: str) -> list[str]:
-    """The words into which a pre-tokeniser cuts a text."""
-    return [word for word, _ in _pre_tokenizer(pre).pre_tokenize_str(text)]
+_AT_ONCE = 1 << 16  # characters, and those behind them up to the next place where a pre-tokeniser cuts anyway
+_LINE_BREAK, _WORD_BREAK = re.compile("(?<=[A-Za-z])(?=\n)"), re.compile("(?<=[A-Za-z])(?= [A-Za-z]|\n)")
+
+
+def cut(pre: str, text: str) -> Iterator[str]:
+    """The words into which a pre-tokeniser cuts a text. Raises TokenizerError where the library gives up."""
+    # Piece by piece, for the library takes some hundred bytes a word.
+    joins_words = pre == "exaone-moe" or PRE_TOKENIZERS[pre] == (_LINES,)
+    place, start = _LINE_BREAK if joins_words else _WORD_BREAK, 0
+    while start < len(text):
+        found = place.search(text, start + _AT_ONCE)
+        end = len(text) if found is None else found.start()
+        try:
+            words = _pre_tokenizer(pre).pre_tokenize_str(text[start:end])
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of Rust's is no Exception
+            raise TokenizerError(f"the text is too much for the pre-tokeniser {pre!r}: {error!s:.200}") from None
+        yield from (word for word, _ in words)
+        start = end
 
 
 def keeps_tokens(pre: str) -> bool:
@@ -261,6 +282,9 @@ class _Metadata:
     def error(self, key: str, wanted: str, found: object) -> TokenizerError:
         return TokenizerError(f"{self.path}: tokenizer.ggml.{key} must be {wanted}: found {found!r:.80}")
 
+    def warn(self, message: str) -> None:
+        warnings.warn(f"{self.path}: {message}", RuntimeWarning, stacklevel=5)
+
     def get(self, key: str) -> Any:
         return self.values.get(f"tokenizer.ggml.{key}")
 
@@ -281,7 +305,8 @@ class _Metadata:
         return value
 
     def token_id(self, key: str, n_vocab: int, default: int | None = None) -> int | None:
-        """The id under this key; the default where it is absent or, as some converters write for that, -1."""
+        """The id under this key; the default where it is absent, outside of the vocabulary (with a warning), or, as
+        some converters write where there is none, -1."""
         value = self.get(f"{key}_token_id")
         if value is None:
             return default if default is None or default < n_vocab else None
@@ -290,8 +315,19 @@ class _Metadata:
         if value in (-1, 2**32 - 1):
             return default
         if not 0 <= value < n_vocab:
-            raise self.error(f"{key}_token_id", f"an id below {n_vocab}, the size of the vocabulary", value)
+            self.warn(f"tokenizer.ggml.{key}_token_id is {value}, and there are {n_vocab} tokens: it is ignored")
+            return default if default is None or default < n_vocab else None
         return value
+
+    def chat_template(self) -> str | None:
+        """The template of the file, the one called "default" where each has a name."""
+        for key in ("tokenizer.chat_template", "tokenizer.chat_template.default"):
+            value = self.values.get(key)
+            if isinstance(value, str):
+                return value
+            if value is not None:
+                self.warn(f"{key} must be a string: found {value!r:.80}: it is ignored")
+        return None
 
     def strings(self, key: str) -> Strings:
         value = self.get(key)
@@ -302,7 +338,7 @@ class _Metadata:
         return value
 
     def numbers(self, key: str, kinds: str, n_vocab: int) -> NDArray[Any] | None:
-        """An array of n_vocab numbers whose numpy dtype is of one of these kinds; None where the key is absent."""
+        """The first n_vocab of an array of numbers whose dtype is of one of these kinds; None without the key."""
         value = self.get(key)
         if value is None:
             return None
@@ -312,9 +348,9 @@ class _Metadata:
             array = np.empty(0, object)
         if array.ndim != 1 or array.dtype.kind not in kinds:
             raise self.error(key, "an array of numbers", value)
-        if len(array) != n_vocab:
+        if len(array) < n_vocab:
             raise self.error(key, f"as long as the vocabulary, {n_vocab}", len(array))
-        return array
+        return array[:n_vocab]
 
 
 @dataclass(frozen=True)
@@ -394,7 +430,7 @@ class _Vocabulary:
             _Special(self.tokens[id], id, bool(self.attributes[id] & (_CONTROL | _UNKNOWN)), id in left, id in right)
             for id in ids
         ]
-        return sorted(found, key=lambda special: -len(special.text.encode()))
+        return sorted(found, key=lambda special: -len(_bytes_of(special.text)))
 
     def controls(self) -> list[int]:
         """Tokens that stand for no text of their own."""
@@ -423,6 +459,11 @@ class _Vocabulary:
         return {self.ids[text] for text in texts if text in self.ids}
 
 
+def _bytes_of(text: str) -> bytes:
+    """The bytes of a text of the file, also of one that is no UTF-8."""
+    return text.encode(errors="surrogateescape")
+
+
 # ---- Merging --------------------------------------------------------------------------------------------------------
 
 
@@ -435,8 +476,9 @@ class _Merger(ABC):
     _CACHED_WORDS = 1 << 16
     _CACHED_LENGTH = 64
 
-    def __init__(self, ids: StringIndex) -> None:
+    def __init__(self, ids: StringIndex, merger: Merger) -> None:
         self._ids = ids
+        self._merged = merger.merged
         self._cache: dict[str, list[int]] = {}
 
     def hide(self, text: str) -> None:
@@ -464,41 +506,19 @@ class _Merger(ABC):
         return ids
 
     def _parts(self, word: str) -> list[str]:
-        return self._merged(list(word))
+        return self._merged(word)
 
-    def _merged(self, parts: list[str]) -> list[str]:
-        n = len(parts)
-        before, after = list(range(-1, n - 1)), list(range(1, n + 1))
-        queue: list[tuple[float, int, int, int]] = []  # cost, left, right, length of both
+    @abstractmethod
+    def length(self, text: str) -> int:
+        """Of a text, in what the characters of tokens stand for."""
 
-        def consider(left: int, right: int) -> None:
-            cost = self._cost(parts[left], parts[right])
-            if cost is not None:
-                heapq.heappush(queue, (cost, left, right, len(parts[left]) + len(parts[right])))
-
-        for right in range(1, n):
-            consider(right - 1, right)
-        while queue:
-            _, left, right, length = heapq.heappop(queue)
-            if not parts[left] or not parts[right] or len(parts[left]) + len(parts[right]) != length:
-                continue  # one of them has been merged with another since
-            parts[left] += parts[right]
-            parts[right] = ""
-            following = after[left] = after[right]
-            if before[left] >= 0:
-                consider(before[left], left)
-            if following < n:
-                before[following] = left
-                consider(left, following)
-        return [part for part in parts if part]
+    @abstractmethod
+    def is_lossless(self, vocabulary: _Vocabulary) -> bool:
+        """Whether surely each part of a text is in one of its tokens."""
 
     @abstractmethod
     def _words(self, text: str) -> Iterable[str]:
         """What is merged on its own."""
-
-    @abstractmethod
-    def _cost(self, left: str, right: str) -> float | None:
-        """None where the two do not merge."""
 
     @abstractmethod
     def _spelled(self, part: str) -> list[int]:
@@ -509,31 +529,27 @@ class _Merger(ABC):
         """What a normal token of this text stands for."""
 
 
-class _Ranks(Protocol):
-    """Rank of each merge, by the two texts that it joins; None where it does not."""
+def _by_rank(vocabulary: _Vocabulary, required: bool) -> Merger:
+    """Merging by a file's merges, "left right"; the first of equals counts. Raises TokenizerError.
 
-    def __call__(self, left: str, right: str) -> int | None: ...
-
-
-def _ranks(vocabulary: _Vocabulary, required: bool) -> _Ranks:
-    """The ranks of a file's merges, "left right"; the first of equals counts. Raises TokenizerError."""
+    As in llama.cpp one that is no such pair has no effect, and one whose text is no token has: see `_spelled`.
+    """
     metadata = vocabulary.metadata
     if not required and metadata.get("merges") is None:
-        return lambda left, right: None
+        return Merger.by_merges(StringIndex(StringTable.of([])))
     merges = metadata.strings("merges")
     # Most vocabularies list the tokens in the order of the merges that make them: one comparison instead of 150,000,
     # and the id of a token tells the rank of its merge.
     first = vocabulary.ids.get(merges[0].replace(" ", "")) or 0
     if make_tokens_in_order(merges.table, vocabulary.tokens.table, first):
-        return partial(vocabulary.ids.rank, merges.table, first)
-    if merges.table.n_spaces != len(merges):
-        wrong = next((merge for merge in merges if merge.count(" ") != 1), "")
-        raise metadata.error("merges", "pairs of tokens with a space between them", wrong)
-    unmade = vocabulary.ids.first_unmade(merges.table)
-    if unmade is not None:
-        raise metadata.error("merges", "pairs that make a token", merges[unmade])
-    ranks = StringIndex(merges.table)
-    return lambda left, right: ranks.get(f"{left} {right}")
+        return Merger.in_order(vocabulary.ids, merges.table, first)
+    return Merger.by_merges(StringIndex(merges.table))
+
+
+def _all_made(vocabulary: _Vocabulary) -> bool:
+    """Whether each of a file's merges makes a token that a text may have."""
+    merges = vocabulary.metadata.get("merges")
+    return merges is None or vocabulary.ids.first_unmade(vocabulary.metadata.strings("merges").table) is None
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -551,8 +567,7 @@ class _ByteLevel(_Merger):
     """Byte pair encoding over bytes that are written as printable characters."""
 
     def __init__(self, vocabulary: _Vocabulary, pre: str) -> None:
-        super().__init__(vocabulary.ids)
-        self._ranks = _ranks(vocabulary, required=pre != "kimi-k2")
+        super().__init__(vocabulary.ids, _by_rank(vocabulary, required=pre != "kimi-k2"))
         self._keeps_tokens = pre in _KEEPS_TOKENS
         self._pre = pre
 
@@ -561,10 +576,13 @@ class _ByteLevel(_Merger):
 
     def _parts(self, word: str) -> list[str]:
         written = word.encode().decode("latin-1").translate(_CHAR_OF_BYTE)
-        return [written] if self._keeps_tokens and written in self._ids else self._merged(list(written))
+        return [written] if self._keeps_tokens and written in self._ids else self._merged(written)
 
-    def _cost(self, left: str, right: str) -> float | None:
-        return self._ranks(left, right)
+    def length(self, text: str) -> int:
+        return len(text.encode(errors="replace"))
+
+    def is_lossless(self, vocabulary: _Vocabulary) -> bool:
+        return all(char in self._ids for char in _BYTE_OF_CHAR) and _all_made(vocabulary)
 
     def _spelled(self, part: str) -> list[int]:
         # As llama.cpp has it: bytes of the written form, so that all but printable ASCII is lost.
@@ -574,15 +592,14 @@ class _ByteLevel(_Merger):
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in text])
         except KeyError:  # plain text, though its type says otherwise
-            return text.encode()
+            return _bytes_of(text)
 
 
 class _SpaceMarked(_Merger):
     """Byte pair encoding over the characters of a line, with "▁" for a space and byte tokens for what is no token."""
 
     def __init__(self, vocabulary: _Vocabulary, pre: str) -> None:
-        super().__init__(vocabulary.ids)
-        self._ranks = _ranks(vocabulary, required=True)
+        super().__init__(vocabulary.ids, _by_rank(vocabulary, required=True))
         self._keeps_line_ends = pre in _GEMMA4  # a run of them is a token that no merges make
 
     def _words(self, text: str) -> Iterable[str]:
@@ -590,30 +607,35 @@ class _SpaceMarked(_Merger):
 
     def _parts(self, word: str) -> list[str]:
         keeps = self._keeps_line_ends and word[0] == "\n" and word in self._ids
-        return [word] if keeps else self._merged(list(word))
+        return [word] if keeps else self._merged(word)
 
-    def _cost(self, left: str, right: str) -> float | None:
-        return self._ranks(left, right)
+    def length(self, text: str) -> int:
+        return len(text)
+
+    def is_lossless(self, vocabulary: _Vocabulary) -> bool:
+        return all(f"<0x{byte:02X}>" in self._ids for byte in range(256))
 
     def _spelled(self, part: str) -> list[int]:
         names = (f"<0x{byte:02X}>" for byte in part.encode())
         return [self._ids[name] for name in names if name in self._ids]
 
     def piece(self, text: str) -> bytes:
-        return text.replace("▁", " ").encode()
+        return _bytes_of(text.replace("▁", " "))
 
 
 class _ByScore(_Merger):
     """SentencePiece's merging (Kudo and Richardson, arXiv:1808.06226): neighbours that make the best-scored token."""
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
-        super().__init__(vocabulary.ids)
         metadata, n_vocab = vocabulary.metadata, len(vocabulary.tokens)
         scores = metadata.numbers("scores", "fiu", n_vocab)
-        if scores is None or np.isnan(scores).any():
-            raise metadata.error("scores", "an array of numbers", scores)
+        if scores is None:
+            metadata.warn("tokenizer.ggml.scores is missing: all tokens count alike, and texts may be cut into others")
+            scores = np.zeros(n_vocab)
+        if np.isnan(scores).any():
+            raise metadata.error("scores", "an array of numbers", f"NaN for token {int(np.isnan(scores).argmax())}")
         with np.errstate(over="ignore"):
-            self._costs: list[float] = (-scores.astype(np.float32)).tolist()
+            super().__init__(vocabulary.ids, Merger.by_costs(vocabulary.ids, -scores.astype(np.float32)))
         self._bytes = _byte_ids(vocabulary)
         # Where no token has a "▁" after another character, a word can be merged without the word before it.
         text = "\0".join(vocabulary.tokens)
@@ -623,15 +645,17 @@ class _ByScore(_Merger):
     def _words(self, text: str) -> Iterable[str]:
         return self._pattern.findall(text.replace(" ", "▁"))
 
-    def _cost(self, left: str, right: str) -> float | None:
-        id = self._ids.get(left + right)
-        return None if id is None else self._costs[id]
+    def length(self, text: str) -> int:
+        return len(text)
+
+    def is_lossless(self, vocabulary: _Vocabulary) -> bool:
+        return True
 
     def _spelled(self, part: str) -> list[int]:
         return [self._bytes[byte] for byte in part.encode()]
 
     def piece(self, text: str) -> bytes:
-        return text.replace("▁", " ").encode()
+        return _bytes_of(text.replace("▁", " "))
 
 
 def _byte_ids(vocabulary: _Vocabulary) -> list[int]:
@@ -687,7 +711,12 @@ class Tokenizer:
     def __init__(self, file: ModelFile) -> None:
         metadata = _Metadata(file)
         model, pre = _kind(metadata)
-        vocabulary = _Vocabulary(metadata)
+        if pre == "default" and not metadata.text("pre", ""):
+            metadata.warn(
+                "tokenizer.ggml.pre is missing: the default pre-tokeniser is used, and texts may be cut into other "
+                "tokens than the model was trained with; convert the model again"
+            )
+        self._vocabulary = vocabulary = _Vocabulary(metadata)
         self.n_vocab = len(vocabulary.tokens)
         # Without the key llama.cpp takes id 11 for both in a BPE vocabulary, Falcon's: any token elsewhere.
         self.bos_id = metadata.token_id("bos", self.n_vocab, 1 if model == "llama" else None)
@@ -697,10 +726,7 @@ class Tokenizer:
         if pre in _GEMMA4 and self.bos_id is not None:
             self.add_bos = True  # whatever the file says: the first ones were converted wrongly
         self.stop_ids = vocabulary.find_stop_ids(self.eos_id)
-        template = metadata.values.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise TokenizerError(f"{file.path}: tokenizer.chat_template must be a string: found {template!r:.80}")
-        self.chat_template: str | None = template
+        self.chat_template = metadata.chat_template()
         self._tokens, self._attributes = vocabulary.tokens, vocabulary.attributes
         self._specials = vocabulary.specials()
         self._protected: dict[str, frozenset[int]] = {}
@@ -725,8 +751,8 @@ class Tokenizer:
     def _adds(name: str, id: int | None, metadata: _Metadata, default: bool) -> bool:
         adds = metadata.flag(f"add_{name}_token", default and id is not None)
         if adds and id is None:
-            raise metadata.error(f"{name}_token_id", f"there, as add_{name}_token is true", None)
-        return adds
+            metadata.warn(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id: none is added")
+        return adds and id is not None
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -802,6 +828,19 @@ class Tokenizer:
             space = " " if self._adds_space else ""
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without tokenising it: 0 where nothing is known."""
+        if any(special.strips_left or special.strips_right for special in self._specials):
+            text = "".join(text.split())
+        return -(-self._merger.length(text) // self._longest) if self._longest else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """How much of a text, as the merger measures it, a token may stand for; 0 where it may be any amount."""
+        if not self._merger.is_lossless(self._vocabulary):
+            return 0
+        return max([self._tokens.table.longest, *(len(_bytes_of(special.text)) for special in self._specials)])
+
     def token_bytes(self, id: int) -> bytes:
         """What the token adds to a text; a special token its name, an unused one nothing. Raises TokenizerError."""
         piece = self._pieces.get(id)
@@ -814,7 +853,7 @@ class Tokenizer:
     def _piece(self, id: int) -> bytes:
         text, attribute = self._tokens[id], int(self._attributes[id])
         if attribute & (_CONTROL | _USER_DEFINED | _UNKNOWN):
-            return text.encode()
+            return _bytes_of(text)
         if attribute & _BYTE:
             return bytes([int(text[3:5], 16)])
         return self._merger.piece(text) if attribute & _NORMAL else b""

@@ -130,7 +130,7 @@ class _Vocabulary:
         keeps = bool(self._model.get("ignore_merges"))
         for name in tokenizer.PRE_TOKENIZERS:
             if tokenizer.keeps_tokens(name) == keeps and all(
-                tokenizer.cut(name, text) == self._cut(text) for text in _PROBES
+                list(tokenizer.cut(name, text)) == self._cut(text) for text in _PROBES
             ):
                 return name
         found = json.dumps(self._source.get("pre_tokenizer"))

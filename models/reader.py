@@ -120,8 +120,10 @@ class Reader:
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
 
     def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """An integer key, which must be in least..most."""
+        """An integer key, which must be in least..most; it may be there for each layer, if it is the same for all."""
         value = self.file.metadata.get(self._key(key), default)
+        if isinstance(value, (Array, list)) and len(value) == self.file.metadata.get(self._key("block_count")):
+            value = value[0] if len(set(value)) == 1 else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             self.refuse(key, f"must be an integer in {least}..{most}: found {value!r:.80}")
         return value
@@ -152,8 +154,8 @@ class Reader:
 
     def original_context(self) -> int:
         """The context that the model was first trained with."""
-        n_ctx = self.integer("context_length", 1, 1 << 28)
-        return self.integer("rope.scaling.original_context_length", 1, 1 << 28, default=n_ctx)
+        n_ctx = self._trained_context()
+        return self.integer("rope.scaling.original_context_length", 1, (1 << 32) - 1, default=n_ctx)
 
     def rope_base(self) -> float:
         """Base of the frequencies, in layers that see everything."""
@@ -214,7 +216,7 @@ class Reader:
         return ModelSpec(
             architecture=self.architecture.name,
             n_vocab=self._n_vocab(),
-            n_ctx_train=self.integer("context_length", 1, 1 << 28),
+            n_ctx_train=self._trained_context(),
             n_layers=n_layers,
             n_embd=n_embd,
             n_ff=n_ff,
@@ -230,6 +232,9 @@ class Reader:
             attention_scale=1 / math.sqrt(head_dim),
             qk_norm=self.architecture.qk_norm,
         )
+
+    def _trained_context(self) -> int:
+        return self.integer("context_length", 1, (1 << 32) - 1)
 
     def _n_layers(self) -> int:
         return self.integer("block_count", 1, 4096)

@@ -16,6 +16,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse
 
 MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits
+_MEASURED = 1 << 15, 1 << 16  # contexts from which larger ones than that are computed
 
 
 class LlamaCppBackend:
@@ -51,9 +52,13 @@ class LlamaCppBackend:
         """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted, nor
         its process, some 60 MB.
 
-        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Raises UnsupportedModel, and
-        InvalidArgument for an n_ctx on which llama.cpp would end its process.
+        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Above MAX_N_CTX, which `load`
+        refuses, it is what two smaller contexts lead to. Raises UnsupportedModel, and InvalidArgument for an n_ctx on
+        which llama.cpp would end its process.
         """
+        if n_ctx > MAX_N_CTX:
+            of_two = [self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED]
+            return MemoryPlan(n_ctx, min(n_batch, n_ctx), _extrapolated(*of_two, n_ctx), cache_type)
         _check_n_ctx(model, n_ctx)
         n_batch = min(n_batch, n_ctx)
         self._describe(model)
@@ -111,6 +116,16 @@ def _names(model: ModelFile) -> tuple[str, str]:
     """Of the file: where it is for a process in any folder, and what messages call it."""
     name = os.fsdecode(model.paths[0])
     return os.path.abspath(name), name
+
+
+def _extrapolated(first: MemoryUse, second: MemoryUse, n_ctx: int) -> MemoryUse:
+    """What a context takes if memory grows as between those of _MEASURED positions."""
+    step = _MEASURED[1] - _MEASURED[0]
+
+    def at(a: int, b: int) -> int:
+        return a + (b - a) * (n_ctx - _MEASURED[0]) // step
+
+    return MemoryUse(first.weights, at(first.kv_cache, second.kv_cache), at(first.activations, second.activations))
 
 
 def _check_n_ctx(model: ModelFile, n_ctx: int) -> None:

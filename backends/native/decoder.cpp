@@ -586,7 +586,7 @@ void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights&
             for (int i = 0; i < of_group; i++) turn(q + i * dim);
             turn(k);
         }
-        const float scale = config_.query_scales[static_cast<size_t>(b.position[c])];
+        const float scale = config_.query_scales[static_cast<size_t>(b.position[c] / config_.positions_per_scale)];
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
         kernels_.store_key_value(cache_.head(index, kv_head), pass.slot(c), k, b.v + column * b.ld_kv + kv_head * dim);
     });

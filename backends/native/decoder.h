@@ -36,7 +36,8 @@ struct DecoderConfig {
     bool rope_halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
     std::vector<Rope> ropes;
     std::vector<LayerAttention> attention;  // (n_layers,)
-    std::vector<float> query_scales;        // (n_ctx,), by position
+    std::vector<float> query_scales;        // of positions 0..n-1, n..2n-1, ...; only for a Decoder
+    int positions_per_scale = 1;            // n
     Activation activation = Activation::Silu;
     QKNorm qk_norm = QKNorm::None;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1;

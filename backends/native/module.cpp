@@ -510,15 +510,20 @@ NB_MODULE(_core, m) {
         .def(
             "__init__",
             [](DecoderConfig* config, int n_vocab, int n_layers, int n_embd, int n_ff, int n_heads, int n_kv_heads,
-               int head_dim, int n_ctx, int n_batch, float norm_epsilon, std::vector<float> query_scales) {
-                if (query_scales.size() != static_cast<size_t>(n_ctx))
-                    throw nb::value_error("one query scale a position");
-                new (config)
-                    DecoderConfig{n_vocab, n_layers, n_embd,       n_ff,  n_heads, n_kv_heads, head_dim,
-                                  n_ctx,   n_batch,  norm_epsilon, false, {},      {},         std::move(query_scales)};
+               int head_dim, int n_ctx, int n_batch, float norm_epsilon) {
+                new (config) DecoderConfig{n_vocab, n_layers, n_embd,       n_ff,  n_heads, n_kv_heads, head_dim,
+                                           n_ctx,   n_batch,  norm_epsilon, false, {},      {},         {}};
             },
             nb::kw_only(), "n_vocab"_a, "n_layers"_a, "n_embd"_a, "n_ff"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a,
-            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a, "query_scales"_a)
+            "n_ctx"_a, "n_batch"_a, "norm_epsilon"_a)
+        .def(
+            "set_query_scales",
+            [](DecoderConfig& config, std::vector<float> scales, int n_positions) {
+                if (n_positions < 1) throw nb::value_error("a query scale is for at least one position");
+                config.query_scales = std::move(scales);
+                config.positions_per_scale = n_positions;
+            },
+            "scales"_a, "n_positions"_a)
         .def(
             "add_rope",
             [](DecoderConfig& config, std::vector<double> frequencies, double magnitude) {
@@ -564,6 +569,10 @@ NB_MODULE(_core, m) {
                size_t weight_bytes, std::optional<Bytes> packed, const Decoder* beside) {
                 if (config.attention.size() != static_cast<size_t>(config.n_layers)) {
                     throw nb::value_error("add_layer must be called once a layer");
+                }
+                if (config.query_scales.size() * static_cast<size_t>(config.positions_per_scale) <
+                    static_cast<size_t>(config.n_ctx)) {
+                    throw nb::value_error("set_query_scales must be called with scales for all positions");
                 }
                 if (config.kv_type == KvType::Q8_0 && config.head_dim % 32) {
                     throw nb::value_error("a Q8_0 cache needs heads of a multiple of 32 numbers");

@@ -1,8 +1,9 @@
 """Packed weights in a file of their own, which a session maps instead of packing.
 
 Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
-the decoder has them in memory. The header names the source (size, modification time, SHA-256), the version of the
-packed layout and the bits of a ternary weight; a file that does not fit them is refused.
+the decoder has them in memory. The header has the version of the packed layout, the bits of a ternary weight, the
+SHA-256 of the packed weights, and of each file of the model its size, its SHA-256 and a hash of samples. Names and
+times do not count: a model may be moved with its pack. Each load compares sizes and samples; with `verify` all bytes.
 """
 
 from __future__ import annotations
@@ -11,59 +12,76 @@ import hashlib
 import json
 import mmap
 import os
+import re
+import shlex
+import stat
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.errors import BadPack
 from edgeinfer.files import written_whole
+from edgeinfer.gguf import ModelFile
 from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 4  # to be raised whenever matrix.h or the order of the weights changes
+LAYOUT = 5  # to be raised whenever matrix.h, the order of the weights or what is sampled changes
 SUFFIX = ".packed"
 _ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 1 << 20
+_MAX_BYTES = 1 << 60  # of a file
+_HASHED_AT_ONCE = 64 << 20
+# Samples of a model: around the edges of tensors, and spread evenly over each file. So many places at most are read,
+# which takes milliseconds also where no byte of the file is in memory yet.
+_MAX_EDGES, _EVEN_PLACES, _SAMPLE_BYTES = 512, 64, 4096
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model file that packed weights were made from. mtime is in nanoseconds."""
+    """A file of the model that packed weights were made from. samples: hash of the header and of some of the rest."""
 
     size: int
-    mtime: int
+    samples: str
     sha256: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself. n_bytes: of the packed weights."""
+    """What a packed file says of itself. n_bytes, sha256: of the packed weights.  sources: the model's files."""
 
     layout: int
     n_bytes: int
     ternary_bits: TernaryBits
-    source: Source
+    sha256: str
+    sources: tuple[Source, ...]
 
 
 def packed_path(model: Path) -> Path:
-    """Where the packed weights of a model file are looked for: beside it."""
+    """Where the packed weights of a model are looked for: beside its file, the first one of a split model."""
     return model.with_name(model.name + SUFFIX)
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(contents: NDArray[np.uint8]) -> str:
+    """SHA-256 of bytes, in hex."""
+    digest = hashlib.sha256()
+    for first in range(0, len(contents), _HASHED_AT_ONCE):
+        digest.update(contents[first : first + _HASHED_AT_ONCE])
+    return digest.hexdigest()
 
 
-def write_packed(target: Path, model: Path, weights: NDArray[np.uint8], ternary_bits: TernaryBits) -> None:
+def write_packed(target: Path, model: ModelFile, weights: NDArray[np.uint8], ternary_bits: TernaryBits) -> None:
     """Write packed weights atomically: the target is whole or untouched, whatever happens."""
-    stat = model.stat()
-    header = Header(LAYOUT, weights.nbytes, ternary_bits, Source(stat.st_size, stat.st_mtime_ns, sha256_of(model)))
+    sources = tuple(
+        Source(len(contents), samples_of(model, part), sha256_of(contents))
+        for part, contents in enumerate(model.contents(part) for part in range(len(model.paths)))
+    )
+    header = Header(LAYOUT, weights.nbytes, ternary_bits, sha256_of(weights), sources)
     text = json.dumps(asdict(header)).encode()
     start = MAGIC + struct.pack("<Q", len(text)) + text
     with written_whole(target) as file:
@@ -72,29 +90,119 @@ def write_packed(target: Path, model: Path, weights: NDArray[np.uint8], ternary_
     _read_in_huge_pages(target)
 
 
-def map_packed(path: Path, model: Path, n_bytes: int, ternary_bits: TernaryBits) -> NDArray[np.uint8]:
+def map_packed(
+    path: Path, model: ModelFile, n_bytes: int, ternary_bits: TernaryBits, verify: bool = False
+) -> NDArray[np.uint8]:
     """The packed weights of a file, mapped read-only; pages are shared between processes.
 
-    n_bytes, ternary_bits: as wanted. The source is recognised by size and modification time, or else by its SHA-256.
-    Raises ModelNotFound, ModelFileError with the reason and the command that mends it.
+    n_bytes, ternary_bits: as wanted.  verify: all bytes of the model and of the weights are read and compared.
+    Raises BadPack with the reason and the command that mends it.
     """
-    header, start = read_header(path)
-    remedy = f"pack it again: edgeinfer pack {model}"
-    stat = model.stat()
-    if (stat.st_size, stat.st_mtime_ns) != (header.source.size, header.source.mtime):
-        if stat.st_size != header.source.size or sha256_of(model) != header.source.sha256:
-            raise ModelFileError(f"{path}: stale, {model} has changed since it was packed; {remedy}")
-    if header.ternary_bits != ternary_bits:
-        raise ModelFileError(
-            f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; {remedy} "
-            f"--ternary-bits {ternary_bits}"
+    with _opened(path) as file:
+        header, start = _read_header(path, file)
+        _check_sources(path, header.sources, model)
+        if header.ternary_bits != ternary_bits:
+            raise BadPack(
+                f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; "
+                f"{_remedy(path)} --ternary-bits {ternary_bits}"
+            )
+        found = os.fstat(file.fileno()).st_size - start
+        if header.n_bytes != n_bytes or found != n_bytes:
+            raise BadPack(f"{path}: {n_bytes} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
+        weights = np.frombuffer(_mapped(file), dtype=np.uint8, offset=start)
+    if verify:
+        _verify(path, header, model, weights)
+    return weights
+
+
+def verify_packed(path: Path, model: ModelFile) -> None:
+    """Raises BadPack unless all bytes of the model and of its packed weights are those that were packed."""
+    header = read_header(path)
+    map_packed(path, model, header.n_bytes, header.ternary_bits, verify=True)
+
+
+def read_header(path: Path) -> Header:
+    """The header of a packed file. Raises BadPack, also for a file of another version."""
+    with _opened(path) as file:
+        return _read_header(path, file)[0]
+
+
+def samples_of(model: ModelFile, part: int) -> str:
+    """Hash of a file's header, of the edges of its tensors and of places spread over all of it, in hex."""
+    contents = model.contents(part)
+    tensors = [info for info in model.tensors.values() if info.part == part and info.offset]
+    header_end = min((info.offset for info in tensors), default=len(contents))
+    edges = {edge for info in tensors for edge in (info.offset, info.offset + info.n_bytes)}
+    n_edges = max(1, _MAX_EDGES // len(model.paths))
+    n_even = max(1, _EVEN_PLACES // len(model.paths))
+    places = {*_thinned(sorted(edges), n_edges), *(len(contents) * i // n_even for i in range(n_even)), len(contents)}
+    # What is read together is one run: the bytes on both sides of a place, which two tensors share.
+    runs = [(0, header_end)]
+    for place in sorted(places):
+        first, last = max(0, place - _SAMPLE_BYTES // 2), min(len(contents), place + _SAMPLE_BYTES // 2)
+        if first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], last))
+        else:
+            runs.append((first, last))
+    model.prefetch(part, runs)
+    digest = hashlib.blake2b(digest_size=32)
+    for first, last in runs:
+        digest.update(struct.pack("<QQ", first, last))
+        digest.update(contents[first:last])
+    return digest.hexdigest()
+
+
+def _thinned(values: list[int], most: int) -> list[int]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[i * (len(values) - 1) // max(1, most - 1)] for i in range(most)]
+
+
+def _check_sources(path: Path, sources: tuple[Source, ...], model: ModelFile) -> None:
+    """Raises BadPack if sizes or samples of the model's files are not those that were packed."""
+    stale = f"has changed since it was packed; {_remedy(path)}"
+    if len(sources) != len(model.paths):
+        raise BadPack(
+            f"{path}: stale, {model.path} is split into {len(model.paths)} files, {len(sources)} were packed; "
+            f"{_remedy(path)}"
         )
-    if header.n_bytes != n_bytes or path.stat().st_size != start + n_bytes:
-        raise ModelFileError(
-            f"{path}: {n_bytes} bytes of weights wanted, {path.stat().st_size - start} found; {remedy}"
-        )
-    with path.open("rb") as file:
-        return np.frombuffer(_mapped(file), dtype=np.uint8, offset=start)
+    for part, (name, source) in enumerate(zip(model.paths, sources, strict=True)):
+        if len(model.contents(part)) != source.size or samples_of(model, part) != source.samples:
+            raise BadPack(f"{path}: stale, {name} {stale}")
+
+
+def _verify(path: Path, header: Header, model: ModelFile, weights: NDArray[np.uint8]) -> None:
+    """Raises BadPack unless all bytes of model and weights are those that were packed."""
+    for part, (name, source) in enumerate(zip(model.paths, header.sources, strict=True)):
+        if sha256_of(model.contents(part)) != source.sha256:
+            raise BadPack(f"{path}: {name} is not what was packed, its SHA-256 differs; {_remedy(path)}")
+    if sha256_of(weights) != header.sha256:
+        raise BadPack(f"{path}: damaged, the SHA-256 of its weights is not that of its header; {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    return f"pack it again: edgeinfer pack {shlex.quote(str(path).removesuffix(SUFFIX))}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A packed file, open for reading. Raises BadPack for what is no file, such as a pipe, without waiting for it."""
+    try:
+        _check_regular(path, path.stat().st_mode)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadPack(f"{path}: cannot be read: {reason}; remove it, or {_remedy(path)}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        _check_regular(path, os.fstat(descriptor).st_mode)
+        yield file
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise BadPack(f"{path}: is {what}, and no packed weights; remove it")
 
 
 def _mapped(file: BinaryIO) -> mmap.mmap:
@@ -114,29 +222,57 @@ def _read_in_huge_pages(path: Path) -> None:
             np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()
 
 
-def read_header(path: Path) -> tuple[Header, int]:
-    """The header of a packed file, and the byte at which the weights begin.
+# ---- the header ------------------------------------------------------------------------------------------------------
 
-    Raises ModelNotFound, and ModelFileError, also for a file of another version.
-    """
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[Header, int]:
+    """The header, and the byte at which the weights begin. Raises BadPack."""
     try:
-        with path.open("rb") as file:
-            magic, length = file.read(len(MAGIC)), file.read(8)
-            if magic != MAGIC or len(length) != 8 or struct.unpack("<Q", length)[0] > 1 << 16:
-                raise ModelFileError(f"{path}: not a file of packed weights")
-            text = file.read(struct.unpack("<Q", length)[0])
-    except FileNotFoundError as error:
-        raise ModelNotFound(f"{path}: no such file") from error
+        magic, length = file.read(len(MAGIC)), file.read(8)
+        n_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else _MAX_HEADER_BYTES + 1
+        if magic != MAGIC or n_bytes > _MAX_HEADER_BYTES:
+            raise BadPack(f"{path}: not a file of packed weights; remove it, or {_remedy(path)}")
+        text = file.read(n_bytes)
+    except OSError as error:
+        raise BadPack(f"{path}: cannot be read: {error.strerror}; {_remedy(path)}") from error
     try:
-        fields = json.loads(text)
-        layout = int(fields["layout"])
+        fields = json.loads(text.decode(), object_pairs_hook=_without_repeated, parse_constant=_refused)
+        layout = _integer(fields["layout"])
         if layout != LAYOUT:
-            raise ModelFileError(
-                f"{path}: packed layout {layout}, this version reads {LAYOUT}; pack it again: edgeinfer pack "
-                f"{str(path).removesuffix(SUFFIX)}"
-            )
-        bits = get_args(TernaryBits)[get_args(TernaryBits).index(fields["ternary_bits"])]
-        header = Header(layout, int(fields["n_bytes"]), bits, Source(**fields["source"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelFileError(f"{path}: broken header of packed weights") from error
+            raise BadPack(f"{path}: packed layout {layout}, this version reads {LAYOUT}; {_remedy(path)}")
+        header = _header(fields)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadPack(f"{path}: broken header of packed weights; {_remedy(path)}") from error
     return header, (len(MAGIC) + 8 + len(text) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _header(fields: dict[str, Any]) -> Header:
+    """The header in JSON's values. Raises ValueError, KeyError, TypeError."""
+    bits = get_args(TernaryBits)[get_args(TernaryBits).index(fields["ternary_bits"])]
+    sources = tuple(
+        Source(_integer(each["size"]), _hash(each["samples"]), _hash(each["sha256"]))
+        for each in cast(list[dict[str, Any]], fields["sources"])
+    )
+    return Header(LAYOUT, _integer(fields["n_bytes"]), bits, _hash(fields["sha256"]), sources)
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_BYTES:
+        raise ValueError("no number of bytes, and no version")
+    return value
+
+
+def _hash(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError("no hash of 32 bytes in hex")
+    return value
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key comes twice")
+    return dict(pairs)
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")

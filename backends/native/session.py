@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import (
     Progress,
+    QueryScales,
     check_cache,
     check_links,
     check_path,
@@ -23,7 +24,6 @@ from edgeinfer.backends.base import (
     check_taps,
     check_tokens,
     common_length,
-    query_scales,
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, read_header, write_packed
@@ -117,13 +117,21 @@ class NativeBackend:
 
     for_drafts: of plans and sessions, see NativeSession.  ternary_bits: that a ternary weight is to take in memory;
     "auto" is what its packed file has, or what is faster here, by a measurement of some tenths of a second.
+    verify: before packed weights are used, all bytes of them and of the model are compared with those that were packed.
     """
 
     name = "native"
 
-    def __init__(self, *, for_drafts: bool = False, ternary_bits: TernaryBits | Literal["auto"] = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        for_drafts: bool = False,
+        ternary_bits: TernaryBits | Literal["auto"] = "auto",
+        verify: bool = False,
+    ) -> None:
         self.for_drafts = for_drafts
         self.ternary_bits = ternary_bits
+        self.verify = verify
 
     def read_spec(self, model: ModelFile) -> ModelSpec:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
@@ -148,7 +156,7 @@ class NativeBackend:
         spec = _of_frequent_tokens(model, spec) if self.for_drafts else spec
         config = decoder_config(spec, n_ctx, n_batch, cache_type)
         embedding = model.tensors[spec.token_embd].n_bytes  # which stays mapped
-        bits = self._ternary_bits(model, spec, n_threads, None if self.for_drafts else packed_path(model.path))
+        bits = self._ternary_bits(model, spec, n_threads, None if self.for_drafts else packed_path(model.paths[0]))
         weights = packed_bytes(parts_of(model, spec, Packing(self.for_drafts, bits))) + embedding
         use = MemoryUse(weights, config.kv_bytes(), config.activation_bytes(n_threads))
         return MemoryPlan(n_ctx, n_batch, use, cache_type, bits)
@@ -157,7 +165,7 @@ class NativeBackend:
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> NativeSession:
         """Map the packed weights, or pack them now. Raises UnsupportedModel, ModelFileError, BackendUnavailable."""
-        return NativeSession(model, spec, plan, device, progress, for_drafts=self.for_drafts)
+        return NativeSession(model, spec, plan, device, progress, for_drafts=self.for_drafts, verify=self.verify)
 
     def pack(self, model: ModelFile, spec: ModelSpec, target: Path, progress: Progress | None = None) -> int:
         """Write the packed weights to a file; gives its size in bytes. Raises UnsupportedModel, OSError."""
@@ -166,7 +174,7 @@ class NativeBackend:
         plan = MemoryPlan(1, 1, MemoryUse(0, 0, 0), ternary_bits=bits)
         session = NativeSession(model, spec, plan, device, progress, packed=None)
         try:
-            write_packed(target, model.path, session.packed_weights(), bits)
+            write_packed(target, model, session.packed_weights(), bits)
         finally:
             session.close()
         return target.stat().st_size
@@ -182,8 +190,8 @@ class NativeBackend:
             return "2"
         if self.ternary_bits != "auto":
             return self.ternary_bits
-        if packed is not None and packed.exists():
-            return read_header(packed)[0].ternary_bits
+        if packed is not None and os.path.lexists(packed):
+            return read_header(packed).ternary_bits
         return faster_bits(best_isa(), n_threads, n_weights)
 
 
@@ -231,6 +239,8 @@ class NativeDecoder:
         self._text: list[int] = []  # committed
         self._interrupted = False
         config = decoder_config(spec, plan.n_ctx, plan.n_batch, plan.cache_type)
+        scales = QueryScales.of(spec, plan.n_ctx)
+        config.set_query_scales(scales.values.tolist(), scales.n_positions)
         n_bytes = packed_bytes(parts)
         other = None if beside is None else beside.decoder()
         decoder = _core.Decoder(config, self.isa, device.n_threads, n_bytes, packed, other)
@@ -404,7 +414,7 @@ class NativeSession(NativeDecoder):
     resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
     be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
     matrices are rounded to Q4_0, and the first tokens alone have logits (after FR-Spec, Zhao et al., arXiv:2502.14856).
-    beside: see NativeDecoder.
+    verify: see NativeBackend.  beside: see NativeDecoder.
     """
 
     is_exact = True
@@ -420,16 +430,20 @@ class NativeSession(NativeDecoder):
         *,
         resident: bool = False,
         for_drafts: bool = False,
+        verify: bool = False,
         beside: NativeDecoder | None = None,
     ) -> None:
         self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
         if for_drafts:
             spec = _of_frequent_tokens(model, spec)
         if packed == "beside":
-            is_usable = packed_path(model.path).exists() and not resident and not for_drafts
-            packed = packed_path(model.path) if is_usable else None
+            packed = packed_path(model.paths[0])
+            if resident or for_drafts or not os.path.lexists(packed):
+                packed = None
         parts = parts_of(model, spec, Packing(for_drafts, plan.ternary_bits))
-        weights = None if packed is None else map_packed(packed, model.path, packed_bytes(parts), plan.ternary_bits)
+        weights = None
+        if packed is not None:
+            weights = map_packed(packed, model, packed_bytes(parts), plan.ternary_bits, verify)
         rows = model.data(spec.token_embd)
         embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
         super().__init__(model, spec, parts, plan, device, embedding, weights, progress, beside)
@@ -645,7 +659,7 @@ def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
 
 
 def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> _core.DecoderConfig:
-    """Sizes and recipe as the decoder wants them."""
+    """Sizes and recipe as the decoder wants them, but for its query scales, which grow with n_ctx."""
     config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
         n_layers=spec.n_layers,
@@ -657,7 +671,6 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheT
         n_ctx=n_ctx,
         n_batch=n_batch,
         norm_epsilon=spec.norm_epsilon,
-        query_scales=query_scales(spec, n_ctx).tolist(),
     )
     ropes: list[RopeSpec] = []
     for attention in spec.attention:

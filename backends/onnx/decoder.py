@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgeinfer.backends.base import query_scales
+from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx.graph import CONTRIB, Dims, Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Blocks, Constant, Floats, part_of, vector_of, weights_of
@@ -33,6 +34,7 @@ from edgeinfer.models import GateTensors, ModelSpec, RopeSpec, TensorRef, Tensor
 HIDDEN = -30000.0  # an additive mask that half floats have too; exp of it is 0
 _INT8_ACTIVATIONS = 4  # of MatMulNBits: inputs may be rounded to 8 bits by block
 _FLOAT, _INT32 = 1, 6  # onnx.TensorProto.DataType
+_FLOAT32 = np.dtype(np.float32)
 _VECTOR = 8  # GroupQueryAttention wants heads, and half of what it rotates, in multiples of this
 
 
@@ -197,13 +199,17 @@ class _Builder:
         k = self._heads(names.attn_k, names.attn_k_bias, names.attn_k_norm, h)
         v = self._linear(names.attn_v, names.attn_v_bias, h)
         if spec.query_temperature is not None:
-            factors = query_scales(spec, self._n_ctx)[:, None] / np.float32(spec.attention_scale)
-            table = graph.constant("query_factors", factors.astype(np.float32))
+            table = graph.constant("query_factors", Constant(_FLOAT32, (self._n_ctx, 1), self._query_factors))
             q = graph.add("Mul", q, graph.add("Gather", table, "position_ids"))
         attend = self._attend_in_one if self._attends_in_one else self._attend_plainly
         y = self._norm(names.attn_sub_norm, attend(layer, q, k, v))
         out = self._linear(names.attn_output, names.attn_output_bias, y)
         return self._norm(names.attn_post_norm, out)
+
+    def _query_factors(self) -> NDArray[np.float32]:
+        """What queries are multiplied by at each position beside the attention's scale, (n_ctx, 1)."""
+        scales = QueryScales.of(self._spec, self._n_ctx).at(np.arange(self._n_ctx))
+        return (scales[:, None] / np.float32(self._spec.attention_scale)).astype(np.float32)
 
     def _heads(self, matrix: TensorRef, bias: TensorRef | None, norm: TensorRef | None, h: str) -> str:
         """Queries or keys (1, n, heads * head_dim), with their norm."""
@@ -385,12 +391,20 @@ class _Builder:
 
     def _turns(self, rope: RopeSpec) -> tuple[str, str]:
         """Constants (n_ctx, n_dims / 2): cosine and sine of each position's rotation."""
-        angles = np.arange(self._n_ctx)[:, None] * np.array(rope.inverse_frequencies)
-        cosine, sine = ((of(angles) * rope.magnitude).astype(np.float32) for of in (np.cos, np.sin))
+
+        def turns(function: np.ufunc) -> Constant:
+            def made() -> NDArray[np.float32]:
+                angles = np.arange(self._n_ctx)[:, None] * np.array(rope.inverse_frequencies)
+                return (function(angles) * rope.magnitude).astype(np.float32)
+
+            return Constant(_FLOAT32, (self._n_ctx, len(rope.inverse_frequencies)), made)
+
         if rope not in self._ropes:
             self._ropes.append(rope)
         name = f"rope.{self._ropes.index(rope)}"
-        return self._graph.constant(f"{name}.cosine", cosine), self._graph.constant(f"{name}.sine", sine)
+        return self._graph.constant(f"{name}.cosine", turns(np.cos)), self._graph.constant(
+            f"{name}.sine", turns(np.sin)
+        )
 
     def _rotated(self, rope: RopeSpec, x: str) -> str:
         """Queries or keys (1, n, heads * head_dim) with their position turned in, by operators of the standard."""

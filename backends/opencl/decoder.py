@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Progress, query_scales
+from edgeinfer.backends.base import Progress, QueryScales
 from edgeinfer.backends.opencl.device import Buffer, Kernel, OpenCLDevice
 from edgeinfer.backends.opencl.matrices import RUN, Activations, DeviceMatrix
 from edgeinfer.backends.opencl.parts import (
@@ -119,7 +119,7 @@ class Decoder:
         self.device, self.spec = device, spec
         self._poll = poll
         self._ropes, self._rope_of = ropes_of(spec, n_ctx)
-        self._query_scales = query_scales(spec, n_ctx)
+        self._query_scales = QueryScales.of(spec, n_ctx)
         self._group = 16 if device.is_cpu else _power_of_two(min(64, device.info.max_work_group))
         self._n_ctx = n_ctx
         self._kernels = self._make_kernels()
@@ -221,7 +221,7 @@ class Decoder:
         device, buffers = self.device, self._buffers
         device.write(buffers["positions"], batch.positions)
         own = batch.positions[batch.first :]
-        device.write(buffers["query_scales"], self._query_scales[own])
+        device.write(buffers["query_scales"], self._query_scales.at(own))
         for i, rope in enumerate(self._ropes):
             angles = own[:, None] * np.array(rope.inverse_frequencies)  # float64
             turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1) * rope.magnitude

@@ -86,10 +86,11 @@ def plan_parts(
     use = MemoryUse(sum(parts.buffer_bytes()), 2 * kv_bytes(spec, n_ctx), sum(activations.values()))
     largest = max(*parts.buffer_bytes(), kv_bytes(spec, n_ctx), *activations.values())
     if use.total > info.memory_bytes or largest > info.max_buffer_bytes:
+        shortfall = max(use.total - info.memory_bytes, largest - info.max_buffer_bytes)
         raise BudgetExceeded(
-            f"{model.path} needs {use.total} bytes, {largest} of them in one buffer: {info.name} has "
-            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer; use a smaller model, or a "
-            f"smaller context than {n_ctx} (-c)"
+            f"{model.path} needs {use.total} bytes at n_ctx {n_ctx}, {largest} of them in one buffer: {info.name} has "
+            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer, {shortfall} too few; use a "
+            "smaller model, or a smaller context (-c)"
         )
     return MemoryPlan(n_ctx, n_batch, use)
 

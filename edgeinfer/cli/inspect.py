@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.options import FileName, json_option
+from edgeinfer.cli.options import FileName, json_option, warnings_as_notes
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import show, visible
 
@@ -34,7 +34,9 @@ def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
     """
     from edgeinfer.gguf import ModelFile
 
-    with ModelFile.open(file) as model:
+    with warnings_as_notes():
+        opened = ModelFile.open(file)
+    with opened as model:
         summary = _summary(model)
         if as_json:
             if tensors:
@@ -177,12 +179,12 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 
 def _json_value(value: MetadataValue) -> Any:
-    """The value itself; of a long array its length and first elements, and of an infinity its name."""
+    """The value itself; of a long array its length and first elements, and of an infinity or NaN its name."""
     if isinstance(value, _SCALARS):
-        return value
+        return _json_number(value)
     first = [_json_number(element) for element in value[:_LONGEST_ARRAY]]
     return first if len(value) <= _LONGEST_ARRAY else {"n_elements": len(value), "first": first}
 
 
 def _json_number(element: str | float) -> str | float:
-    return str(element) if isinstance(element, float) and math.isinf(element) else element
+    return str(element) if isinstance(element, float) and not math.isfinite(element) else element

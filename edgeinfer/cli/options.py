@@ -68,6 +68,11 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Bits of a weight of a ternary model in memory, the same text; auto is what is faster here.",
     ),
+    variable_option(
+        "--verify",
+        is_flag=True,
+        help="Use MODEL.packed only if all bytes of it and the model are those that were packed; takes about 1 s a GB.",
+    ),
     threads_option,
     variable_option(
         "-md",
@@ -124,7 +129,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c --cache-type --ternary-bits -t -md --draft --draft-device --draft-max --backend; see open_engine."""
+    """Adds -m -c --cache-type --ternary-bits --verify -t -md --draft ... --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -154,6 +159,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             ternary_bits=flags["ternary_bits"],
             draft=_draft(flags),
             draft_device=flags["draft_device"],
+            verify=flags["verify"],
             progress=bar,
             **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from edgeinfer.cli.options import FileName
+from edgeinfer.cli.options import FileName, warnings_as_notes
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Bits of a weight of a ternary model; auto is what is faster here.",
 )
-def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"]) -> None:
+@click.option("--verify", is_flag=True, help="Write nothing: compare all bytes of MODEL and MODEL.packed.")
+def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool) -> None:
     """Make a model load in milliseconds.
 
     Writes its packed weights beside it, as MODEL.packed. From then on MODEL is mapped instead of packed when it is
@@ -34,12 +35,16 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"]) -> None:
     and is still needed. Packed again where MODEL has changed.
     """
     from edgeinfer.backends.native import NativeBackend
-    from edgeinfer.backends.native.packed import packed_path
+    from edgeinfer.backends.native.packed import packed_path, verify_packed
     from edgeinfer.gguf import ModelFile
     from edgeinfer.models import read_spec
 
-    with ModelFile.open(model) as file, ProgressBar("packing") as bar:
-        target = packed_path(file.path)
+    with warnings_as_notes(), ModelFile.open(model) as file, ProgressBar("packing") as bar:
+        target = packed_path(file.paths[0])
+        if verify:
+            verify_packed(target, file)
+            note(f"{target}: as it was packed from {file.path}")
+            return
         check_writable(target)
         try:
             n_bytes = NativeBackend(ternary_bits=ternary_bits).pack(file, read_spec(file), target, bar)

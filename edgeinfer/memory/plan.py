@@ -13,19 +13,25 @@ def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, bu
     """The plan for a context of n_ctx.
 
     path: of the model, for the message.  plan_of: a backend's plan for the model, by n_ctx.
-    Raises BudgetExceeded if it is above the budget, with the shortfall and the largest n_ctx that fits.
+    Raises BudgetExceeded if it is above the budget, or a device's own that plan_of knows, with the shortfall and the
+    largest n_ctx that fits.
     """
-    plan = plan_of(n_ctx)
-    if plan.use.total <= budget_bytes:
-        return plan
+    try:
+        plan = plan_of(n_ctx)
+    except BudgetExceeded as error:
+        shortfall = str(error)
+    else:
+        use = plan.use
+        if use.total <= budget_bytes:
+            return plan
+        shortfall = (
+            f"{path} needs {human_bytes(use.total)} (weights {human_bytes(use.weights)}, KV cache "
+            f"{human_bytes(use.kv_cache)} at n_ctx {n_ctx}, activations {human_bytes(use.activations)}), available are "
+            f"{human_bytes(budget_bytes)}, {human_bytes(use.total - budget_bytes)} too few"
+        )
     fitting = largest_n_ctx(plan_of, n_ctx, budget_bytes)
-    use = plan.use
-    raise BudgetExceeded(
-        f"{path} needs {human_bytes(use.total)} (weights {human_bytes(use.weights)}, KV cache "
-        f"{human_bytes(use.kv_cache)} at n_ctx {n_ctx}, activations {human_bytes(use.activations)}), available are "
-        f"{human_bytes(budget_bytes)}, {human_bytes(use.total - budget_bytes)} too few: "
-        + (f"n_ctx {fitting} fits (-c {fitting})" if fitting else "no n_ctx fits; use a smaller model or free memory")
-    )
+    fits = f"n_ctx {fitting} fits (-c {fitting})" if fitting else "no n_ctx fits; use a smaller model or free memory"
+    raise BudgetExceeded(f"{shortfall}: {fits}")
 
 
 def largest_n_ctx(plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -> int:
@@ -36,11 +42,18 @@ def largest_n_ctx(plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes
     fits, too_many = 0, n_ctx + 1
     while too_many - fits > 1:  # more positions never take fewer bytes
         middle = (fits + too_many) // 2
-        if plan_of(middle).use.total <= budget_bytes:
+        if _fits(plan_of, middle, budget_bytes):
             fits = middle
         else:
             too_many = middle
     return fits - fits % 64 if fits >= 64 else fits
+
+
+def _fits(plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -> bool:
+    try:
+        return plan_of(n_ctx).use.total <= budget_bytes
+    except BudgetExceeded:
+        return False
 
 
 def human_bytes(n_bytes: int) -> str:

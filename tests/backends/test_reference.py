@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
+from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.reference import (
     Activations,
     ReferenceBackend,
     ReferenceSession,
     attend,
     gelu_tanh,
-    query_scales,
     relu2,
     rms_norm,
     rotate,
@@ -322,8 +322,8 @@ def test_a_window_in_a_tree_follows_the_branch_and_not_the_rows(tmp_path: Path) 
 def test_queries_grow_by_the_logarithm_of_their_run_of_positions(tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "mistral3", "F32", head_dim=16)) as model:
         spec = read_spec(model)
-    assert_allclose(query_scales(spec, 3), [0.25, 0.25, 0.25])
-    scales = query_scales(replace(spec, query_temperature=QueryTemperature(0.5, 3)), 8)
+    assert_allclose(QueryScales.of(spec, 3).at(np.arange(3)), [0.25, 0.25, 0.25])
+    scales = QueryScales.of(replace(spec, query_temperature=QueryTemperature(0.5, 3)), 8).at(np.arange(8))
     two, three = 0.25 * (1 + 0.5 * np.log(2)), 0.25 * (1 + 0.5 * np.log(3))
     assert_allclose(scales, [0.25] * 3 + [two] * 3 + [three] * 2, rtol=1e-7)
     assert scales.dtype == np.float32

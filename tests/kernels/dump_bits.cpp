@@ -190,7 +190,8 @@ void decoder(const Kernels& kernels, KvType kv_type) {
         for (int i = 0; i < config.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
         config.ropes = {rope};
         config.attention = {{0, 0}, {0, 5}};
-        config.query_scales.assign(128, 0.14f);
+        config.query_scales.assign(1, 0.14f);
+        config.positions_per_scale = 128;
         if (format == Format::Q5_K) {  // everything that only some architectures have
             config.activation = Activation::GeluTanh;
             config.qk_norm = QKNorm::PerHead;

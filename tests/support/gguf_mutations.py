@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal, TypeAlias
@@ -153,6 +153,40 @@ def with_entry(data: bytes, layout: Layout, entry: bytes) -> bytes:
     n_kv = layout.of("n_kv", "count")
     header = with_number(data[: layout.header_end], n_kv, n_kv.at(data) + 1)
     return with_header(data, layout, header[:24] + entry + header[24:])
+
+
+def with_values(data: bytes, values: Mapping[str, bytes | None]) -> bytes:
+    """The file with other metadata: for each key its type and value as they stand in a file (`number`, `text`,
+    `texts`), None to take it away."""
+    layout = read_layout(data)
+    kept = {key: data[value:end] for key, (_, value, end) in layout.entries.items()}
+    kept |= {key: value for key, value in values.items() if value is not None}
+    for key in [key for key, value in values.items() if value is None]:
+        kept.pop(key, None)
+    entries = [struct.pack("<Q", len(key.encode())) + key.encode() + value for key, value in kept.items()]
+    n_kv = layout.of("n_kv", "count")
+    start = with_number(data[:24], n_kv, len(entries))
+    return with_header(data, layout, start + b"".join(entries) + data[layout.infos_start : layout.header_end])
+
+
+def number(code: str, *values: float, array: bool = False) -> bytes:
+    """Type and value of numbers, by the code of `struct`; more than one, or with array=True, are an array."""
+    kind = next(kind for kind, each in _SCALARS.items() if each == code)
+    packed = struct.pack(f"<{len(values)}{code}", *values)
+    if len(values) == 1 and not array:
+        return struct.pack("<I", kind) + packed
+    return struct.pack("<IIQ", _ARRAY, kind, len(values)) + packed
+
+
+def text(value: bytes) -> bytes:
+    """Type and value of a text, which may be no UTF-8."""
+    return struct.pack("<IQ", _STRING, len(value)) + value
+
+
+def texts(*values: bytes) -> bytes:
+    """Type and value of an array of texts."""
+    each = b"".join(struct.pack("<Q", len(value)) + value for value in values)
+    return struct.pack("<IIQ", _ARRAY, _STRING, len(values)) + each
 
 
 def entry(key: str, kind: int, value: bytes) -> bytes:

@@ -33,10 +33,7 @@ def read_plainly(data: bytes, at: int, limit: int, n: int) -> list[str]:
         (n_bytes,) = struct.unpack_from("<Q", data, at)
         if n_bytes > MOST_BYTES or at + 8 + n_bytes > limit:
             break
-        try:
-            texts.append(data[at + 8 : at + 8 + n_bytes].decode())
-        except UnicodeDecodeError:
-            break
+        texts.append(data[at + 8 : at + 8 + n_bytes].decode(errors="surrogateescape"))
         at += 8 + n_bytes
     return texts
 
@@ -44,7 +41,7 @@ def read_plainly(data: bytes, at: int, limit: int, n: int) -> list[str]:
 def is_text(raw: bytes, before: bytes = b"", after: bytes = b"") -> bool:
     """Whether the table takes these bytes for UTF-8, between two other texts."""
     data = as_in_a_file([before, raw, after])
-    return len(read(data, 0, len(data), 3)) == 3
+    return read(data, 0, len(data), 3).n_utf8 == 3
 
 
 def is_utf8(raw: bytes) -> bool:
@@ -80,7 +77,11 @@ def test_damaged_arrays_are_read_as_far_as_one_by_one(
     wanted = read_plainly(bytes(content), at, limit, n)
     table = read(content, at, limit, n)
     assert table.tolist() == wanted
-    assert table.n_bytes == sum(8 + len(text.encode()) for text in wanted)
+    raw = [text.encode(errors="surrogateescape") for text in wanted]
+    assert table.n_bytes == sum(8 + len(text) for text in raw)
+    assert table.n_utf8 == next((i for i, text in enumerate(raw) if not is_utf8(text)), len(raw))
+    assert table.longest == max((sum(byte & 0xC0 != 0x80 for byte in text) for text in raw), default=0)
+    assert StringTable.of(wanted).equals(table)
 
 
 @pytest.mark.parametrize("at, limit", [(5, 4), (0, 11), (11, 11), (2**63, 2**63)])
@@ -140,7 +141,7 @@ def test_half_a_character_is_not_made_whole_by_the_next_text(character: str) -> 
     for cut in range(1, len(raw)):
         assert not is_text(raw[cut:], before=raw[:cut]) and not is_text(raw[:cut], after=raw[cut:])
         data = as_in_a_file([b"sound", raw[:cut], raw[cut:]])
-        assert read(data, 0, len(data), 3).tolist() == ["sound"]
+        assert read(data, 0, len(data), 3).n_utf8 == 1
 
 
 def test_texts_are_the_tables_own() -> None:

@@ -420,22 +420,12 @@ def test_id_outside_of_the_vocabulary_is_refused(id: int) -> None:
         (byte_level(token_type=[2**70] * 273), "token_type"),
         (byte_level(token_type=[BYTE] * 273), "byte token"),
         (byte_level(merges=None), "merges"),
-        (byte_level(merges=["h e", "hello"]), "merges must be pairs"),
-        (byte_level(merges=["a b c"]), "merges"),
-        (byte_level(merges=["h e", "x y"]), "x y"),
         (byte_level(merges=[1]), "merges"),
-        (byte_level(bos_token_id=273), "bos_token_id"),
-        (byte_level(eos_token_id=-2), "eos_token_id"),
         (byte_level(eos_token_id="a"), "eos_token_id"),
         (byte_level(eot_token_id=True), "eot_token_id"),
-        (byte_level(fim_pad_token_id=1 << 40), "fim_pad_token_id"),
-        (byte_level(bos_token_id=None, add_bos_token=True), "bos_token_id"),
-        (byte_level(bos_token_id=2**32 - 1, add_bos_token=True), "bos_token_id"),
         (byte_level(add_bos_token=1), "add_bos_token"),
         (byte_level(pre=3), "pre"),
         (byte_level(model=3), "model"),
-        (byte_level() | {"tokenizer.chat_template": 3}, "chat_template"),
-        (by_score(scores=None), "scores"),
         (by_score(scores=[0.0]), "scores"),
         (by_score(scores=["a"]), "scores"),
         (by_score(scores=[float("nan")] * 274), "scores"),
@@ -459,8 +449,86 @@ def test_unknown_kind_of_vocabulary_is_refused_with_those_known(model: str | Non
         open_metadata(byte_level(model=model))
 
 
+@pytest.mark.parametrize("key", ["bos", "eos", "eot", "eom", "fim_pad", "fim_pre"])
+@pytest.mark.parametrize("id", [BPE.n_vocab, 1 << 40, -2])
+def test_the_id_of_a_role_outside_of_the_vocabulary_is_ignored_with_a_warning(key: str, id: int) -> None:
+    with pytest.warns(
+        RuntimeWarning, match=f"{key}_token_id is {id}, and there are {BPE.n_vocab} tokens: it is ignored"
+    ):
+        tokenizer = open_metadata(byte_level(**{f"{key}_token_id": id}))
+    without = open_metadata(byte_level(**{f"{key}_token_id": None}))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (without.bos_id, without.eos_id)
+    assert tokenizer.stop_ids == without.stop_ids
+    assert tokenizer.encode("hello<|im_end|>", parse_special=True) == without.encode(
+        "hello<|im_end|>", parse_special=True
+    )
+
+
+def test_by_score_an_id_outside_of_the_vocabulary_is_the_usual_one() -> None:
+    with pytest.warns(RuntimeWarning):
+        tokenizer = open_metadata(by_score(bos_token_id=5000, eos_token_id=5000))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+
+
+@pytest.mark.parametrize("id", [None, 2**32 - 1, 5000])
+def test_a_begin_token_that_is_not_there_is_not_added(id: int | None) -> None:
+    with pytest.warns(RuntimeWarning, match="add_bos_token is true, but there is no bos_token_id: none is added"):
+        tokenizer = open_metadata(byte_level(bos_token_id=id, add_bos_token=True))
+    assert tokenizer.encode("a") == open_metadata(byte_level(add_bos_token=False)).encode("a")
+
+
+@pytest.mark.parametrize("template", [3, True, ["a", "b"]])
+def test_a_template_that_is_no_text_is_ignored_with_a_warning(template: Any) -> None:
+    with pytest.warns(RuntimeWarning, match="tokenizer.chat_template must be a string: found .*: it is ignored"):
+        tokenizer = open_metadata(byte_level() | {"tokenizer.chat_template": template})
+    assert tokenizer.chat_template is None
+
+
+def test_of_templates_with_names_the_default_one_is_taken() -> None:
+    named = {"tokenizer.chat_templates": ["default", "tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    assert open_metadata(byte_level() | named).chat_template is None
+    default = {"tokenizer.chat_template.default": "{{ messages }}"}
+    assert open_metadata(byte_level() | named | default).chat_template == "{{ messages }}"
+
+
+def test_without_scores_all_tokens_count_alike() -> None:
+    with pytest.warns(RuntimeWarning, match="tokenizer.ggml.scores is missing"):
+        tokenizer = open_metadata(by_score(scores=None))
+    zeros = open_metadata(by_score(scores=[0.0] * 274))
+    for text in ("abc", "  a  ab caé", "aaaaab"):
+        assert tokenizer.encode(text) == zeros.encode(text)
+
+
+def test_more_scores_and_types_than_tokens_are_not_read() -> None:
+    scores, types = by_score()["scores"], by_score()["token_type"]
+    longer = open_metadata(by_score(scores=[*scores, float("nan")], token_type=[*types, BYTE]))
+    assert longer.encode("a  abc é") == SPM.encode("a  abc é")
+
+
+# As llama.cpp does: what is no pair never matches, and of a pair that makes no token the printable bytes are left.
+def test_merges_that_make_no_token_are_read_as_llama_cpp_reads_them() -> None:
+    odd = open_metadata(byte_level(merges=["he", "a b c", "h e", " l l", "x y"]))
+    assert parts_of(odd, odd.encode("hello")) == ["he", "l", "l", "o"]
+    assert parts_of(odd, odd.encode("xyz")) == ["x", "y", "z"]
+    assert parts_of(odd, odd.encode("a b c")) == ["a", " ", "b", " ", "c"]
+
+
+def test_a_token_that_is_no_utf_8_stays_as_its_bytes() -> None:
+    tokens = [*byte_level()["tokens"], "\udce9\udcff"]
+    tokenizer = open_metadata(byte_level(tokens=tokens))
+    assert tokenizer.token_bytes(len(tokens) - 1) == b"\xe9\xff"
+    assert tokenizer.decode([len(tokens) - 1]) == "\ufffd\ufffd"
+    for text in ("é", "\udce9\udcff", "\ufffd"):
+        assert len(tokens) - 1 not in tokenizer.encode(text)
+    by_piece = open_metadata(by_score({**PIECES, "\udce9\udcff": -11.0}))
+    assert by_piece.token_bytes(by_piece.n_vocab - 2) == b"\xe9\xff"
+    special = open_metadata(byte_level(tokens=tokens, token_type=[*byte_level()["token_type"], CONTROL]))
+    assert special.token_bytes(len(tokens) - 1) == b"\xe9\xff" and special.encode("a\udce9\udcff", parse_special=True)
+
+
 def test_missing_pre_tokeniser_is_the_default_one() -> None:
-    missing = open_metadata(byte_level(pre=None))
+    with pytest.warns(RuntimeWarning, match="tokenizer.ggml.pre is missing: the default pre-tokeniser is used"):
+        missing = open_metadata(byte_level(pre=None))
     assert parts_of(missing, missing.encode("9123")) == ["9", "12", "3"]
     other = open_metadata(byte_level(pre="gpt-2"))
     assert parts_of(other, other.encode("9123")) == ["9", "123"]
