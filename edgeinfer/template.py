@@ -53,7 +53,9 @@ MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a 
 MAX_LENGTH = 4 << 20  # characters of the conversation, and of any text on the way
 MAX_MEMORY_BYTES = 128 << 20  # of all that is made on the way, kept or not
 MAX_STEPS = 1_000_000
-STEPS_A_PAIR = 8  # more, and as much more time, for each pair of messages: some templates look from each at all others
+STEPS_A_PAIR = (
+    8  # more, and as much more time, for each ordered pair of messages: some templates look from each at all others
+)
 MAX_DEPTH = 64  # of lists and mappings in each other, and of macros that call macros
 MAX_INT_BITS = 1 << 14
 
@@ -73,7 +75,7 @@ class _Budget:
     """What is left of the limits."""
 
     def __init__(self, n_messages: int) -> None:
-        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages**2
+        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages * (n_messages - 1)
         self.max_seconds = MAX_SECONDS * self.max_steps / MAX_STEPS
         self._bytes = MAX_MEMORY_BYTES
         self._depth = 0
@@ -246,10 +248,12 @@ class _Formatter(SandboxedFormatter):
         for literal, name, spec, _ in self.parse(format_string):
             parts.append(trusted(literal))
             if name is not None:
-                n_inside = sum(name is not None for _, name, _, _ in self.parse(spec or ""))
-                parts.append(next(islice(fields, n_inside, None)))
+                parts.append(next(islice(fields, self._n_fields(spec), None)))  # after those in the spec
         text = joined(parts)
         return text if text == written else written
+
+    def _n_fields(self, spec: str | None) -> int:
+        return sum(1 + self._n_fields(inner) for _, name, inner, _ in self.parse(spec or "") if name is not None)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"\d{5}", format_spec):
@@ -491,9 +495,18 @@ class _Guards(NodeTransformer):
 
     def _with_step(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        step = self._filter("step!", nodes.Const(sum(map(_written_bytes, node.body))))
-        node.body.insert(0, nodes.ExprStmt(step))
+        node.body.insert(0, self._step(sum(map(_written_bytes, node.body))))
         return node  # type: ignore[no-any-return]
+
+    def _step(self, n_bytes: int) -> nodes.ExprStmt:
+        return nodes.ExprStmt(self._filter("step!", nodes.Const(n_bytes)))
+
+    def visit_If(self, node: nodes.If) -> nodes.Node:
+        self.generic_visit(node)
+        for body in (node.body, node.else_):
+            if n_bytes := sum(map(_written_bytes, body)):
+                body.insert(0, self._step(n_bytes))
+        return node
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
         return self._filter("own!", node) if isinstance(node.value, str) else node
@@ -546,7 +559,7 @@ def _checked_depth(tree: nodes.Template) -> nodes.Template:
 
 
 def _written_bytes(node: nodes.Node) -> int:
-    """About what running a node once makes without a call; loops and macros in it count for themselves."""
+    """About what running a node once makes without a call; what is in loops, macros and branches counts there."""
     if isinstance(node, (nodes.Macro, nodes.CallBlock)):
         return 1000
     if isinstance(node, nodes.Const):
@@ -556,7 +569,8 @@ def _written_bytes(node: nodes.Node) -> int:
         own = 64 + 8 * len(node.items if not isinstance(node, nodes.Output) else node.nodes)
     elif isinstance(node, (nodes.Dict, nodes.Pair, nodes.For)):
         own = 128
-    fields = node.iter_child_nodes(exclude=("body",) if isinstance(node, nodes.For) else None)
+    elsewhere = {nodes.For: ("body",), nodes.If: ("body", "else_")}.get(type(node))
+    fields = node.iter_child_nodes(exclude=elsewhere)
     return own + sum(map(_written_bytes, fields))
 
 
@@ -616,8 +630,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:  # as below, only quicker
+        # As below, only quicker: what most templates do most.
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is Namespace and attribute[:1] != "_":
+            values = object.__getattribute__(obj, "_Namespace__attrs")
+            return values[attribute] if attribute in values else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)
         if isinstance(value, (BuiltinMethodType, MethodType, _Format)):
             _BUDGET.get().step(256)
