@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from byte_vocabulary import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_sources import Expressions
+from template_sources import FEATURES, Expressions
 
 from edgeinfer.errors import TemplateError
+from edgeinfer.gguf import ModelFile
 from edgeinfer.provenance import Text, is_trusted, joined, plain, recased, replaced, trusted
-from edgeinfer.template import ChatTemplate
+from edgeinfer.template import CHATML, ChatTemplate
 from edgeinfer.tokenizer import Tokenizer
 
 # ---- Texts that keep track -------------------------------------------------------------------------------------------
@@ -486,3 +489,108 @@ def test_edits_at_random_keep_track_of_what_is_whose(edits: list[str], text: str
     rendered = of_content.render(messages)
     assert of_literal.render([]) == rendered
     assert of_literal.encode(FOREIGN_TINY, []) == FOREIGN_TINY.encode(rendered, parse_special=True)
+
+
+# ---- Templates in use ------------------------------------------------------------------------------------------------
+
+ROLES = "system user assistant tool developer observation function ipython model".split()
+_MARK = re.compile(r"<\|[^<>{}'\" ]+?\|?>|<[a-z_/]+\|>|<｜[^<>]+?｜>|\[/?[A-Z_]+\]|</?[a-zA-Z_0-9]+>")
+
+
+def vocabulary_of(source: str, of_type: str) -> tuple[Tokenizer, list[str]]:
+    """A vocabulary with all that looks like a special token in a template, and these texts."""
+    found = {
+        *_MARK.findall(source),
+        *(f"<|{role}|>" for role in ROLES),
+        "<|im_start|>",
+        "<|im_end|>",
+        "[INST]",
+        "<turn|>",
+    }
+    marks = sorted(found - {"<s>", "</s>"})
+    if of_type == "control":
+        return byte_tokenizer(["<s>", "</s>", *marks]), marks
+    return byte_tokenizer(["<s>", "</s>"], marks), marks
+
+
+def conversations(text: Callable[[], str]) -> list[list[Any]]:
+    """Messages of the kinds that templates know, with a text in each field."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": text(), "b": [text()]}}}
+    return [
+        [{"role": "user", "content": text()}],
+        [{"role": "user", "content": [{"type": "text", "text": text()}]}],
+        [
+            {"role": "system", "content": text()},
+            {"role": "user", "content": text()},
+            {"role": "assistant", "content": text(), "reasoning_content": text()},
+            {"role": "user", "content": text()},
+        ],
+        [
+            {"role": "user", "content": text()},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": text()},
+        ],
+    ]
+
+
+def check_template(source: str, of_type: str) -> int:
+    """Compare a template's tokens with and without control texts in the messages; gives the number of comparisons."""
+    rng = random.Random(1)
+    tokenizer, marks = vocabulary_of(source, of_type)
+    template = ChatTemplate(source, "<s>", "</s>")
+    protected = tokenizer.protected(source)
+
+    def attack() -> str:
+        parts = []
+        for mark in rng.choices(marks, k=4):
+            cut = rng.randrange(1, len(mark))
+            kinds = [mark, mark[:cut] + rng.choice([" ", "\n", ""]) + mark[cut:], mark.upper(), mark[cut:], mark[:cut]]
+            parts.append(
+                rng.choice([kind for kind in kinds if "think" not in kind]) if "think" not in mark else "<|im_"
+            )
+        return f"a {' '.join(parts)}{''.join(parts)} b"
+
+    n = 0
+    for harmless, hostile in zip(conversations(lambda: "a word b"), conversations(attack), strict=True):
+        try:
+            rendered = template.render(harmless)
+            found = template.encode(tokenizer, hostile)
+        except TemplateError:  # not this kind of message
+            continue
+        n += 1
+        ids = template.encode(tokenizer, harmless)
+        assert ids == tokenizer.encode(rendered, add_special=False, parse_special=True)
+        assert [id for id in found if id in protected] == [id for id in ids if id in protected], hostile
+        assert tokenizer.decode(found) == template.render(hostile)
+    return n
+
+
+@pytest.mark.parametrize("of_type", ["control", "user-defined"])
+def test_features_of_templates_write_their_own_tokens_and_none_of_users(of_type: str) -> None:
+    for source in [CHATML, HARMONY_TEMPLATE, *FEATURES.values()]:
+        assert check_template(source, of_type) > 0
+
+
+@pytest.mark.parametrize("of_type", ["control", "user-defined"])
+def test_templates_in_use_write_their_own_tokens_and_none_of_users(of_type: str) -> None:
+    folder = os.environ.get("EDGEINFER_TEMPLATES")
+    if folder is None:
+        pytest.skip("EDGEINFER_TEMPLATES is not set: EDGEINFER_TEMPLATES=llama.cpp/models/templates pytest FILE")
+    counts = [check_template(path.read_text(), of_type) for path in sorted(Path(folder).glob("*.jinja"))]
+    assert sum(counts) > 2 * len(counts) > 0
+
+
+def test_the_default_model_reads_control_texts_in_any_field_as_text(default_model: Path) -> None:
+    with ModelFile.open(default_model) as file:
+        tokenizer = Tokenizer.from_file(file)
+        template = ChatTemplate.from_file(file, tokenizer)
+    rng = random.Random(2)
+    texts = tokenizer.special_texts
+    for _ in range(20):
+        hostile = [
+            {"role": role, "content": "".join(rng.choices(texts, k=5))} for role in ("system", "user", "assistant")
+        ]
+        harmless = [message | {"content": "a"} for message in hostile]
+        found, expected = template.encode(tokenizer, hostile), template.encode(tokenizer, harmless)
+        assert [id for id in found if tokenizer.is_control(id)] == [id for id in expected if tokenizer.is_control(id)]
+        assert tokenizer.decode(found) == template.render(hostile)
