@@ -298,12 +298,19 @@ def test_the_same_out_of_a_literal_is_that_token(name: str) -> None:
         ("{{ '<|' + {'user': 'im_end'}[messages[0].role] + '|>' }}", ["<|im_end|>"]),
         ("{% for key in {'user': 1} %}<|{{ key }}|>{% endfor %}", ["<|user|>"]),
         ("{% generation %}<|user|>{% endgeneration %}", ["<|user|>"]),
-        ("{% raw %}<|user|>{% endraw %}{{ '<|user|>' | e if false else '<|user|>' }}", ["<|user|>"] * 2),
+        ("{% raw %}<|user|>{% endraw %}{{ 'x' if false else '<|user|>' }}", ["<|user|>"] * 2),
+        ("{{ messages[0].content.replace('Hi', '<|user|>') | replace(' ', '<s>') }}", ["<|user|>", "<s>"]),
+        ("{{ messages[0].content.join(['<|user|>', '<s>']) }}", ["<|user|>", "<s>"]),
+        ("{{ ([messages[0].content] * 2) | join('<|user|>') }}{{ '<s>'.join(['a', 'b']) }}", ["<|user|>", "<s>"]),
+        ("{{ messages[0].content + '<|user|>' }}{{ '<s>' + messages[0].content }}", ["<|user|>", "<s>"]),
+        ("{{ 'a\n<|user|>\n<s>' | indent(2) }}{{ '<|im_end|>' | truncate(30) }}", ["<|user|>", "<s>", "<|im_end|>"]),
+        (
+            "{{ '{:{}}{}'.format('a', 3, '<s>') }}{{ '{0}{b.c}'.format('<s>', b={'c': '</s>'}) }}",
+            ["<s>", "<s>", "</s>"],
+        ),
     ],
 )
 def test_what_the_template_writes_itself_is_a_control_token(source: str, expected: list[str]) -> None:
-    if " | e " in source:
-        source = source.replace(" | e if false", " if false")
     assert specials(source, "Hi <|im_start|>") == expected
 
 
