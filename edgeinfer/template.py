@@ -144,9 +144,12 @@ def _listed(value: Any) -> list[Any]:
     """The elements of something that can be looped over."""
     if isinstance(value, str):
         _fits(16 * len(value))
-    elements = list(islice(value, MAX_LENGTH + 1))
-    _fits(len(elements))
-    return _made(elements)
+    elements: list[Any] = []
+    rest = iter(value)
+    while part := _made(list(islice(rest, 4096))):
+        elements += part
+        _fits(len(elements))
+    return elements
 
 
 def _weighed(value: Any) -> Any:
@@ -384,6 +387,11 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
 
 
 @pass_environment
+def _sort(environment: _Environment, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return filters.do_sort(environment, _listed(value), *args, **kwargs)
+
+
+@pass_environment
 def _sum(environment: _Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
     elements = _listed(iterable)
     if attribute is not None:
@@ -440,7 +448,7 @@ def _safe(value: Any) -> str:
     return str(value)
 
 
-_DEEP_FILTERS = "capitalize dictsort float lower max min sort string truncate unique upper".split()
+_DEEP_FILTERS = "capitalize dictsort float lower max min string truncate unique upper".split()
 _FLAT_FILTERS = "abs count d default first items last length map reject rejectattr reverse select selectattr".split()
 _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "format": _format,
@@ -450,6 +458,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "replace": _replace,
     "round": _round,
     "safe": _safe,
+    "sort": _sort,
     "sum": _sum,
     "title": _title,
     "tojson": _tojson,
@@ -465,6 +474,7 @@ _FILTERS: dict[str, Any] = {
     "own!": trusted,
     "sliced!": _sliced,
     "weighed!": _weighed,
+    "listed!": _listed,
     "concat!": _concat,
 }
 _DEEP_TESTS = "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper".split()
@@ -513,6 +523,14 @@ class _Guards(NodeTransformer):
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return self._filter("own!", nodes.Const(node.data))
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = self._filter("listed!", node.dyn_args)
+        return node
+
+    visit_Filter = visit_Test = visit_Call
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -569,7 +587,7 @@ def _written_bytes(node: nodes.Node) -> int:
         own = 64 + 8 * len(node.items if not isinstance(node, nodes.Output) else node.nodes)
     elif isinstance(node, (nodes.Dict, nodes.Pair, nodes.For)):
         own = 128
-    elsewhere = {nodes.For: ("body",), nodes.If: ("body", "else_")}.get(type(node))
+    elsewhere = {"For": ("body",), "If": ("body", "else_")}.get(type(node).__name__)
     fields = node.iter_child_nodes(exclude=elsewhere)
     return own + sum(map(_written_bytes, fields))
 

@@ -129,6 +129,13 @@ def test_percent_keeps_track_of_the_pattern_and_of_whole_texts(pattern: str, val
     assert written == pattern % values and "".join(filter(is_trusted, written)) == own
 
 
+def test_of_too_many_parts_none_is_trusted() -> None:
+    many = trusted("a\n") * (1 << 17)
+    for parts in (many.split(), many.splitlines(), many.split("\n"), [many.replace("a", "b")]):
+        assert len(parts) >= 1 and not any(map(is_trusted, parts))
+    assert all(map(is_trusted, (trusted("a\n") * 1000).split()))
+
+
 def test_text_can_be_copied_and_stored() -> None:
     text = marked("a<e>")
     for other in (copy.copy(text), copy.deepcopy([text])[0], pickle.loads(pickle.dumps(text))):

@@ -245,6 +245,36 @@ BOMBS: dict[str, tuple[str, str]] = {  # what refuses it, and the source
         "{% set n.l = [n.l, namespace(a=i)] %}{% endfor %}{% endfor %}",
     ),
     "characters of a text": (_LONGER, "{{ ('ü' * 4000000) | list | length }}"),
+    "characters of a text, selected": (_LONGER + "|" + _MORE, "{{ ('ü' * 4000000) | select | list | length }}"),
+    "characters of a text, sorted": (_LONGER, "{{ ('ü' * 4000000) | sort | length }}"),
+    "characters of a text as arguments": (_LONGER, "{{ cycler(*('ü' * 4000000)) }}"),
+    "words of a text": (
+        _MORE,
+        "{% set s = 'a ' * 2000000 %}{% for i in range(9) %}{{ s.split() | length }}{% endfor %}",
+    ),
+    "lines of a text": (
+        _MORE,
+        "{% set s = '\n' * 4000000 %}{% for i in range(9) %}{{ s.splitlines() | length }}{% endfor %}",
+    ),
+    "words of a mixed text": (
+        _MORE,
+        "{% set s = 'a ' * 2000000 ~ messages[0].content %}{% for i in range(9) %}{{ s.split() | length }}{% endfor %}",
+    ),
+    "words of a mixed text replaced": (
+        _SLOW + "|" + _MORE,
+        "{% set s = 'aö' * 1000000 ~ messages[0].content %}{% for i in range(999) %}"
+        "{% if s.replace('a', 'b').lower() %}{% endif %}{% endfor %}",
+    ),
+    "capital letters of a mixed text": (
+        _SLOW + "|" + _MORE,
+        "{% set s = 'aß' * 1000000 ~ messages[0].content %}{% for i in range(999) %}"
+        "{% if s | upper %}{% endif %}{% endfor %}",
+    ),
+    "indented lines of a mixed text": (
+        _LONGER + "|" + _MORE,
+        "{% set s = '\n' * 1000000 ~ messages[0].content %}{% for i in range(99) %}"
+        "{% if s | indent %}{% endif %}{% endfor %}",
+    ),
     "range": ("Range too big", "{% for i in range(10**9) %}{% endfor %}"),
     "date": ("200 characters", "{{ strftime_now('%c' * 1000000) }}"),
     "message": (_LONGER, "{{ raise_exception('x' * 100000000) }}"),
