@@ -799,8 +799,8 @@ class Tokenizer:
         """The tokens that no user may write in a conversation with this template.
 
         All control tokens, and of the user-defined ones those that stop a generation, look like the mark of a turn
-        ("<|start|>", "[INST]"), or stand in the source of the template ("<think>", and with it "</think>"). Other ones are text: runs of
-        spaces, tags of HTML.
+        ("<|start|>", "[INST]"), or stand in the source of the template ("<think>", and with it "</think>"). Others are
+        ordinary text, such as runs of spaces or tags of HTML.
         """
         if template not in self._protected:
             marks = [
