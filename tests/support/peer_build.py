@@ -2,9 +2,9 @@
 
     CMAKE_ARGS="$(python tests/support/peer_build.py)" pip install llama-cpp-python==0.3.36
 
-Where the CPU has AMX they keep llama.cpp from using it, as its matrix products there crash (0.3.36, GCC 12): ggml compiles
-them wherever -march=native defines __AMX_INT8__, which its own options (GGML_AMX_INT8) do not change. Else they are what
-CMAKE_ARGS is already.
+Where the CPU has AMX they keep llama.cpp from using it, as its matrix products there crash (0.3.36, GCC 12): ggml
+compiles them wherever -march=native defines __AMX_INT8__, which its own options (GGML_AMX_INT8) do not change. Else
+they are what CMAKE_ARGS is already.
 """
 
 from __future__ import annotations
