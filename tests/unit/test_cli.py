@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
+import psutil
 import pytest
 from click.testing import CliRunner
+from staging import CRASH, Stage
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -56,6 +59,17 @@ def endless(file):
     return tokenizer
 edgeinfer.tokenizer.Tokenizer.from_file = endless
 {MAIN}
+"""
+LATE_CRASH = """
+_before = llama_cpp.llama_decode
+
+def crashing_decode(context, batch):
+    status = _before(context, batch)
+    if len((_folder / "passes").read_text().split()) == 5:
+        crash("lost in thought")
+    return status
+
+llama_cpp.llama_decode = crashing_decode
 """
 EXIT_CODES = {"ok": 0, "failure": 1, "usage": 2, "model": 3, "budget": 4, "lost": 5, "interrupted": 130}
 
@@ -665,6 +679,69 @@ def test_a_conversation_through_llama_cpp(llama_cpp, model, tmp_path):
         person.see("0 cached")
         person.say("/exit")
         assert person.leave() == 0
+
+
+def llama_cpp_of(person):
+    """Process id of the llama.cpp that the program has started."""
+    (child,) = psutil.Process(person.process.pid).children()
+    return child.pid
+
+
+def test_a_conversation_outlives_the_process_of_llama_cpp(llama_cpp, model, tmp_path):
+    with sitting_at(model, tmp_path, "--backend", "llama.cpp", "-n", "40") as person:
+        person.see("Ctrl-D leaves")
+        person.say("hello")
+        person.see("TWENTY")
+        os.kill(llama_cpp_of(person), signal.SIGKILL)  # in the answer
+        person.see("llama.cpp crashed on a pass of 1 tokens: SIGKILL")
+        person.see("trying once more")
+        person.see("answer 40 tokens")
+        person.see_prompt()
+        os.kill(llama_cpp_of(person), signal.SIGKILL)  # between two
+        person.type("again\r")
+        person.see("trying once more")
+        person.see("answer 40 tokens")
+        person.say(f"/save {tmp_path / 'talk.jsonl'}")
+        person.say("/exit")
+        assert person.leave() == 0
+    roles = [json.loads(line)["role"] for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert roles == ["user", "assistant"] * 2
+
+
+def test_what_cannot_be_started_again_leaves_the_conversation_to_be_saved_and_5(llama_cpp, model, tmp_path):
+    copy = Path(shutil.copy(model, tmp_path / "copy.gguf"))
+    with sitting_at(str(copy), tmp_path, "--backend", "llama.cpp", "-n", "5") as person:
+        person.see("Ctrl-D leaves")
+        person.say("hello")
+        person.see("answer 5 tokens")
+        person.see_prompt()
+        copy.unlink()
+        os.kill(llama_cpp_of(person), signal.SIGKILL)
+        person.type("again\r")
+        person.see("error: llama.cpp crashed")
+        person.see("it was started again, and failed: ")
+        person.see("the conversation is kept without this message: /save FILE writes it")
+        person.say("/stats")
+        person.see("error: llama.cpp crashed")
+        person.say(f"/save {tmp_path / 'talk.jsonl'}")
+        person.say("/exit")
+        assert person.leave() == EXIT_CODES["lost"]
+    contents = [json.loads(line)["content"] for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
+    assert contents[0] == "hello" and len(contents) == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_crash_in_a_one_shot_leaves_with_5_in_one_line(llama_cpp, model, tmp_path, command, monkeypatch):
+    stage = Stage(tmp_path, monkeypatch)
+    stage.play(CRASH + LATE_CRASH)
+    process = subprocess.run(
+        [sys.executable, "-c", MAIN, command, "-m", model, "--backend", "llama.cpp", "-p", "hello", "-s", "1"],
+        **{"stdin": subprocess.DEVNULL, "capture_output": True, "text": True},
+        env=environment(tmp_path),
+    )
+    assert process.returncode == EXIT_CODES["lost"]
+    assert process.stderr.splitlines()[-1].startswith("error: llama.cpp crashed on a pass of 1 tokens: SIGSEGV")
+    assert "its last line: lost in thought" in process.stderr and "Traceback" not in process.stderr
 
 
 def test_ctrl_c_stops_an_answer_keeps_it_and_the_chat_goes_on(model, tmp_path):
