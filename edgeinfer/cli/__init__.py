@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from edgeinfer.cli import streams
-from edgeinfer.cli.terminal import complain
+from edgeinfer.cli.terminal import complain, reason
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
 
 _EXIT_CODES = (
@@ -122,7 +122,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError):
         return "the system gave no more memory; use a smaller model or context (-c)", BudgetExceeded.exit_code
     if isinstance(error, OSError):
-        return str(error), EdgeInferError.exit_code
+        return reason(error), EdgeInferError.exit_code
     return f"{type(error).__name__}: {error} (a bug: edgeinfer --debug shows where)", EdgeInferError.exit_code
 
 

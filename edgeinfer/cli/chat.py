@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,13 @@ from edgeinfer.cli.options import (
     warnings_as_notes,
 )
 from edgeinfer.cli.streams import Command
-from edgeinfer.cli.terminal import ProgressBar, Writer, note
+from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
 from edgeinfer.files import state_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
 
     from edgeinfer.chat import Answer, Conversation
     from edgeinfer.completion import Completion
@@ -97,9 +99,13 @@ def _history_file() -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError as error:
-        note(f"typed lines are not kept: {error}")
+        note(f"typed lines are not kept: {reason(error)}")
         return None
     return path
+
+
+class _TerminalLost(EdgeInferError):
+    """There is nobody to talk with any more."""
 
 
 class Repl:
@@ -146,22 +152,30 @@ class Repl:
                 note("Ctrl-D or /exit leaves")
             except EOFError:
                 return
+            except _TerminalLost:
+                raise
             except (EdgeInferError, OSError) as error:
                 if isinstance(error, BrokenPipeError) and error.filename is None:
                     raise
-                note(f"error: {error}")
+                note(f"error: {reason(error)}")
                 if isinstance(error, BackendLost):
                     note("the conversation is kept without this message: /save FILE writes it")
 
     def _read(self) -> str:
         '''A line, or the lines between """ and """.'''
-        text: str = self._lines.prompt("> ")
+        text = self._line("> ")
         if not text.startswith('"""'):
             return text
         text = text.removeprefix('"""')
         while not text.rstrip().endswith('"""'):
-            text += "\n" + self._lines.prompt(". ")
+            text += "\n" + self._line(". ")
         return text.rstrip().removesuffix('"""').strip("\n")
+
+    def _line(self, prompt: str) -> str:
+        try:
+            return self._lines.prompt(prompt)
+        except OSError as error:  # asking once more would fail for ever
+            raise _TerminalLost(f"the terminal has gone or cannot be used: {reason(error)}") from error
 
     def _turn(self, text: str) -> None:
         """Run a command, or answer a message."""
@@ -220,19 +234,26 @@ class Repl:
 
     def _clear(self, argument: str) -> None:
         self.conversation.clear()
+        note("cleared")
 
     def _system(self, argument: str) -> None:
         if argument:
             self.conversation.system = None if argument == '""' else argument
+            note("the system message is removed" if argument == '""' else "the system message is set")
         else:
             note(self.conversation.system or "there is no system message")
 
     def _save(self, argument: str) -> None:
         self.conversation.save(_named(argument))
+        note(f"saved: {self._size()}")
 
     def _load(self, argument: str) -> None:
         self.conversation.load(_named(argument))
-        note(f"{len(self.conversation.messages)} messages, {self.conversation.n_past} tokens")
+        note(f"loaded: {self._size()}, {self.conversation.n_past} tokens")
+
+    def _size(self) -> str:
+        n = len(self.conversation.messages)
+        return f"{n} message{'' if n == 1 else 's'}"
 
     def _stats(self, argument: str) -> None:
         from edgeinfer.memory.plan import human_bytes
@@ -266,11 +287,29 @@ def _named(argument: str) -> str:
     return argument
 
 
+def _file_history(path: Path) -> FileHistory:
+    """Typed lines in a file. One that cannot be written or read when its time comes is not kept, and stops nothing."""
+    from prompt_toolkit.history import FileHistory
+
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string.encode(errors="replace").decode())  # what was typed may be no UTF-8
+
+        def load_history_strings(self) -> Iterable[str]:
+            try:
+                yield from super().load_history_strings()
+            except OSError:
+                return
+
+    return History(str(path))
+
+
 def _line_reader(history: Path | None, commands: list[str]) -> PromptSession[str]:
     """Line editing on the terminal; prompts go to stderr, as stdout is the answers'. Tab completes commands."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import ColorDepth, create_output
 
@@ -281,7 +320,7 @@ def _line_reader(history: Path | None, commands: list[str]) -> PromptSession[str
         event.current_buffer.insert_text("\n")
 
     return PromptSession(
-        history=InMemoryHistory() if history is None else FileHistory(str(history)),
+        history=InMemoryHistory() if history is None else _file_history(history),
         output=create_output(stdout=sys.stderr),
         color_depth=ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None,
         completer=WordCompleter(commands, sentence=True),

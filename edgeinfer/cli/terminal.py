@@ -75,6 +75,18 @@ def note(text: str) -> None:
     _echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else visible(text))
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, without the system's number for it."""
+    if isinstance(error, OSError) and error.strerror:
+        names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if _is_name(name))
+        return f"{names}: {error.strerror}" if names else error.strerror
+    return str(error)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, (str, bytes, os.PathLike)) and bool(value)
+
+
 def complain(text: str) -> None:
     """Say on stderr what went wrong; it is lost where nothing can be written there."""
     _echo(visible(text))

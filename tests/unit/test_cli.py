@@ -616,12 +616,15 @@ class Person:
 
 
 @contextmanager
-def sitting_at(model, tmp_path, *arguments):
+def sitting_at(model, tmp_path, *arguments, shell='exec "$@"', **variables):
+    """shell: what starts the program. A variable that is None is not set."""
     master, slave = pty.openpty()
+    command = [sys.executable, "-c", SLOW_MAIN, "chat", "-m", model, "--backend", "reference", *arguments]
+    names = environment(tmp_path, SAY_TWENTY="1") | variables
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_MAIN, "chat", "-m", model, "--backend", "reference", *arguments],
-        **{"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True},
-        env=environment(tmp_path, SAY_TWENTY="1"),
+        ["bash", "-c", shell, "bash", *command],
+        **{"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True, "cwd": tmp_path},
+        env={name: value for name, value in names.items() if value is not None},
     )
     os.close(slave)
     try:
@@ -802,7 +805,7 @@ def test_a_chat_can_be_loaded_and_regenerated(model, tmp_path):
         person.say("/load")
         person.see("error: name a file")
         person.say("/load /nowhere.jsonl")
-        person.see("error: [Errno 2]")
+        person.see("error: /nowhere.jsonl: No such file or directory")
         person.say("/clear")
         person.say("/exit")
         assert person.leave() == 0
@@ -834,3 +837,113 @@ def test_json_at_a_terminal_is_a_usage_error(model, tmp_path):
     with sitting_at(model, tmp_path, "--json") as person:
         person.see("--json is for programs")
         assert person.leave() == 2
+
+
+@pytest.mark.parametrize("when", ["at the prompt", "during an answer"])
+@pytest.mark.parametrize("shell", ['exec "$@"', "trap '' HUP; exec \"$@\""])
+def test_a_terminal_that_is_closed_ends_the_chat_and_the_history_is_whole(model, tmp_path, when, shell):
+    with sitting_at(model, tmp_path, "-n", "300", shell=shell) as person:
+        person.say("hello")
+        person.see("TWENTY" if when == "during an answer" else "| context ")
+        if when == "at the prompt":
+            person.see_prompt()
+        master, person.master = person.master, os.open(os.devnull, os.O_RDONLY)
+        os.dup2(person.master, master)  # the terminal's own end is closed with that
+        assert person.process.wait(timeout=60) in (1, -signal.SIGHUP)
+    lines = (tmp_path / "edgeinfer" / "chat_history").read_text().splitlines()
+    assert [line for line in lines if line.startswith("+")] == ["+hello"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"TERM": None},
+        {"TERM": "dumb"},
+        {"TERM": "no-such-terminal"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"XDG_STATE_HOME": "/dev/null"},
+        {"XDG_STATE_HOME": None, "HOME": "/proc"},
+    ],
+    ids=str,
+)
+def test_a_conversation_at_a_terminal_of_any_kind(model, tmp_path, variables):
+    with sitting_at(model, tmp_path, "-n", "3", **variables) as person:
+        before = person.see("Ctrl-D leaves")
+        assert ("typed lines are not kept: " in before) == ("XDG_STATE_HOME" in variables)
+        person.see(">")
+        person.type("gr\u00fc\u00dfe \u6f22\r")
+        assert "rror" not in person.see("| context ")
+        person.see(">")
+        person.type("/exit\r")
+        assert person.leave() == 0
+
+
+@pytest.mark.parametrize("typed", [b"\xff\xfe hello", b"\xc3", b"\xed\xa0\x80"])
+def test_bytes_that_are_no_text_end_no_chat(model, tmp_path, typed):
+    with sitting_at(model, tmp_path, "-n", "3") as person:
+        person.see_prompt()
+        os.write(person.master, typed + b"\r")
+        person.see("[?2004l")
+        person.say("hello")
+        person.see("| context ")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_a_history_that_cannot_be_kept_any_more_stops_nothing(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "3") as person:
+        person.say("hello")
+        person.see("| context ")
+        history = tmp_path / "edgeinfer" / "chat_history"
+        history.unlink()
+        history.mkdir()
+        person.say("again")
+        assert "xception" not in person.see("| context ")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_a_chat_whose_answers_cannot_be_written_does_not_begin(model, tmp_path):
+    with sitting_at(model, tmp_path, shell='exec "$@" >&-') as person:
+        person.see("error: standard output cannot be written: it is closed")
+        assert person.leave() == 1
+
+
+def test_a_chat_without_standard_error_has_its_answers(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "3", "-s", "1", shell='exec "$@" 2>&-') as person:
+        person.type("hello\r")
+        person.see(answered(model, "hello", seed=1, max_tokens=3).text.splitlines()[0][:4])
+        person.type("/exit\r")
+        assert person.leave() == 0
+
+
+def test_saving_says_what_was_saved_and_a_failure_leaves_nothing(model, tmp_path):
+    home = tmp_path / "home"
+    (home / "folder").mkdir(parents=True)
+    (home / "link").symlink_to("real")
+    with sitting_at(model, tmp_path, "-n", "3", HOME=str(home)) as person:
+        person.say("hello")
+        person.see("| context ")
+        person.say("/save ~/link")
+        person.see("saved: 2 messages")
+        person.say("/system be brief")
+        person.see("the system message is set")
+        person.say("/clear")
+        person.see("cleared")
+        person.say("/save ~/folder")
+        person.see(f"error: {home}/folder: This is a folder, wanted is a file")
+        person.say("/save ~/nowhere/x")
+        person.see(f"error: {home}/nowhere: There is no such folder")
+        person.say("/save /dev/full")
+        person.see("error: /dev/full: No space left on device")
+        person.say("/save ~no-such-user/x")
+        person.see("there is no user 'no-such-user'")
+        person.say("/save ./~")
+        person.see("saved: 1 message\r")
+        person.say("/load ~/link")
+        person.see("loaded: 2 messages, ")
+        person.say("/exit")
+        assert person.leave() == 0
+    assert sorted(path.name for path in home.iterdir()) == ["folder", "link", "real"]
+    assert (tmp_path / "~").read_text() == '{"role": "system", "content": "be brief"}\n'
+    assert (home / "link").is_symlink() and list((home / "folder").iterdir()) == []
