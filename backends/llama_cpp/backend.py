@@ -16,7 +16,8 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse
 
 MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits
-_MEASURED = 1 << 15, 1 << 16  # contexts from which larger ones than that are computed
+_MOST_MEASURED = 1 << 20  # positions; what more of them take is computed from these two contexts
+_MEASURED = 1 << 15, 1 << 16
 
 
 class LlamaCppBackend:
@@ -52,14 +53,15 @@ class LlamaCppBackend:
         """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted, nor
         its process, some 60 MB.
 
-        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. Above MAX_N_CTX, which `load`
-        refuses, it is what two smaller contexts lead to. Raises UnsupportedModel, and InvalidArgument for an n_ctx on
-        which llama.cpp would end its process.
+        A tied embedding counts twice: llama.cpp keeps a second, repacked copy of some. For large contexts it is what
+        two smaller ones lead to; `load` refuses those above MAX_N_CTX. Raises UnsupportedModel, and InvalidArgument for
+        an n_ctx on which llama.cpp would end its process.
         """
-        if n_ctx > MAX_N_CTX:
+        if n_ctx > _MOST_MEASURED:
+            _check_positions(model, n_ctx)
             of_two = [self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED]
             return MemoryPlan(n_ctx, min(n_batch, n_ctx), _extrapolated(*of_two, n_ctx), cache_type)
-        _check_n_ctx(model, n_ctx)
+        _check_positions(model, n_ctx)
         n_batch = min(n_batch, n_ctx)
         self._describe(model)
         reply = self._ask(model, "while it planned the memory", "plan", n_ctx, n_batch, n_threads, cache_type)
@@ -130,9 +132,19 @@ def _extrapolated(first: MemoryUse, second: MemoryUse, n_ctx: int) -> MemoryUse:
 
 def _check_n_ctx(model: ModelFile, n_ctx: int) -> None:
     """Raises InvalidArgument for a context that llama.cpp cannot be asked for."""
+    _check_positions(model, n_ctx)
+    if n_ctx > MAX_N_CTX:
+        raise InvalidArgument(
+            f"n_ctx must be at most {MAX_N_CTX} in llama.cpp, its table of the cache's cells must stay small: found "
+            f"{n_ctx}"
+        )
+
+
+def _check_positions(model: ModelFile, n_ctx: int) -> None:
+    """Raises InvalidArgument for more positions than a model has learned: llama.cpp would end its process."""
     learned = model.tensors.get("position_embd.weight")
-    most, why = MAX_N_CTX, "its table of the cache's cells must stay small"
-    if learned is not None and learned.shape[0] < most:
-        most, why = learned.shape[0], "the model has learned that many positions"
-    if n_ctx > most:
-        raise InvalidArgument(f"n_ctx must be at most {most} in llama.cpp, {why}: found {n_ctx}")
+    if learned is not None and n_ctx > learned.shape[0]:
+        raise InvalidArgument(
+            f"n_ctx must be at most {learned.shape[0]} in llama.cpp, the model has learned that many positions: found "
+            f"{n_ctx}"
+        )

@@ -89,8 +89,7 @@ def plan_parts(
         shortfall = max(use.total - info.memory_bytes, largest - info.max_buffer_bytes)
         raise BudgetExceeded(
             f"{model.path} needs {use.total} bytes at n_ctx {n_ctx}, {largest} of them in one buffer: {info.name} has "
-            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer, {shortfall} too few; use a "
-            "smaller model, or a smaller context (-c)"
+            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer, {shortfall} too few"
         )
     return MemoryPlan(n_ctx, n_batch, use)
 

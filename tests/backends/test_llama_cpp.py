@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -397,7 +398,18 @@ def test_a_context_that_would_end_the_process_is_refused(llama_cpp: ModuleType, 
             session = backend.load(file, None, plan, Device(1))
             assert session.forward(np.zeros(256, dtype=np.int32)).logits.shape == (1, session.spec.n_vocab)
             with pytest.raises(InvalidArgument, match=f"at most {most} in llama.cpp.*found {most + 1}"):
-                backend.plan(file, None, most + 1)
+                backend.load(file, None, replace(plan, n_ctx=most + 1), Device(1))
+
+
+def test_what_a_large_context_takes_is_what_smaller_ones_lead_to(llama_cpp: ModuleType, tmp_path: Path) -> None:
+    backend = LlamaCppBackend()
+    for write in (write_llama, write_gemma3):
+        with ModelFile.open(write(tmp_path / "m.gguf")) as file:
+            near, far = (backend.plan(file, None, n_ctx, 64).use for n_ctx in (1 << 19, (1 << 20) + 256))
+            assert far.kv_cache == pytest.approx(near.kv_cache * 2, rel=0.01)
+            assert near.activations < far.activations < 2.1 * near.activations and far.weights == near.weights
+            with pytest.raises(InvalidArgument, match="must stay small"):
+                backend.load(file, None, replace(backend.plan(file, None, 256, 64), n_ctx=MAX_N_CTX + 1), Device(1))
 
 
 def test_too_little_memory_is_said_to_be_that(llama_cpp: ModuleType, tmp_path: Path) -> None:

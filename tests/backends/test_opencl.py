@@ -243,9 +243,7 @@ def test_weights_take_what_they_take_in_the_file(format: str, opencl_device: Ope
 def test_what_does_not_fit_is_refused_before_it_is_loaded(opencl_device: OpenCLDevice, tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0")) as file:
         backend, spec = OpenCLBackend(), read_spec(file)
-        with pytest.raises(
-            BudgetExceeded, match="in one buffer, .* too few; use a smaller model, or a smaller context"
-        ):
+        with pytest.raises(BudgetExceeded, match=r"in one buffer, \d+ too few$"):
             backend.plan(file, spec, 1 << 28)
         with pytest.raises(InvalidArgument, match="KV cache of f16 only: found q8_0"):
             backend.plan(file, spec, 64, cache_type="q8_0")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
+from edgeinfer.arrays import Numbers
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import (
@@ -178,8 +179,17 @@ def test_rope_freqs_that_are_no_factors_are_refused(tiny_llama: ModelFile, value
         ("embedding_length", 64.0),
         ("embedding_length", True),
         ("context_length", None),
+        ("context_length", 1 << 32),
+        ("context_length", 1 << 63),
+        ("context_length", (1 << 64) - 1),
+        ("block_count", (1 << 64) - 1),
+        ("embedding_length", 1 << 62),
+        ("attention.head_count", (1 << 32) - 1),
+        ("attention.key_length", 1 << 31),
         ("feed_forward_length", -1),
-        ("feed_forward_length", [192, 192]),
+        ("feed_forward_length", [192, 200]),
+        ("feed_forward_length", [192, 192, 192]),
+        ("feed_forward_length", [192.0, 192.0]),
         ("attention.head_count", 0),
         ("attention.head_count_kv", 3),
         ("attention.head_count_kv", 8),
@@ -216,6 +226,20 @@ def test_a_hyper_parameter_out_of_its_range_is_refused_by_its_key(
 ) -> None:
     message = refusal(changed(tiny_llama, {f"llama.{key}": value}))
     assert f"llama.{key} " in message and str(tiny_llama.path) in message
+
+
+@pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count", "attention.head_count_kv"])
+def test_a_size_may_be_there_for_each_layer_if_it_is_the_same(tiny_llama: ModelFile, key: str) -> None:
+    value = tiny_llama.metadata[f"llama.{key}"]
+    n_layers = tiny_llama.metadata["llama.block_count"]
+    assert isinstance(value, int) and isinstance(n_layers, int)
+    for values in ([value] * n_layers, Numbers(np.full(n_layers, value, np.uint32))):
+        assert read_spec(changed(tiny_llama, {f"llama.{key}": values})) == read_spec(tiny_llama)
+
+
+def test_a_context_of_all_that_32_bits_hold_is_read(tiny_llama: ModelFile) -> None:
+    spec = read_spec(changed(tiny_llama, {"llama.context_length": (1 << 32) - 1}))
+    assert spec.n_ctx_train == (1 << 32) - 1
 
 
 def test_yarn_needs_a_context_of_at_least_one(tiny_llama: ModelFile) -> None:

@@ -41,6 +41,30 @@ def test_the_largest_n_ctx_keeps_to_the_budget(budget, n_ctx):
     assert largest_n_ctx(plan_of, 1000, budget) == (n_ctx if n_ctx < 1000 else 960)
 
 
+def test_what_fits_is_found_in_few_plans():
+    asked = []
+
+    def counted(n_ctx):
+        asked.append(n_ctx)
+        return plan_of(n_ctx)
+
+    with pytest.raises(BudgetExceeded, match=r"n_ctx 99840 fits \(-c 99840\)"):
+        plan_within(Path("some.gguf"), counted, 2**31 - 1, 1_000_000)
+    assert len(asked) <= 33
+
+
+def test_what_a_device_refuses_is_refused_with_what_fits_too():
+    def of_a_device(n_ctx):
+        if n_ctx > 200:
+            raise BudgetExceeded(f"{n_ctx} are too many for the device")
+        return plan_of(n_ctx)
+
+    with pytest.raises(BudgetExceeded, match=r"^1000 are too many for the device: n_ctx 192 fits \(-c 192\)$"):
+        plan_within(Path("some.gguf"), of_a_device, 1000, 10**9)
+    with pytest.raises(BudgetExceeded, match="too many for the device: no n_ctx fits"):
+        plan_within(Path("some.gguf"), of_a_device, 1000, 10)
+
+
 @pytest.mark.parametrize(
     "n_bytes, text", [(0, "0 B"), (999, "999 B"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), (3435973837, "3.2 GiB")]
 )

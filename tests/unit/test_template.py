@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
+import re
 import resource
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from byte_vocabulary import ALPHABET, byte_file
@@ -20,6 +23,7 @@ from template_sources import FEATURES, MAX_SECONDS
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
+from edgeinfer.known_templates import KNOWN_TEMPLATES, named_source
 from edgeinfer.template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, STEPS_A_PAIR, ChatTemplate
 from edgeinfer.tokenizer import Tokenizer
 
@@ -478,8 +482,82 @@ def test_begin_token_is_there_once_where_the_file_wants_it(source: str) -> None:
 
 
 def test_template_of_the_file_gets_the_tokens_of_the_file() -> None:
-    file = tiny_file(tokenizer__chat_template="{{ bos_token }}|{{ eos_token }}")
+    file = tiny_file(
+        tokenizer__chat_template="{{ bos_token }}|{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     assert ChatTemplate.from_file(file, Tokenizer.from_file(file)).render([]) == "<s>|</s>"
+
+
+@pytest.mark.parametrize("source", ["", " ", "\n\t", "chatml", " chatml\n"])
+def test_an_empty_template_or_the_name_of_chatml_is_chatml(source: str) -> None:
+    file = tiny_file(tokenizer__chat_template=source)
+    assert ChatTemplate.from_file(file, Tokenizer.from_file(file)).render(USER) == render(CHATML)
+
+
+def test_a_name_is_the_template_of_that_name() -> None:
+    file = tiny_file(tokenizer__chat_template="llama3")
+    assert ChatTemplate.from_file(file, Tokenizer.from_file(file)).render([{"role": "user", "content": "hi "}]) == (
+        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+@pytest.mark.parametrize("source", ["some words", "llama9", "<|im_start|>user", "{ messages }"])
+def test_a_text_that_is_no_jinja_and_no_name_is_refused(source: str) -> None:
+    file = tiny_file(tokenizer__chat_template=source)
+    with pytest.raises(
+        TemplateError, match=r"must be Jinja, or the name of a known one .*chatml.*found " + re.escape(repr(source))
+    ):
+        ChatTemplate.from_file(file, Tokenizer.from_file(file))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'You are a model.' }}",
+        "{{ bos_token }}",
+        "{% for message in messages %}{{ message.role }}{% endfor %}",
+        "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}",
+        "{# {{ messages[0].content }} #}{{ eos_token }}",
+    ],
+)
+def test_a_template_that_drops_what_the_user_says_is_refused(source: str) -> None:
+    file = tiny_file(tokenizer__chat_template=source)
+    with pytest.raises(TemplateError, match="tiny.gguf: the chat template leaves out what the user says"):
+        ChatTemplate.from_file(file, Tokenizer.from_file(file))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content | trim }}",
+        "{{ messages[-1].content.split('</think>')[-1] }}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}{{ eos_token }}",
+    ],
+)
+def test_a_template_may_edit_a_message_or_refuse_one_alone(source: str) -> None:
+    file = tiny_file(tokenizer__chat_template=source)
+    ChatTemplate.from_file(file, Tokenizer.from_file(file))
+
+
+CHATS = [
+    [("system", " be kind\n"), ("user", " one "), ("assistant", " two\n"), ("user", "three ")],
+    [("user", " one ")],
+    [("user", "one"), ("assistant", "two "), ("user", "three"), ("assistant", "four")],
+]
+
+
+@pytest.mark.parametrize("name", KNOWN_TEMPLATES)
+@pytest.mark.parametrize("begin", [False, True])
+def test_a_known_template_is_llama_cpps_of_that_name(name: str, begin: bool, llama_cpp: ModuleType) -> None:
+    lib = llama_cpp.llama_cpp
+    for chat in CHATS:
+        messages = [lib.llama_chat_message(role.encode(), content.encode()) for role, content in chat]
+        buffer = ctypes.create_string_buffer(4096)
+        array = (lib.llama_chat_message * len(messages))(*messages)
+        n = lib.llama_chat_apply_template(name.encode(), array, len(messages), begin, buffer, len(buffer))
+        template = ChatTemplate(named_source(name))
+        conversation = [{"role": role, "content": content} for role, content in chat]
+        assert template.render(conversation, add_generation_prompt=begin) == buffer.raw[:n].decode()
 
 
 def test_file_without_a_template_gets_chatml_if_its_vocabulary_is_made_for_it() -> None:
