@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Protocol, cast
 
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.reasoning import ToolCall
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.tokenizer import Tokenizer
@@ -56,10 +57,49 @@ class Stream(Iterator[Piece]):
         self.close()
 
 
-class Record:
-    """What a request has made so far: tokens to text, text to pieces, and the clock."""
+class Output(Protocol):
+    """What makes text of the tokens of a request: an edgeinfer.reasoning.OutputParser, or RawOutput."""
 
-    def __init__(self, tokenizer: Tokenizer, n_prompt: int, stops: StopStrings, params: SamplingParams) -> None:
+    def push(self, token: int) -> tuple[str, str]:
+        """What a token adds to the reasoning and to the text."""
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, when no more will come."""
+
+    @property
+    def reasoning(self) -> str | None:
+        """All of it, None where there was none."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Those that have ended."""
+
+
+class RawOutput:
+    """All that is emitted is text, but for control tokens."""
+
+    reasoning = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decoder = tokenizer.stream(skip_special=True)
+
+    def push(self, token: int) -> tuple[str, str]:
+        """See Output."""
+        return "", self._decoder.push(token)
+
+    def flush(self) -> tuple[str, str]:
+        """See Output."""
+        return "", self._decoder.flush()
+
+
+class Record:
+    """What a request has made so far: tokens to text, text to pieces, and the clock.
+
+    Stop strings are looked for in the text, not in the reasoning.
+    """
+
+    def __init__(self, output: Output, n_prompt: int, stops: StopStrings, params: SamplingParams) -> None:
         self.params = params
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
@@ -67,7 +107,7 @@ class Record:
         self.completion: Completion | None = None
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
-        self._decoder = tokenizer.stream(skip_special=True)
+        self._output = output
         self._stops = stops
         self._text: list[str] = []
         self._tokens: list[int] = []
@@ -83,20 +123,31 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
-        text = self._stops.push(self._decoder.push(token))
+        reasoning, text = self._output.push(token)
+        text = self._stops.push(text)
         self._text.append(text)
-        return Piece(text, (token,), "stop" if self._stops.met else None)
+        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning)
 
-    def end(self, reason: FinishReason) -> str:
-        """Make the completion, unless there is one; gives the text that was held back until now."""
+    def end(self, reason: FinishReason) -> Piece:
+        """Make the completion, unless there is one; gives the piece with what was held back until now."""
         if self.completion is not None:
-            return ""
-        rest = "" if self._stops.met else self._stops.push(self._decoder.flush()) + self._stops.flush()
+            return Piece("", (), reason)
+        reasoning = rest = ""
+        if not self._stops.met:
+            reasoning, rest = self._output.flush()
+            rest = self._stops.push(rest) + self._stops.flush()
         self._text.append(rest)
-        usage = Usage(self._n_prompt, self.n_cached, len(self._tokens))
-        text = "".join(self._text)
-        self.completion = Completion(text, tuple(self._tokens), reason, usage, self._timings(), self.params)
-        return rest
+        self.completion = Completion(
+            "".join(self._text),
+            tuple(self._tokens),
+            reason,
+            Usage(self._n_prompt, self.n_cached, len(self._tokens)),
+            self._timings(),
+            self.params,
+            self._output.reasoning,
+            self._output.tool_calls,
+        )
+        return Piece(rest, (), reason, reasoning)
 
     def _timings(self) -> Timings:
         prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])

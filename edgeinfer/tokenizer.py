@@ -733,6 +733,11 @@ class Tokenizer:
         """Texts of all tokens that are looked for in a text, longest first."""
         return tuple(special.text for special in self._specials)
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens of special_texts, in the same order."""
+        return tuple(special.id for special in self._specials)
+
     def token_id(self, text: str) -> int | None:
         """The special token of exactly this text."""
         return next((special.id for special in self._specials if special.text == text), None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.answering import figures, finish_one_shot, speculation_table, write_answer
+from edgeinfer.cli.answering import figures, finish_one_shot, note_calls, speculation_table, write_answer
 from edgeinfer.cli.options import (
     json_option,
     max_tokens,
@@ -24,7 +24,7 @@ from edgeinfer.cli.options import (
     text_or_prompt,
     variable_option,
 )
-from edgeinfer.cli.terminal import ProgressBar, Writer, note
+from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -41,10 +41,17 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
 @click.option("-sys", "--system", help="System message.")
 @variable_option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
+@variable_option("--show-reasoning", is_flag=True, help="Show what the model thinks before it answers.")
 @sampling_options
 @json_option
 def chat(
-    texts: tuple[str, ...], prompt: str | None, system: str | None, no_history: bool, as_json: bool, **flags: Any
+    texts: tuple[str, ...],
+    prompt: str | None,
+    system: str | None,
+    no_history: bool,
+    show_reasoning: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Talk with a model.
 
@@ -60,11 +67,13 @@ def chat(
     with open_engine(flags) as engine:
         conversation = engine.chat(system)
         if message is None:
-            Repl(conversation, params, max_tokens(flags), None if no_history else _history_file()).run()
+            history = None if no_history else _history_file()
+            Repl(conversation, params, max_tokens(flags), history, show_reasoning).run()
             return
         bar = ProgressBar("reading the prompt")
         answer = conversation.send(message, max_tokens=max_tokens(flags), params=params, progress=bar)
-        completion = write_answer(engine, answer, Writer.to_stdout(silent=as_json), bar)
+        thinking = Thinking(is_shown=show_reasoning and not as_json)
+        completion = write_answer(engine, answer, Writer.to_stdout(silent=as_json), bar, thinking)
         finish_one_shot(engine, completion, as_json)
 
 
@@ -97,12 +106,18 @@ class Repl:
     """Reads lines, runs commands, shows answers, until Ctrl-D or /exit."""
 
     def __init__(
-        self, conversation: Conversation, params: SamplingParams, max_tokens: int | None, history: Path | None
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        max_tokens: int | None,
+        history: Path | None,
+        show_reasoning: bool,
     ) -> None:
         self.conversation = conversation
         self.engine = conversation.engine
         self.params = params
         self.max_tokens = max_tokens
+        self.show_reasoning = show_reasoning
         self._writer = Writer(sys.stdout)
         self._last: Completion | None = None
         self._n_regenerated = 0
@@ -112,6 +127,7 @@ class Repl:
             "/undo": (self._undo, "drop the last message and its answer"),
             "/clear": (self._clear, "drop all messages but the system message"),
             "/system": (self._system, '[TEXT]  show or set the system message; "" removes it'),
+            "/reasoning": (self._reasoning, "show what the model thinks before it answers, or hide it again"),
             "/save": (self._save, "FILE  write the conversation as JSON Lines"),
             "/load": (self._load, "FILE  go on with a saved conversation"),
             "/stats": (self._stats, "show the model, the context, the memory and the last answer's figures"),
@@ -164,21 +180,25 @@ class Repl:
             self._show(send(text, max_tokens=self.max_tokens, params=self.params, progress=bar), bar)
 
     def _show(self, answer: Answer, bar: ProgressBar) -> None:
-        completion = write_answer(self.engine, answer, self._writer, bar)
+        completion = write_answer(self.engine, answer, self._writer, bar, Thinking(self.show_reasoning))
         self._last = completion
+        note_calls(completion)
         if completion.finish_reason == "interrupted":
             note("stopped; what there is of the answer is kept" if answer.is_kept else "stopped; nothing is kept")
         elif completion.finish_reason == "length":
             full = completion.usage.prompt_tokens + completion.usage.completion_tokens >= self.engine.n_ctx
-            note("cut: the context is full; /clear, /undo, or start with a larger -c" if full else "cut: -n is reached")
+            cut = "cut" if completion.text or completion.reasoning is None else "cut within the reasoning"
+            note(
+                f"{cut}: {'the context is full; /clear, /undo, or start with a larger -c' if full else '-n is reached'}"
+            )
         note(figures(self.engine, completion))
 
     # ---- Commands ----------------------------------------------------------------------------------------------------
 
     def _help(self, argument: str) -> None:
         for name, (_, text) in self._commands.items():
-            note(f"  {name:8} {text}")
-        note('  """      begins and ends a message of several lines; Alt-Enter makes a new line too')
+            note(f"  {name:10} {text}")
+        note('  """        begins and ends a message of several lines; Alt-Enter makes a new line too')
 
     def _regen(self, argument: str) -> None:
         if self.params.temperature == 0.0:
@@ -202,6 +222,10 @@ class Repl:
             self.conversation.system = None if argument == '""' else argument
         else:
             note(self.conversation.system or "there is no system message")
+
+    def _reasoning(self, argument: str) -> None:
+        self.show_reasoning = not self.show_reasoning
+        note("reasoning is shown" if self.show_reasoning else "reasoning is hidden")
 
     def _save(self, argument: str) -> None:
         self.conversation.save(_named(argument))
