@@ -256,8 +256,8 @@ class Conversation:
             for token in tokens:
                 output.push(token)
             output.flush()
-        said = _answer_message(output, len(message["content"]), ())
-        return output if said == {**message, "tokens": []} else None
+        said = _answer_message(output, len(message["content"]), tokens)
+        return output if said == {**message, "tokens": list(tokens)} else None
 
     def _fitted(self, message: Message) -> Message:
         """A message from a file, with the tokens only if they are of this model's vocabulary."""
@@ -345,7 +345,8 @@ def _answer_message(output: OutputParser, length: int, tokens: Sequence[int]) ->
         message["reasoning"] = output.reasoning
     if output.tool_calls:
         message["tool_calls"] = [asdict(call) for call in output.tool_calls]
-    message["tokens"] = list(tokens)
+    if tokens:
+        message["tokens"] = list(tokens)
     if output.opened:
         message["opened"] = output.opened
     return message

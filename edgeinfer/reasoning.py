@@ -113,7 +113,7 @@ class OutputFormat:
         for id in sorted(tokenizer.protected(source)):  # the others are found in any text
             if len(self._code_of) < _N_CODES:
                 self._code(id)
-        self.looks_for_marks = bool(reasoning) and render is not None and _looks_for_marks(reasoning[0], render)
+        self.looks_for_marks = render is not None and any(_looks_for_marks(tags, render) for tags in reasoning)
 
     def parser(self, opened: str = "") -> OutputParser:
         """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`."""
@@ -390,7 +390,7 @@ class _Tags(_Machine):
     def _begin(self) -> bool:
         """Before the answer: only white space so far, or a part with reasoning and an end tag."""
         lead = 0
-        while lead < len(self._rest) and self._format.is_hidden(self._rest[lead]) and not self._is_mark(lead):
+        while lead < len(self._rest) and self._format.is_hidden(self._rest[lead]) and not self._may_be_mark(lead):
             lead += 1
         body = self._rest[lead:]
         for opening, closing in self._format.reasoning:
@@ -416,8 +416,9 @@ class _Tags(_Machine):
     def _marks(self) -> list[str]:
         return [mark for pair in self._format.reasoning for mark in pair] + [pair[0] for pair in self._format.answers]
 
-    def _is_mark(self, start: int) -> bool:
-        return any(self._rest.startswith(mark, start) for mark in self._marks())
+    def _may_be_mark(self, start: int) -> bool:
+        rest = self._rest[start:]
+        return any(rest.startswith(mark) for mark in self._marks()) or self._may_begin(rest, self._marks())
 
     def _begin_answer(self) -> bool:
         if self._skips_line_ends or self._answer_closing:
@@ -598,7 +599,8 @@ def _call(value: Any, text: str) -> ToolCall | None:
 def _named_call(text: str) -> ToolCall | None:
     """A call from its name with JSON behind it; between them may be tags."""
     head, brace, body = text.partition("{")
-    arguments = _object(_read_json(brace + body.rpartition("}")[0] + "}"))
+    inside, end, _ = body.rpartition("}")
+    arguments = _object(_read_json(brace + inside + end))
     names = [name for name in re.findall(r"[\w.-]+", re.sub("<[^<>]*>", " ", head)) if name != "function"]
     if arguments is None or not names:
         return None

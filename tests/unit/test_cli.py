@@ -167,7 +167,10 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
     for command in ("generate", "chat"):
         result = run(command, "-p", "hello", "-n", "5", "-s", "1", "--json")
         record = json.loads(result.stdout)
-        assert set(record) == {"text", "finish_reason", "usage", "timings", "model", "seed"}
+        assert set(record) == {
+            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed")
+        }
+        assert record["reasoning"] is None and record["tool_calls"] == []
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
         assert set(record["timings"]) == {
             *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),
@@ -248,7 +251,7 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                 monkeypatch.delenv(text)
     assert set(variables) == {"chat", "generate", "bench", "distill", "evaluate"}
     assert variables["bench"] == variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
-    assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY"}
+    assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")
     refused = CliRunner().invoke(cli.main, ["generate", "hello"])
