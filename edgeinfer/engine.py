@@ -40,7 +40,7 @@ from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.placement import check_name
 from edgeinfer.speculation.stats import Tally
-from edgeinfer.stream import Output, RawOutput, Record, StopStrings, Stream
+from edgeinfer.stream import Output, Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import CacheType, Device, Logits, MemoryPlan, TernaryBits
 
@@ -350,7 +350,8 @@ class Engine:
         """The completion of a prompt, piece by piece.
 
         prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
-        stop: texts that end the completion and are left out of it.  params: how tokens are chosen, changed by
+        stop: texts that end the completion and are left out of it; a special token is written by its name
+        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, changed by
         `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
         prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
@@ -367,7 +368,7 @@ class Engine:
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
         chosen = replace(params, **sampling).with_seed()
-        record = Record(output or RawOutput(self.tokenizer), len(tokens), StopStrings(stop), chosen)
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output)
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
     @cached_property
@@ -453,12 +454,13 @@ class Engine:
         self, prompt: list[int], limit: int, record: Record, progress: Progress | None
     ) -> Generator[Piece, None, Piece]:
         reason: FinishReason = "length"
+        stop_token = None
         tokens = self._draw(prompt, limit, record, progress)
         try:
             for _ in range(limit):
                 token = self._next(tokens, record)
                 if token in self.tokenizer.stop_ids:
-                    reason = "stop"
+                    reason, stop_token = "stop", token
                     break
                 piece = record.push(token)
                 if piece.finish_reason is not None:
@@ -473,7 +475,7 @@ class Engine:
         except BaseException:
             record.failed = True
             raise
-        return record.end(reason)
+        return record.end(reason, stop_token)
 
     def _next(self, tokens: Iterator[int], record: Record) -> int:
         """The next token. Raises Interrupted if somebody asked for that since the last one."""

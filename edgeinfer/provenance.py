@@ -1,3 +1,4 @@
+# ruff: noqa: D102 -- the methods are those of str
 """Texts that know which of their characters may become special tokens.
 
 A prompt mixes two kinds of text: what the chat template writes itself, whose "<|im_end|>" is that token, and what
@@ -118,13 +119,13 @@ class Text(str):
         end = len(head) + len(middle)
         return self[: len(head)], self[len(head) : end], self[end:]
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._parts(super().split(sep, maxsplit), sep)
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._parts(super().rsplit(sep, maxsplit), sep)
 
-    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
+    def splitlines(self, keepends: bool = False) -> list[str]:
         if self._mask is None:
             return list(map(Text, super().splitlines(keepends)))
         lines, start = [], 0

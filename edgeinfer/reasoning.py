@@ -192,7 +192,7 @@ class OutputFormat:
         return char in self._id_of
 
     def _name(self, code: str) -> str:
-        return self.tokenizer.token_bytes(self._id_of[code]).decode(errors="replace")
+        return self.tokenizer.name(self._id_of[code])
 
 
 def _has(pair: tuple[str, str], source: str, special: set[str]) -> bool:
@@ -262,19 +262,31 @@ class OutputParser:
         self._machine = machine
         self._reader = _TokenReader(format)
 
-    def push(self, token: int) -> tuple[str, str]:
-        """What a token adds to the reasoning and to the answer."""
-        return self._feed(self._reader.push(token), False)
+    def push(self, token: int) -> tuple[str, str, str]:
+        """What a token adds to the reasoning and to the answer, and its name if it is special and not shown.
+
+        The names of those within the reasoning are left out: no stop string is looked for there.
+        """
+        was_reasoning = self._machine.is_reasoning
+        reasoning, answer, new = self._feed(self._reader.push(token), False)
+        code = self._format.code_of(token)
+        if code is None or (was_reasoning and self._machine.is_reasoning):
+            return reasoning, answer, ""
+        is_shown = not self._format.is_hidden(code) and any(
+            code in segment.coded for segment in new if segment.kind in ("reasoning", "answer")
+        )
+        return reasoning, answer, "" if is_shown else self._format.tokenizer.name(token)
 
     def flush(self) -> tuple[str, str]:
         """What was held back, when no more will come."""
-        return self._feed(self._reader.flush(), True)
+        reasoning, answer, _ = self._feed(self._reader.flush(), True)
+        return reasoning, answer
 
-    def _feed(self, coded: str, is_last: bool) -> tuple[str, str]:
+    def _feed(self, coded: str, is_last: bool) -> tuple[str, str, list[_Segment]]:
         start = len(self._machine.segments)
         self._machine.feed(coded, is_last)
         new = self._machine.segments[start:]
-        return plain(self._of("reasoning", new)), plain(self._of("answer", new))
+        return plain(self._of("reasoning", new)), plain(self._of("answer", new)), new
 
     def _of(self, kind: Kind, segments: Sequence[_Segment]) -> str:
         return joined([self._format.shown(segment.coded) for segment in segments if segment.shown_in == kind])
@@ -325,6 +337,11 @@ class _Machine:
         self._rest = ""  # not decided yet
         self._is_last = False
         self._step: Callable[[], bool]  # takes from the rest; gives whether there is more to do
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next belongs to the reasoning."""
+        raise NotImplementedError
 
     def open(self, text: str) -> None:
         """Begin with what the prompt has opened."""
@@ -386,6 +403,11 @@ class _Tags(_Machine):
         self._step = self._begin if format.reasoning or format.answers else self._answer
         if opened:
             self.open(opened)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """See _Machine."""
+        return self._step == self._reason
 
     def _begin(self) -> bool:
         """Before the answer: only white space so far, or a part with reasoning and an end tag."""
@@ -498,6 +520,11 @@ class _Channels(_Machine):
         self._step = self._header
         if opened:
             self.open(opened)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """See _Machine."""
+        return self._step == self._body and self._kind == "reasoning"
 
     def _header(self) -> bool:
         end, mark = self._text_before([self._message])

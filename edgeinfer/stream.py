@@ -60,8 +60,8 @@ class Stream(Iterator[Piece]):
 class Output(Protocol):
     """What makes text of the tokens of a request: an edgeinfer.reasoning.OutputParser, or RawOutput."""
 
-    def push(self, token: int) -> tuple[str, str]:
-        """What a token adds to the reasoning and to the text."""
+    def push(self, token: int) -> tuple[str, str, str]:
+        """What a token adds to the reasoning and to the text, and its name if it is special and not shown."""
 
     def flush(self) -> tuple[str, str]:
         """What was held back, when no more will come."""
@@ -82,11 +82,13 @@ class RawOutput:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.stream(skip_special=True)
 
-    def push(self, token: int) -> tuple[str, str]:
+    def push(self, token: int) -> tuple[str, str, str]:
         """See Output."""
-        return "", self._decoder.push(token)
+        name = self._tokenizer.name(token) if self._tokenizer.is_control(token) else ""
+        return "", self._decoder.push(token), name
 
     def flush(self) -> tuple[str, str]:
         """See Output."""
@@ -96,10 +98,17 @@ class RawOutput:
 class Record:
     """What a request has made so far: tokens to text, text to pieces, and the clock.
 
-    Stop strings are looked for in the text, not in the reasoning.
+    Stop strings are looked for in the text and among the special tokens around it, not within the reasoning.
     """
 
-    def __init__(self, output: Output, n_prompt: int, stops: StopStrings, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        n_prompt: int,
+        stops: StopStrings,
+        params: SamplingParams,
+        output: Output | None = None,
+    ) -> None:
         self.params = params
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
@@ -107,7 +116,8 @@ class Record:
         self.completion: Completion | None = None
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
-        self._output = output
+        self._tokenizer = tokenizer
+        self._output = output or RawOutput(tokenizer)
         self._stops = stops
         self._text: list[str] = []
         self._tokens: list[int] = []
@@ -123,19 +133,23 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
-        reasoning, text = self._output.push(token)
-        text = self._stops.push(text)
+        reasoning, text, hidden = self._output.push(token)
+        text = self._stops.push(text) + self._stops.push("", hidden)
         self._text.append(text)
         return Piece(text, (token,), "stop" if self._stops.met else None, reasoning)
 
-    def end(self, reason: FinishReason) -> Piece:
-        """Make the completion, unless there is one; gives the piece with what was held back until now."""
+    def end(self, reason: FinishReason, stop_token: int | None = None) -> Piece:
+        """Make the completion, unless there is one; gives the piece with what was held back until now.
+
+        stop_token: the one that ended it, whose text may end a stop string.
+        """
         if self.completion is not None:
             return Piece("", (), reason)
         reasoning = rest = ""
         if not self._stops.met:
             reasoning, rest = self._output.flush()
-            rest = self._stops.push(rest) + self._stops.flush()
+            hidden = "" if stop_token is None else self._tokenizer.name(stop_token)
+            rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
         self.completion = Completion(
             "".join(self._text),
@@ -161,7 +175,11 @@ class Record:
 
 
 class StopStrings:
-    """Cuts a text that comes in parts before the first stop string, and holds back what might become one."""
+    """Cuts a text that comes in parts before the first stop string, and holds back what might become one.
+
+    Special tokens are not shown, but a stop string may name them: it is looked for in the text as it is shown and in
+    the text with their names.
+    """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
         several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
@@ -170,23 +188,31 @@ class StopStrings:
             if not isinstance(stop, str) or not stop:
                 raise InvalidArgument(f"a stop string must be a text of at least one character: found {shown(stop)}")
         self.met = False
-        self._held = ""
+        self._held: list[tuple[str, bool]] = []  # characters, and whether they are shown
 
-    def push(self, text: str) -> str:
-        """The text that can be shown now; what follows a stop string is dropped."""
+    def push(self, text: str, hidden: str = "") -> str:
+        """The text that can be shown now; what follows a stop string is dropped.
+
+        hidden: the name of a special token that comes before the text.
+        """
         if self.met:
             return ""
-        text = self._held + text
-        starts = [start for start in map(text.find, self.stops) if start >= 0]
+        whole = [*self._held, *((char, False) for char in hidden), *((char, True) for char in text)]
+        shown = [place for place, (_, is_shown) in enumerate(whole) if is_shown]
+        starts, ends = [], [len(whole)]
+        for places in (shown, range(len(whole))) if len(shown) < len(whole) else (shown,):
+            text = "".join([whole[place][0] for place in places])
+            starts += [places[start] for start in map(text.find, self.stops) if start >= 0]
+            ends += places[len(text) - self._n_doubtful(text) :][:1]
         self.met = bool(starts)
-        end = min(starts) if starts else len(text) - self._n_doubtful(text)
-        self._held = text[end:]
-        return text[:end]
+        end = min(starts or ends)
+        self._held = whole[end:]
+        return _shown(whole[:end])
 
     def flush(self) -> str:
         """The text held back, when no more will come."""
-        held, self._held = self._held, ""
-        return "" if self.met else held
+        held, self._held = self._held, []
+        return "" if self.met else _shown(held)
 
     def _n_doubtful(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""
@@ -195,3 +221,7 @@ class StopStrings:
             if any(stop.startswith(text[-length:]) for stop in self.stops):
                 return length
         return 0
+
+
+def _shown(characters: list[tuple[str, bool]]) -> str:
+    return "".join([char for char, is_shown in characters if is_shown])

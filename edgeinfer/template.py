@@ -49,10 +49,11 @@ from edgeinfer.tokenizer import Tokenizer
 MAX_SOURCE_BYTES = 256 << 10
 MAX_SOURCE_TOKENS = 1 << 14  # the longest of 70 templates in use has 2,500, nested 29 deep
 MAX_SOURCE_DEPTH = 100
-MAX_SECONDS = 1.5  # with what cannot look at the clock for a while, it ends within 2
+MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a while 2
 MAX_LENGTH = 4 << 20  # characters of the conversation, and of any text on the way
 MAX_MEMORY_BYTES = 128 << 20  # of all that is made on the way, kept or not
 MAX_STEPS = 1_000_000
+STEPS_A_PAIR = 8  # more, and as much more time, for each pair of messages: some templates look from each at all others
 MAX_DEPTH = 64  # of lists and mappings in each other, and of macros that call macros
 MAX_INT_BITS = 1 << 14
 
@@ -71,11 +72,13 @@ _T = TypeVar("_T")
 class _Budget:
     """What is left of the limits."""
 
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + MAX_SECONDS
-        self._steps = MAX_STEPS
+    def __init__(self, n_messages: int) -> None:
+        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages**2
+        self.max_seconds = MAX_SECONDS * self.max_steps / MAX_STEPS
         self._bytes = MAX_MEMORY_BYTES
         self._depth = 0
+        self._end = time.thread_time() + self.max_seconds
+        self._look = time.monotonic() + self.max_seconds
 
     def step(self, n_bytes: int = 0) -> None:
         """Count a step that makes n_bytes. Raises TemplateError."""
@@ -84,9 +87,13 @@ class _Budget:
         if self._bytes < 0:
             raise TemplateError(f"the chat template makes more than {MAX_MEMORY_BYTES >> 20} MiB of texts and lists")
         if self._steps < 0:
-            raise TemplateError(f"the chat template takes more than {MAX_STEPS} steps")
-        if time.monotonic() > self._deadline:
-            raise TemplateError(f"the chat template takes more than {MAX_SECONDS:g} s")
+            raise TemplateError(f"the chat template takes more than {self.max_steps} steps")
+        now = time.monotonic()
+        if now > self._look:  # no sooner can the thread have used its time, and this clock is the quicker one to read
+            left = self._end - time.thread_time()
+            if left < 0:
+                raise TemplateError(f"the chat template takes more than {self.max_seconds:.3g} s")
+            self._look = now + left
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -117,9 +124,17 @@ def _made(value: _T) -> _T:
     if isinstance(value, (list, tuple)):
         # New elements as well, if it is the result of a split or a slice of a text.
         n_bytes += (112 if value and isinstance(value[0], Text) else 48) * len(value)
-    elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-        raise TemplateError(f"the chat template makes an integer of more than {MAX_INT_BITS} bits")
+    elif isinstance(value, int) and (n_bits := value.bit_length()) > 64:
+        if n_bits > MAX_INT_BITS:
+            raise TemplateError(f"the chat template makes an integer of more than {MAX_INT_BITS} bits")
+        n_bytes = n_bits // 8
     _BUDGET.get().step(n_bytes)
+    return value
+
+
+def _sliced(value: _T) -> _T:
+    """A slice, once its memory is taken from the budget; what it holds is not new."""
+    _BUDGET.get().step(sys.getsizeof(value))
     return value
 
 
@@ -294,7 +309,7 @@ def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         raise TemplateError(f"the chat template strips more than 1000 different characters: {len(args[0])}")
     elif name == "join":
         _fits(_weight(args[0]) + len(owner) * len(args[0]))
-        return joined(*args, owner, **kwargs)
+        return joined(*args, separator=owner, **kwargs)
     elif name == "replace":
         _check_replace(owner, *args[:2])
         return replaced(owner, *args, **kwargs)
@@ -444,7 +459,7 @@ _FILTERS: dict[str, Any] = {
     # Written into the tree by _Guards; no source can name them.
     "step!": lambda n_bytes: _BUDGET.get().step(n_bytes),
     "own!": trusted,
-    "made!": _made,
+    "sliced!": _sliced,
     "weighed!": _weighed,
     "concat!": _concat,
 }
@@ -508,7 +523,7 @@ class _Guards(NodeTransformer):
         node.node = self.visit(node.node)
         if not isinstance(node.arg, nodes.Const):  # which is looked up and not kept
             node.arg = self.visit(node.arg)
-        return self._filter("made!", node) if isinstance(node.arg, nodes.Slice) else node
+        return self._filter("sliced!", node) if isinstance(node.arg, nodes.Slice) else node
 
     def _filter(self, name: str, value: nodes.Expr) -> nodes.Filter:
         return nodes.Filter(value, name, [], [], None, None)
@@ -532,11 +547,15 @@ def _checked_depth(tree: nodes.Template) -> nodes.Template:
 
 def _written_bytes(node: nodes.Node) -> int:
     """About what running a node once makes without a call; loops and macros in it count for themselves."""
-    if isinstance(node, nodes.Const):
-        return 8 + len(node.value) if isinstance(node.value, str) else 8
     if isinstance(node, (nodes.Macro, nodes.CallBlock)):
         return 1000
-    own = 64 if isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple, nodes.Pair, nodes.For)) else 8
+    if isinstance(node, nodes.Const):
+        return len(node.value) if isinstance(node.value, str) else 0
+    own = 0
+    if isinstance(node, (nodes.List, nodes.Tuple, nodes.Output)):
+        own = 64 + 8 * len(node.items if not isinstance(node, nodes.Output) else node.nodes)
+    elif isinstance(node, (nodes.Dict, nodes.Pair, nodes.For)):
+        own = 128
     fields = node.iter_child_nodes(exclude=("body",) if isinstance(node, nodes.For) else None)
     return own + sum(map(_written_bytes, fields))
 
@@ -567,9 +586,12 @@ def _printed(context: Context, value: Any) -> str:
     return _made(value if isinstance(value, str) else str(_weighed(value)))
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(_OPERATOR_CHECKS)
-    concat = staticmethod(joined)  # type: ignore[assignment]  # of what a macro, a call or a {% set %} block writes
+    concat = staticmethod(joined)  # of what a macro, a call or a {% set %} block writes
 
     def __init__(self) -> None:
         super().__init__(
@@ -579,6 +601,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             optimized=False,  # or expressions of constants would be computed when the template is compiled, untracked
             finalize=_printed,
         )
+        self._safe: dict[tuple[type, str], bool] = {}
         self.filters = _FILTERS
         self.tests = _TESTS
         self.globals = dict(_FUNCTIONS)
@@ -591,6 +614,22 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _OPERATOR_CHECKS[operator](left, right)
         return _made(super().call_binop(context, operator, left, right))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:  # as below, only quicker
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        value = super().getattr(obj, attribute)
+        if isinstance(value, (BuiltinMethodType, MethodType, _Format)):
+            _BUDGET.get().step(256)
+        return value
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        known = (type(obj), attr)  # all that it goes by
+        if known not in self._safe:
+            if len(self._safe) > 4096:
+                self._safe.clear()
+            self._safe[known] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[known]
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(obj, _weighed(argument) if isinstance(argument, tuple) else argument)
@@ -718,15 +757,16 @@ class ChatTemplate:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _render(self, messages: Any, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        copies = _copied(messages)
         values = {
-            "messages": _copied(messages),
+            "messages": copies,
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
             **self._tokens,
         }
-        before = _BUDGET.set(_Budget())
+        before = _BUDGET.set(_Budget(len(copies) if isinstance(copies, list) else 0))
         try:
             return _collected(self._template.generate(values))
         except TemplateError:

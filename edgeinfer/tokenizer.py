@@ -768,7 +768,7 @@ class Tokenizer:
         Where no such text is untrusted, these are the ids of encode(text, add_special=False, parse_special=True).
         """
         protected = self.protected(template)
-        parts = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
+        parts: list[int | str] = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
         for special in self._specials:
             if special.text in text:
                 parts = _replaced(parts, special, trusted_only=special.id in protected)
@@ -815,6 +815,10 @@ class Tokenizer:
                 raise TokenizerError(f"token id must be 0 to {self.n_vocab - 1}: found {id}")
             piece = self._pieces[int(id)] = self._piece(id)
         return piece
+
+    def name(self, id: int) -> str:
+        """The text of a token by itself, such as "<|im_end|>"."""
+        return self.token_bytes(id).decode(errors="replace")
 
     def _piece(self, id: int) -> bytes:
         text, attribute = self._tokens[id], int(self._attributes[id])

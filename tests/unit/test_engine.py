@@ -342,6 +342,60 @@ def test_stop_strings_hold_back_what_might_become_one(stops, parts, shown, met):
     assert filter_.flush() == ""
 
 
+@pytest.mark.parametrize(
+    "stops, parts, shown, met",
+    [
+        (["<e>"], ["a", ("<e>",), "b"], ["a", "", ""], True),
+        (["a<e>"], ["xa", ("<e>",)], ["x", ""], True),
+        (["a<e>b"], ["xa", ("<e>",), "b"], ["x", "", ""], True),
+        (["<e><f>"], ["a", ("<e>",), ("<f>",)], ["a", "", ""], True),
+        (["<e>"], ["a<e>b"], ["a"], True),  # the same text, spelled out
+        (["<e>"], ["a", ("<f>",), "b"], ["a", "", "b"], False),
+        (["a<e>b"], ["xa", ("<e>",), "c"], ["x", "", "ac"], False),
+        (["ab"], ["xa", ("<e>",), "b"], ["x", "", ""], True),  # as it is shown
+        (["a<e>", "xab"], ["xa", ("<e>",), "b"], ["", "x", ""], True),  # the first one that is whole
+        ([], ["a", ("<e>",), "b"], ["a", "", "b"], False),
+    ],
+)
+def test_stop_strings_know_the_special_tokens_that_are_not_shown(stops, parts, shown, met):
+    filter_ = StopStrings(stops)
+    pushed = [filter_.push(part) if isinstance(part, str) else filter_.push("", *part) for part in parts]
+    assert pushed == shown and filter_.met == met
+
+
+def test_stop_strings_flush_nothing_that_is_not_shown():
+    filter_ = StopStrings(["a<e>b"])
+    assert filter_.push("xa") + filter_.push("", "<e>") == "x" and filter_.flush() == "a"
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+def test_a_stop_string_that_names_a_special_token_ends_the_text_there(engine, monkeypatch, with_text):
+    plain = engine.generate(PROMPT, max_tokens=40, seed=1)
+    names = [engine.detokenize([token]) for token in plain.tokens]
+    end = next(i for i in range(5, 40) if plain.tokens[i] not in plain.tokens[:i] and names[i - 1].isascii())
+    monkeypatch.setattr(engine.tokenizer, "is_control", lambda token: token == plain.tokens[end])
+    monkeypatch.setattr(engine.tokenizer, "token_bytes", lambda token, of=engine.tokenizer.token_bytes: (
+        b"<|special|>" if token == plain.tokens[end] else of(token)
+    ))  # fmt: skip
+    stop = names[end - 1] * with_text + "<|special|>"
+    found = engine.generate(PROMPT, max_tokens=40, seed=1, stop=stop)
+    assert found.finish_reason == "stop" and found.tokens == plain.tokens[: end + 1]
+    assert found.text == engine.detokenize(plain.tokens[: end - with_text])
+    longer = engine.generate(PROMPT, max_tokens=end + 1, seed=1, stop=stop + "never")
+    assert longer.finish_reason == "length" and longer.text == engine.detokenize(plain.tokens[:end])
+
+
+def test_a_stop_string_that_ends_with_the_token_that_ends_the_text_is_left_out(engine, monkeypatch):
+    plain = engine.generate(PROMPT, max_tokens=40, **GREEDY)
+    names = [engine.detokenize([token]) for token in plain.tokens]
+    end = next(i for i in range(3, 40) if plain.tokens[i] not in plain.tokens[:i] and names[i - 1].isascii())
+    monkeypatch.setattr(engine.tokenizer, "stop_ids", frozenset([plain.tokens[end]]))
+    found = engine.generate(PROMPT, max_tokens=40, stop=names[end - 1] + names[end], **GREEDY)
+    assert found.finish_reason == "stop" and found.tokens == plain.tokens[:end]
+    assert found.text == engine.detokenize(plain.tokens[: end - 1])
+    assert engine.generate(PROMPT, max_tokens=40, stop="never", **GREEDY).text == engine.detokenize(plain.tokens[:end])
+
+
 def test_stop_strings_give_back_what_became_none():
     filter_ = StopStrings("END")
     assert filter_.push("an EN") == "an " and filter_.flush() == "EN" and filter_.flush() == ""

@@ -293,6 +293,27 @@ def test_stop_strings_are_looked_for_in_the_answer_alone(scripted):
     assert chat.messages[-1]["content"] == "then "
 
 
+@pytest.mark.parametrize(
+    "model, output, stop, reasoning, text",
+    [
+        ("field", "<think>a <tool_call> b</think>c <tool_call>d", "<tool_call>", "a <tool_call> b", "c "),
+        ("field", "<think>a</think>b", "</think>", "a", ""),
+        ("field", "<think>a</think>b", "<think>", None, ""),
+        ("brackets", "[THINK]a[/THINK]b", "[/THINK]", "a", ""),
+        ("brackets", "[THINK]a[ARGS]b[/THINK]c[ARGS]d", "[ARGS]", "ab", "c"),
+        ("channels", f"{ANALYSIS}a{NEXT}{FINAL}b", "<|end|>", "a", ""),
+        ("channels", f"{ANALYSIS}a{NEXT}{FINAL}b", "<|channel|>", None, ""),
+        ("channels", f"{FINAL}a<|constrain|>b", "<|constrain|>", None, "a"),
+    ],
+)
+def test_a_stop_string_that_is_a_special_token_ends_the_answer(scripted, model, output, stop, reasoning, text):
+    engine, script = scripted(model)
+    script.emit(output)
+    completion = said(engine.chat().send("q", stop=stop))
+    assert parts(completion)[1] == text and (completion.reasoning or None) == reasoning
+    assert completion.finish_reason == "stop" and len(completion.tokens) < len(script.tokens)
+
+
 @pytest.mark.parametrize("draft", ["none", ["suffix", "recycling"]])
 def test_drafts_change_nothing(native, scripted, draft):
     engine, script = scripted("field", "native", draft=draft if isinstance(draft, str) else tuple(draft))

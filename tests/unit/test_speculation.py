@@ -240,6 +240,14 @@ def test_stop_strings_and_stop_tokens_end_where_plain_decoding_ends(opened, plai
         for one in (engine, plain):
             one.tokenizer.stop_ids = frozenset()
         assert tokens_of(engine, {"temperature": 0.0}, stop=stop) == tokens_of(plain, {"temperature": 0.0}, stop=stop)
+    for token in sorted(set(whole.tokens[2:]))[::4]:
+        for one in (engine, plain):
+            one.tokenizer.is_control = lambda id, token=token: id == token
+        stop = plain.tokenizer.token_bytes(token).decode(errors="replace")
+        mine, theirs = (one.generate(PROMPT, max_tokens=48, temperature=0.0, stop=stop) for one in (engine, plain))
+        assert (mine.text, mine.tokens, mine.finish_reason) == (theirs.text, theirs.tokens, "stop")
+    for one in (engine, plain):
+        del one.tokenizer.is_control
     for token in set(whole.tokens[2:]):
         for one in (engine, plain):
             one.tokenizer.stop_ids = frozenset([token])
