@@ -64,6 +64,7 @@ _TOOL_TAGS = (
 )
 _CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
+_CODES = re.compile("([\ud800-\udfff])")
 _LINE_ENDS = "\r\n"
 _FIRST_CODE, _N_CODES = 0xD800, 2048  # the surrogates
 _MAX_HEADER = 256  # characters before <|message|>; what is longer is no header
@@ -120,6 +121,14 @@ class OutputFormat:
         machine: _Machine = _Channels(self, opened) if self.uses_channels else _Tags(self, opened)
         return OutputParser(self, machine, opened)
 
+    def answer(self, prompt: Sequence[int], tokens: Iterable[int]) -> str:
+        """What tokens behind a prompt say, without reasoning and calls of tools."""
+        parser = self.parser(self.opened_by(prompt, "", str))
+        for token in tokens:
+            parser.push(token)
+        parser.flush()
+        return parser.answer
+
     def opened_by(self, prompt: Sequence[int], message: str, generation_prompt: Callable[[], str]) -> str:
         """The end of a prompt with which the template has begun the answer's reasoning ("<think>\\n"), or "".
 
@@ -168,17 +177,13 @@ class OutputFormat:
 
     def text(self, coded: str) -> str:
         """The text with special tokens as they are written, trusted there and nowhere else."""
-        return joined(
-            [
-                trusted(self._name(part)) if part in self._id_of else part
-                for part in re.split("([\ud800-\udfff])", coded)
-                if part
-            ]
-        )
+        if not _CODES.search(coded):
+            return coded
+        return joined([trusted(self._name(part)) if part in self._id_of else part for part in _CODES.split(coded)])
 
     def shown(self, coded: str) -> str:
         """The text as people get it: control tokens stand for no text."""
-        return self.text(re.sub("[\ud800-\udfff]", lambda code: self._unless_control(code.group()), coded))
+        return self.text(_CODES.sub(lambda code: self._unless_control(code.group()), coded))
 
     def _unless_control(self, code: str) -> str:
         return "" if code in self._id_of and self.tokenizer.is_control(self._id_of[code]) else code
@@ -286,6 +291,8 @@ class OutputParser:
         start = len(self._machine.segments)
         self._machine.feed(coded, is_last)
         new = self._machine.segments[start:]
+        if not new:
+            return "", "", new
         return plain(self._of("reasoning", new)), plain(self._of("answer", new)), new
 
     def _of(self, kind: Kind, segments: Sequence[_Segment]) -> str:

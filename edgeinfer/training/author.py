@@ -65,7 +65,7 @@ class NativeAuthor:
                 for (number, prompt), (answer, rows) in zip(group, answers, strict=True):
                     tokens = np.array(prompt + answer, dtype=np.int32)
                     texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy, rows))
-                    content = self._engine.detokenize(answer, skip_special=True)
+                    content = self._engine.output_format.answer(prompt, answer)
                     messages[number].append({"role": "assistant", "content": content})
         return [text for each in texts for text in each]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from scripted import Script
 from tiny_heads import write_tiny_head
-from tiny_models import write_tiny_model
+from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli
@@ -56,6 +57,18 @@ def endless(file):
     return tokenizer
 edgeinfer.tokenizer.Tokenizer.from_file = endless
 {MAIN}
+"""
+# The same one, which thinks, answers, and then says nothing but stars.
+THINKING_MAIN = f"""
+import edgeinfer.engine
+SAYS = "<think>hm, hm, hm, hm, hm</think>Yes."
+draw = edgeinfer.engine.Engine._draw
+def drawing(engine, prompt, *rest):
+    says = list(map(ord, SAYS)) + [42] * 4000  # a token of these is a character
+    edgeinfer.engine.sample = lambda logits, params, position, previous: says[position - len(prompt)]
+    return draw(engine, prompt, *rest)
+edgeinfer.engine.Engine._draw = drawing
+{SLOW_MAIN}
 """
 EXIT_CODES = {"ok": 0, "failure": 1, "usage": 2, "model": 3, "budget": 4, "lost": 5, "interrupted": 130}
 
@@ -294,6 +307,48 @@ def test_standard_input_comes_before_the_text_of_p(run, model):
     result = run("chat", "-p", "summarise", "-n", "20", "-s", "1", "--json", text="a report\nof two lines\n")
     expected = answered(model, "a report\nof two lines\n\nsummarise", max_tokens=20, seed=1)
     assert json.loads(result.stdout)["text"] == expected.text
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A model whose template knows <think> and <tool_call>, which are ordinary text to it."""
+    template = CHATML + "{% if false %}<think></think><tool_call>{% endif %}"
+    folder = tmp_path_factory.mktemp("thinker")
+    return str(write_tiny_model(folder / "thinker.gguf", template=template, n_ctx_train=2048))
+
+
+def thinking_of(monkeypatch, output):
+    """Makes every engine say this."""
+    load = engine_module.load
+
+    def scripted(*arguments, **options):
+        engine = load(*arguments, **options)
+        Script(engine, monkeypatch).emit(output)
+        return engine
+
+    monkeypatch.setattr(engine_module, "load", scripted)
+
+
+def test_reasoning_is_no_part_of_the_answer_and_is_shown_when_asked_for(run, thinker, monkeypatch):
+    thinking_of(monkeypatch, "<think>\nhm,\nhm\n</think>\n\nYes.")
+    hidden = run("chat", "-m", thinker, "-p", "hello")
+    assert hidden.stdout == "Yes.\n" and hidden.stderr.startswith("[prompt ")
+    shown = run("chat", "-m", thinker, "-p", "hello", "--show-reasoning")
+    assert shown.stdout == "Yes.\n" and shown.stderr.startswith("hm,\nhm\n\n[prompt ")
+    monkeypatch.setenv("EDGEINFER_SHOW_REASONING", "1")
+    assert run("chat", "-m", thinker, "-p", "hello").stderr.startswith("hm,\nhm\n\n[prompt ")
+    raw = run("generate", "-m", thinker, "-p", "hello")
+    assert raw.stdout == "<think>\nhm,\nhm\n</think>\n\nYes.\n"
+
+
+def test_json_has_the_reasoning_and_the_calls(run, thinker, monkeypatch):
+    thinking_of(monkeypatch, '<think>hm</think>Yes.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    result = run("chat", "-m", thinker, "-p", "hello", "--json", "--show-reasoning")
+    record = json.loads(result.stdout)
+    assert (record["text"], record["reasoning"]) == ("Yes.", "hm") and result.stderr == ""
+    text = '{"name": "f", "arguments": {"a": 1}}'
+    assert record["tool_calls"] == [{"text": text, "name": "f", "arguments": {"a": 1}}]
+    assert 'the model asks for a tool, and there is none: f {"a": 1}' in run("chat", "-m", thinker, "-p", "x").stderr
 
 
 # ---- Exit codes ----------------------------------------------------------------------------------------------------
@@ -605,10 +660,10 @@ class Person:
 
 
 @contextmanager
-def sitting_at(model, tmp_path, *arguments):
+def sitting_at(model, tmp_path, *arguments, main=SLOW_MAIN):
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_MAIN, "chat", "-m", model, "--backend", "reference", *arguments],
+        [sys.executable, "-c", main, "chat", "-m", model, "--backend", "reference", *arguments],
         **{"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True},
         env=environment(tmp_path, SAY_TWENTY="1"),
     )
@@ -754,6 +809,35 @@ def test_typed_lines_are_kept_for_the_next_time_unless_told_not_to(model, tmp_pa
         person.type("\x04")
         assert person.leave() == 0
     assert "remember me" in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_the_reasoning_at_a_terminal(thinker, tmp_path):
+    with sitting_at(thinker, tmp_path, "-n", "44", main=THINKING_MAIN) as person:
+        person.say("hello")
+        assert "hm" not in person.see("thinking ... ")
+        assert "hm" not in person.see("thought for ")
+        person.see("Yes.")
+        person.say("/reasoning")
+        person.see("reasoning is shown")
+        person.say("again")
+        assert "thinking" not in person.see("hm, hm, hm")
+        person.see("Yes.")
+        person.say("/reasoning")
+        person.see("reasoning is hidden")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_ctrl_c_within_the_reasoning_keeps_nothing(thinker, tmp_path):
+    with sitting_at(thinker, tmp_path, main=THINKING_MAIN.replace("</think>", "")) as person:
+        person.say("hello")
+        person.see("TWENTY")
+        person.type("\x03")
+        assert "thought for " in person.see("stopped; nothing is kept")
+        person.say("/undo")
+        person.see("error: there is no exchange yet")
+        person.say("/exit")
+        assert person.leave() == 0
 
 
 def test_json_at_a_terminal_is_a_usage_error(model, tmp_path):
