@@ -592,6 +592,7 @@ class _Channels(_Machine):
             self._step = self._header
             return True
         if not body or self._may_begin(body, [self._start, self._channel]):
+            self._take("mark", len(self._rest) if self._is_last else 0)
             return False
         self._kind, self._recipient, self._step = "answer", "", self._body
         self._break("answer")

@@ -5,6 +5,7 @@ The templates are small ones with the structure of those in use: which models ha
 
 import json
 import os
+import random
 
 import pytest
 from gguf import TokenType
@@ -13,7 +14,7 @@ from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
 from edgeinfer.errors import InvalidArgument, TemplateError
-from edgeinfer.provenance import is_trusted
+from edgeinfer.provenance import is_trusted, plain
 from edgeinfer.reasoning import ToolCall, read_calls
 
 CONTROL, USER_DEFINED = TokenType.CONTROL, TokenType.USER_DEFINED
@@ -658,13 +659,36 @@ def test_a_turn_reuses_what_is_the_same(scripted):
 
 
 def test_a_model_that_marks_nothing_says_what_its_tokens_say(open_model):
-    """Random tokens, control tokens and halves of characters among them: the text is that of the raw completion."""
-    engine = open_model("plain")
-    for seed in range(20):
-        answer = engine.chat().send("q", max_tokens=40, temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-        completion = said(answer)
-        assert completion.text == engine.detokenize(completion.tokens, skip_special=True)
-        assert completion.reasoning is None and completion.tool_calls == ()
+    """Random tokens, control tokens and halves of characters among them: the text is that of a raw completion."""
+    engine, rng = open_model("plain"), random.Random(0)
+    for n_tokens in [0, 1, 2, *[30] * 200]:
+        tokens = [rng.randrange(engine.tokenizer.n_vocab) for _ in range(n_tokens)]
+        parser = engine.output_format.parser()
+        texts = [parser.push(token)[:2] for token in tokens] + [parser.flush()]
+        assert "".join(text for _, text in texts) == parser.answer == engine.detokenize(tokens, skip_special=True)
+        assert parser.reasoning is None and parser.tool_calls == ()
+
+
+@pytest.mark.parametrize("model", ["channels", "field", "field, text", "opened", "brackets", "named", "wrapped"])
+def test_whatever_a_model_emits_can_be_split_and_read_again(open_model, model):
+    """Marks and bytes in any order: what the pieces say is what is kept, and no special token is lost or made up."""
+    engine, rng = open_model(model), random.Random(0)
+    tokenizer = engine.tokenizer
+    marks = [*tokenizer.special_ids, *emitted(tokenizer, "<think></think><tool_call>{}\n ")]
+    for _ in range(300):
+        tokens = [rng.choice(marks) if rng.random() < 0.5 else rng.randrange(256) for _ in range(rng.randrange(40))]
+        parser = engine.output_format.parser()
+        pieces = [parser.push(token)[:2] for token in tokens] + [parser.flush()]
+        assert "".join(reasoning for reasoning, _ in pieces) == (parser.reasoning or "")
+        assert "".join(text for _, text in pieces) == parser.answer
+        whole = parser.emitted(len(parser.answer))
+        kept = tokenizer.encode_rendered(whole, engine.template.source)
+        assert {*kept} & {*tokenizer.special_ids} <= {*tokens}
+        # A control token outside of marks says nothing, and is not kept.
+        shown, expected = plain(whole), tokenizer.decode([id for id in tokens if not tokenizer.is_control(id)])
+        for id in filter(tokenizer.is_control, tokenizer.special_ids):
+            shown = shown.replace(tokenizer.name(id), "")
+        assert shown == expected or "\ufffd" in shown + expected
 
 
 def test_the_texts_of_an_answer_know_their_special_tokens(open_model):
