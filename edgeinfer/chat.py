@@ -207,11 +207,11 @@ class Conversation:
         some refuse an answer without text, such as one that was cut within its reasoning.
         """
         answers = [message for message in messages if message["role"] == "assistant"]
-        forms: tuple[CallForm, ...] = (
-            ("object", "text") if any(not each["content"] for each in answers) else ("object",)
-        )
-        if any("tool_calls" in each for each in answers):
+        forms: tuple[CallForm, ...] = ("object",)
+        if any("tool_calls" in answer for answer in answers):
             forms = ("object", "json", "text") if "tool_calls" in self._template.source else ("text",)
+        elif not all(answer["content"] for answer in answers):
+            forms = ("object", "text")
         refused: TemplateError | None = None
         for form in forms:
             try:

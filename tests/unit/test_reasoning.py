@@ -658,11 +658,14 @@ def test_a_turn_reuses_what_is_the_same(scripted):
     assert usage.cached_tokens == len(common) >= len(script.prompts[-2])
 
 
-def test_a_model_that_marks_nothing_says_what_its_tokens_say(open_model):
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_a_model_that_marks_nothing_says_what_its_tokens_say(open_model, monkeypatch, adds_space):
     """Random tokens, control tokens and halves of characters among them: the text is that of a raw completion."""
     engine, rng = open_model("plain"), random.Random(0)
+    monkeypatch.setattr(engine.tokenizer, "_adds_space", adds_space)  # which is taken off behind a begin token
+    often = [engine.tokenizer.bos_id, *engine.tokenizer.encode(" é", add_special=False, continues=True)]
     for n_tokens in [0, 1, 2, *[30] * 200]:
-        tokens = [rng.randrange(engine.tokenizer.n_vocab) for _ in range(n_tokens)]
+        tokens = [rng.choice([*often, rng.randrange(engine.tokenizer.n_vocab)]) for _ in range(n_tokens)]
         parser = engine.output_format.parser()
         texts = [parser.push(token)[:2] for token in tokens] + [parser.flush()]
         assert "".join(text for _, text in texts) == parser.answer == engine.detokenize(tokens, skip_special=True)
