@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 _TRUSTED, _UNTRUSTED = b"\1", b"\0"
+_MAX_PARTS = 1 << 16  # in which a text is cut or searched; of more, which would take long, none is trusted
 
 
 class Text(str):
@@ -126,18 +127,19 @@ class Text(str):
         return self._parts(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        if self._mask is None:
-            return list(map(Text, super().splitlines(keepends)))
-        lines, start = [], 0
-        for line, whole in zip(super().splitlines(keepends), super().splitlines(True), strict=True):
-            lines.append(self[start : start + len(line)])
+        lines = super().splitlines(keepends)
+        if len(lines) > _MAX_PARTS:
+            return lines
+        found, start = [], 0
+        for line, whole in zip(lines, super().splitlines(True), strict=True):
+            found.append(self[start : start + len(line)])
             start += len(whole)
-        return lines
+        return found
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:
         """These parts of the text, which stand in it in this order, with their trust."""
-        if self._mask is None:
-            return list(map(Text, parts))
+        if len(parts) > _MAX_PARTS:
+            return parts
         found, start = [], 0
         for part in parts:
             if sep is None:
@@ -180,9 +182,10 @@ def joined(parts: Iterable[str], separator: str = "") -> str:
 
 
 def replaced(text: str, old: str, new: str, count: SupportsIndex = -1) -> str:
-    """As str.replace; what comes in has the trust of `new`."""
-    if not isinstance(text, Text) and not isinstance(new, Text):
-        return text.replace(old, new, count)
+    """The text as str.replace makes it; what comes in has the trust of `new`."""
+    written = plain(text).replace(old, new, count)
+    if (type(text) is str and type(new) is str) or text.count(old) > _MAX_PARTS:
+        return written
     if old:
         return joined(text.split(old, count), new)
     n = count.__index__()
@@ -199,7 +202,7 @@ def recased(text: str, change: Callable[[str], str], by_character: bool = False)
     changed = change(plain(text))
     if not isinstance(text, Text) or len(changed) == len(text):
         return _masked(changed, _mask_of(text))
-    if not by_character:
+    if not by_character or len(text) > _MAX_PARTS:
         return changed
     lengths = (len(change(char)) for char in plain(text))
     mask = b"".join(own * length for own, length in zip(_bytes(_mask_of(text)), lengths, strict=True))

@@ -53,7 +53,9 @@ MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a 
 MAX_LENGTH = 4 << 20  # characters of the conversation, and of any text on the way
 MAX_MEMORY_BYTES = 128 << 20  # of all that is made on the way, kept or not
 MAX_STEPS = 1_000_000
-STEPS_A_PAIR = 8  # more, and as much more time, for each pair of messages: some templates look from each at all others
+STEPS_A_PAIR = (
+    8  # more, and as much more time, for each ordered pair of messages: some templates look from each at all others
+)
 MAX_DEPTH = 64  # of lists and mappings in each other, and of macros that call macros
 MAX_INT_BITS = 1 << 14
 
@@ -73,7 +75,7 @@ class _Budget:
     """What is left of the limits."""
 
     def __init__(self, n_messages: int) -> None:
-        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages**2
+        self.max_steps = self._steps = MAX_STEPS + STEPS_A_PAIR * n_messages * (n_messages - 1)
         self.max_seconds = MAX_SECONDS * self.max_steps / MAX_STEPS
         self._bytes = MAX_MEMORY_BYTES
         self._depth = 0
@@ -142,9 +144,12 @@ def _listed(value: Any) -> list[Any]:
     """The elements of something that can be looped over."""
     if isinstance(value, str):
         _fits(16 * len(value))
-    elements = list(islice(value, MAX_LENGTH + 1))
-    _fits(len(elements))
-    return _made(elements)
+    elements: list[Any] = []
+    rest = iter(value)
+    while part := _made(list(islice(rest, 4096))):
+        elements += part
+        _fits(len(elements))
+    return elements
 
 
 def _weighed(value: Any) -> Any:
@@ -246,10 +251,12 @@ class _Formatter(SandboxedFormatter):
         for literal, name, spec, _ in self.parse(format_string):
             parts.append(trusted(literal))
             if name is not None:
-                n_inside = sum(name is not None for _, name, _, _ in self.parse(spec or ""))
-                parts.append(next(islice(fields, n_inside, None)))
+                parts.append(next(islice(fields, self._n_fields(spec), None)))  # after those in the spec
         text = joined(parts)
         return text if text == written else written
+
+    def _n_fields(self, spec: str | None) -> int:
+        return sum(1 + self._n_fields(inner) for _, name, inner, _ in self.parse(spec or "") if name is not None)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"\d{5}", format_spec):
@@ -309,7 +316,7 @@ def _call_method(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         raise TemplateError(f"the chat template strips more than 1000 different characters: {len(args[0])}")
     elif name == "join":
         _fits(_weight(args[0]) + len(owner) * len(args[0]))
-        return joined(*args, separator=owner, **kwargs)
+        return joined(*args, **{**kwargs, "separator": owner})
     elif name == "replace":
         _check_replace(owner, *args[:2])
         return replaced(owner, *args, **kwargs)
@@ -380,6 +387,11 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
 
 
 @pass_environment
+def _sort(environment: _Environment, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return filters.do_sort(environment, _listed(value), *args, **kwargs)
+
+
+@pass_environment
 def _sum(environment: _Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
     elements = _listed(iterable)
     if attribute is not None:
@@ -436,7 +448,7 @@ def _safe(value: Any) -> str:
     return str(value)
 
 
-_DEEP_FILTERS = "capitalize dictsort float lower max min sort string truncate unique upper".split()
+_DEEP_FILTERS = "capitalize dictsort float lower max min string truncate unique upper".split()
 _FLAT_FILTERS = "abs count d default first items last length map reject rejectattr reverse select selectattr".split()
 _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "format": _format,
@@ -446,6 +458,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "replace": _replace,
     "round": _round,
     "safe": _safe,
+    "sort": _sort,
     "sum": _sum,
     "title": _title,
     "tojson": _tojson,
@@ -461,6 +474,7 @@ _FILTERS: dict[str, Any] = {
     "own!": trusted,
     "sliced!": _sliced,
     "weighed!": _weighed,
+    "listed!": _listed,
     "concat!": _concat,
 }
 _DEEP_TESTS = "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper".split()
@@ -491,15 +505,32 @@ class _Guards(NodeTransformer):
 
     def _with_step(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        step = self._filter("step!", nodes.Const(sum(map(_written_bytes, node.body))))
-        node.body.insert(0, nodes.ExprStmt(step))
+        node.body.insert(0, self._step(sum(map(_written_bytes, node.body))))
         return node  # type: ignore[no-any-return]
+
+    def _step(self, n_bytes: int) -> nodes.ExprStmt:
+        return nodes.ExprStmt(self._filter("step!", nodes.Const(n_bytes)))
+
+    def visit_If(self, node: nodes.If) -> nodes.Node:
+        self.generic_visit(node)
+        for body in (node.body, node.else_):
+            if n_bytes := sum(map(_written_bytes, body)):
+                body.insert(0, self._step(n_bytes))
+        return node
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
         return self._filter("own!", node) if isinstance(node.value, str) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return self._filter("own!", nodes.Const(node.data))
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = self._filter("listed!", node.dyn_args)
+        return node
+
+    visit_Filter = visit_Test = visit_Call
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -546,7 +577,7 @@ def _checked_depth(tree: nodes.Template) -> nodes.Template:
 
 
 def _written_bytes(node: nodes.Node) -> int:
-    """About what running a node once makes without a call; loops and macros in it count for themselves."""
+    """About what running a node once makes without a call; what is in loops, macros and branches counts there."""
     if isinstance(node, (nodes.Macro, nodes.CallBlock)):
         return 1000
     if isinstance(node, nodes.Const):
@@ -556,7 +587,8 @@ def _written_bytes(node: nodes.Node) -> int:
         own = 64 + 8 * len(node.items if not isinstance(node, nodes.Output) else node.nodes)
     elif isinstance(node, (nodes.Dict, nodes.Pair, nodes.For)):
         own = 128
-    fields = node.iter_child_nodes(exclude=("body",) if isinstance(node, nodes.For) else None)
+    elsewhere = {"For": ("body",), "If": ("body", "else_")}.get(type(node).__name__)
+    fields = node.iter_child_nodes(exclude=elsewhere)
     return own + sum(map(_written_bytes, fields))
 
 
@@ -616,8 +648,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:  # as below, only quicker
+        # As below, only quicker: what most templates do most.
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is Namespace and attribute[:1] != "_":
+            values = object.__getattribute__(obj, "_Namespace__attrs")
+            return values[attribute] if attribute in values else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)
         if isinstance(value, (BuiltinMethodType, MethodType, _Format)):
             _BUDGET.get().step(256)

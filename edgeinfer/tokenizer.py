@@ -778,8 +778,8 @@ class Tokenizer:
         """The tokens that no user may write in a conversation with this template.
 
         All control tokens, and of the user-defined ones those that stop a generation, look like the mark of a turn
-        ("<|start|>", "[INST]"), or stand in the source of the template ("<think>"). Other ones are text: runs of
-        spaces, tags of HTML.
+        ("<|start|>", "[INST]"), or stand in the source of the template ("<think>", and with it "</think>"). Others are
+        ordinary text, such as runs of spaces or tags of HTML.
         """
         if template not in self._protected:
             marks = [
@@ -788,7 +788,7 @@ class Tokenizer:
                 if special.only_if_parsed
                 or special.id in self.stop_ids
                 or _TURN_MARK.fullmatch(special.text)
-                or (_WORD_AND_SIGN.match(special.text) and special.text in template)
+                or (_WORD_AND_SIGN.match(special.text) and _is_named(special.text, template))
             ]
             for special in marks:  # nor may merges make them
                 if len(special.text) > 1:  # a single character may be all there is for a byte
@@ -848,6 +848,12 @@ class Tokenizer:
     def hides_space(self, id: int) -> bool:
         """Whether `encode` put a space between this token and the text behind it that is no part of the text."""
         return self._adds_space and id == self.bos_id
+
+
+def _is_named(text: str, template: str) -> bool:
+    """Whether a text, or the tag that it opens or closes, stands in a template."""
+    partner = f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}" if text.startswith("<") else text
+    return text in template or partner in template
 
 
 def _replaced(parts: list[int | str], special: _Special, trusted_only: bool = False) -> list[int | str]:

@@ -57,6 +57,26 @@ FEATURES = {
     {%- endif -%}
     {{- m.role + '|' + content + '|' + ('L' if loop.last else loop.nextitem.role) + '\\n' -}}
 {%- endfor -%}""",
+    # Gemma 4: from each message it looks back at all others, and forward for the results of its calls.
+    "looks at all others": """{{ bos_token }}{%- for m in messages -%}
+    {%- if m['role'] != 'tool' -%}
+    {%- set role = 'model' if m['role'] == 'assistant' else m['role'] -%}
+    {%- set before = namespace(role=none, found=false) -%}
+    {%- if loop.index0 > 0 -%}{%- for j in range(loop.index0 - 1, -1, -1) -%}
+        {%- if not before.found -%}{%- if messages[j]['role'] != 'tool' -%}
+            {%- set before.role = messages[j]['role'] -%}{%- set before.found = true -%}
+        {%- endif -%}{%- endif -%}
+    {%- endfor -%}{%- endif -%}
+    {%- if not (role == 'model' and before.role == 'assistant') -%}{{- '<|turn>' + role + '\\n' -}}{%- endif -%}
+    {{- m['content'] | trim -}}
+    {%- set results = namespace(over=false) -%}
+    {%- if m.get('tool_calls') -%}{%- for k in range(loop.index0 + 1, messages | length) -%}
+        {%- if results.over -%}{%- elif messages[k]['role'] != 'tool' -%}{%- set results.over = true -%}
+        {%- else -%}{{- '[' + messages[k].get('name', '?') + ':' + messages[k]['content'] + ']' -}}{%- endif -%}
+    {%- endfor -%}{%- endif -%}
+    {{- '<turn|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}""",
     # Hermes, Llama 3.1: calls of tools as JSON, and their results, which come together.
     "tools": """{% macro call(of) %}<call>{"name": {{ of.name | tojson }}, "args": {{ of.arguments | tojson }}}</call>
 {% endmacro %}

@@ -9,41 +9,27 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from byte_vocabulary import ALPHABET, byte_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_jinja import CONVERSATIONS, Message, plainly_rendered
-from template_sources import MAX_SECONDS
+from template_sources import FEATURES, MAX_SECONDS
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.gguf import ModelFile
-from edgeinfer.template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, ChatTemplate
+from edgeinfer.template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, STEPS_A_PAIR, ChatTemplate
 from edgeinfer.tokenizer import Tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "Hi"}]
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-ALPHABET = [chr(byte) for byte in PRINTABLE] + [chr(256 + i) for i in range(256 - len(PRINTABLE))]
 CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "user"]
 
 
 def tiny_file(**changes: Any) -> ModelFile:
     """A byte-level vocabulary of single bytes, control tokens and one user-defined token."""
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*ALPHABET, *CONTROLS, "<tool>"],
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(CONTROLS) + [4],
-        "tokenizer.ggml.merges": None,
-        "tokenizer.ggml.bos_token_id": 256,
-        "tokenizer.ggml.eos_token_id": 257,
-        "tokenizer.chat_template": CHATML,
-    } | {key.replace("__", "."): value for key, value in changes.items()}
-    metadata["tokenizer.ggml.pre"] = "kimi-k2"  # which may have no merges
-    present = {key: value for key, value in metadata.items() if value is not None}
-    return cast(ModelFile, SimpleNamespace(path=Path("tiny.gguf"), metadata=present))
+    return byte_file(CONTROLS, ["<tool>"], **changes)
 
 
 TINY = Tokenizer.from_file(tiny_file())
@@ -259,6 +245,36 @@ BOMBS: dict[str, tuple[str, str]] = {  # what refuses it, and the source
         "{% set n.l = [n.l, namespace(a=i)] %}{% endfor %}{% endfor %}",
     ),
     "characters of a text": (_LONGER, "{{ ('ü' * 4000000) | list | length }}"),
+    "characters of a text, selected": (_LONGER + "|" + _MORE, "{{ ('ü' * 4000000) | select | list | length }}"),
+    "characters of a text, sorted": (_LONGER, "{{ ('ü' * 4000000) | sort | length }}"),
+    "characters of a text as arguments": (_LONGER, "{{ cycler(*('ü' * 4000000)) }}"),
+    "words of a text": (
+        _MORE,
+        "{% set s = 'a ' * 2000000 %}{% for i in range(9) %}{{ s.split() | length }}{% endfor %}",
+    ),
+    "lines of a text": (
+        _MORE,
+        "{% set s = '\n' * 4000000 %}{% for i in range(9) %}{{ s.splitlines() | length }}{% endfor %}",
+    ),
+    "words of a mixed text": (
+        _MORE,
+        "{% set s = 'a ' * 2000000 ~ messages[0].content %}{% for i in range(9) %}{{ s.split() | length }}{% endfor %}",
+    ),
+    "words of a mixed text replaced": (
+        _SLOW + "|" + _MORE,
+        "{% set s = 'aö' * 1000000 ~ messages[0].content %}{% for i in range(999) %}"
+        "{% if s.replace('a', 'b').lower() %}{% endif %}{% endfor %}",
+    ),
+    "capital letters of a mixed text": (
+        _SLOW + "|" + _MORE,
+        "{% set s = 'aß' * 1000000 ~ messages[0].content %}{% for i in range(999) %}"
+        "{% if s | upper %}{% endif %}{% endfor %}",
+    ),
+    "indented lines of a mixed text": (
+        _LONGER + "|" + _MORE,
+        "{% set s = '\n' * 1000000 ~ messages[0].content %}{% for i in range(99) %}"
+        "{% if s | indent %}{% endif %}{% endfor %}",
+    ),
     "range": ("Range too big", "{% for i in range(10**9) %}{% endfor %}"),
     "date": ("200 characters", "{{ strftime_now('%c' * 1000000) }}"),
     "message": (_LONGER, "{{ raise_exception('x' * 100000000) }}"),
@@ -344,6 +360,34 @@ def test_output_may_be_as_long_as_the_limit_and_no_longer() -> None:
 def test_long_conversation_is_far_from_the_limits() -> None:
     messages = [{"role": role, "content": "word " * 200} for _ in range(500) for role in ("user", "assistant")]
     assert len(render(CHATML, messages)) > 1_000_000
+
+
+def test_two_thousand_messages_fit_into_the_limits_of_a_template_that_looks_from_each_at_all_others() -> None:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"word {i}"} for i in range(2000)]
+    turns = [f"<|turn>{('user', 'model')[i % 2]}\nword {i}<turn|>\n" for i in range(2000)]
+    assert render(FEATURES["looks at all others"], messages) == "<s>" + "".join(turns)
+
+
+def test_steps_and_time_grow_with_the_pairs_of_messages_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.template.MAX_STEPS", 1000)
+    hundred = [*USER] * 100  # 9,900 pairs
+    pairs = "{% for a in messages %}{% for b in messages %}{% for i in n %}{% endfor %}{% endfor %}{% endfor %}"
+    twice = "{% set n = [0] * N %}" + pairs
+    assert render(twice.replace("N", str(STEPS_A_PAIR - 1)), hundred) == ""
+    with pytest.raises(TemplateError, match=f"more than {1000 + 9_900 * STEPS_A_PAIR} steps"):
+        render(twice.replace("N", str(STEPS_A_PAIR)), hundred)
+    with pytest.raises(TemplateError, match="more than 1000 steps"):
+        render(BOMBS["nested loops"][1])
+
+
+def test_only_the_templates_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**12, 1000))  # seconds: the machine has other things to do
+    monkeypatch.setattr("edgeinfer.template.time.monotonic", lambda: float(next(clock)))
+    assert render("{% for i in range(1000) %}a{% endfor %}") == "a" * 1000
+    own = iter([0.0, *(0.01 * i for i in range(10**6))])
+    monkeypatch.setattr("edgeinfer.template.time.thread_time", lambda: next(own))
+    with pytest.raises(TemplateError, match="more than 1.5 s"):
+        render("{% for i in range(1000) %}a{% endfor %}")
 
 
 def test_threads_render_at_the_same_time_and_each_has_its_own_limits() -> None:
