@@ -114,7 +114,7 @@ class OutputFormat:
         for id in sorted(tokenizer.protected(source)):  # the others are found in any text
             if len(self._code_of) < _N_CODES:
                 self._code(id)
-        self.looks_for_marks = render is not None and any(_looks_for_marks(tags, render) for tags in reasoning)
+        self.looks_for_marks = render is not None and bool(reasoning) and _looks_for_marks(reasoning, render)
 
     def parser(self, opened: str = "") -> OutputParser:
         """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`."""
@@ -208,23 +208,26 @@ def _has(pair: tuple[str, str], source: str, special: set[str]) -> bool:
     return opening in source or closing in source or {opening, closing} <= special
 
 
-def _looks_for_marks(tags: tuple[str, str], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
+def _looks_for_marks(pairs: Iterable[tuple[str, str]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
     """Tries out what a template makes of an earlier answer. It may refuse all of it: then it gets the answer alone."""
-    opening, closing = tags
     question, following = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
-    answer = {"role": "assistant", "content": "a1"}
-    emitted = f"{opening}\nr1\n{closing}\n\na1"
+
+    def rendered(**answer: str) -> list[str]:
+        messages = [question, {"role": "assistant", **answer}]
+        return [render(messages), render([*messages, following])]
+
     try:
-        conversations = [[question, answer], [question, answer, following]]
-        alone = [render(messages) for messages in conversations]
-        answer |= reasoning_fields("r1")
-        if alone != [render(messages) for messages in conversations]:
+        alone = rendered(content="a1")
+        if alone != rendered(content="a1", **reasoning_fields("r1")):
             return False  # it takes the reasoning from a field of its own
-        conversations = [[question, answer | {"content": emitted}, *messages[2:]] for messages in conversations]
-        as_emitted = [render(messages) for messages in conversations]
-        return any("a1" in one and emitted not in other for one, other in zip(alone, as_emitted, strict=True))
+        for opening, closing in pairs:
+            emitted = f"{opening}\nr1\n{closing}\n\na1"
+            whole = rendered(content=emitted)
+            if any("a1" in one and emitted not in other for one, other in zip(alone, whole, strict=True)):
+                return True
     except TemplateError:
-        return False
+        pass
+    return False
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:

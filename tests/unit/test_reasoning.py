@@ -100,6 +100,11 @@ WRAPPED_TOKENS = dict.fromkeys(
 )
 MODELS = {
     "channels": (CHANNELS, CHANNEL_TOKENS),
+    "channels, text": (CHANNELS, {}),
+    "channels, opened": (
+        CHANNELS.replace("'<|start|>assistant' -", "'<|start|>assistant<|channel|>analysis<|message|>' -"),
+        CHANNEL_TOKENS,
+    ),
     "field": (FIELD, THINK_TOKENS),
     "field, text": (FIELD, {}),
     "opened": (OPENED, {"<think>": USER_DEFINED, "</think>": USER_DEFINED}),
@@ -176,6 +181,12 @@ NEXT = "<|end|><|start|>assistant"
         ("channels", f"<|channel|>commentary<|message|>I look.{NEXT}{FINAL}b", None, "I look.\n\nb"),
         ("channels", "No marks at all.", None, "No marks at all."),
         ("channels", f"{FINAL}~<|channel|>final~<|message|>", None, "<|channel|>final<|message|>"),
+        ("channels, text", f"{ANALYSIS}hm{NEXT}{FINAL}Yes.", "hm", "Yes."),
+        ("channels, text", f"{FINAL}Yes, <|en", None, "Yes, <|en"),
+        ("channels, text", "<|chan", None, ""),
+        ("channels, text", "to be or not", None, "to be or not"),
+        ("channels, opened", f"hm{NEXT}{FINAL}Yes.", "hm", "Yes."),
+        ("channels, opened", "hm, cut", "hm, cut", ""),
         ("field", "<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
         ("field", "<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("field", "\n ~<think>a~</think>", None, "\n <think>a</think>"),
