@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
+    from edgeinfer.reasoning import ToolCall
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
@@ -70,6 +71,7 @@ __all__ = [
     "TemplateError",
     "Timings",
     "TokenizerError",
+    "ToolCall",
     "UnsupportedModel",
     "Usage",
     "__version__",
@@ -80,6 +82,7 @@ _MODULES = {
     "chat": ("Answer", "Conversation"),
     "completion": ("Completion", "Piece", "Timings", "Usage"),
     "engine": ("Engine", "load"),
+    "reasoning": ("ToolCall",),
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),
     "stream": ("Stream",),

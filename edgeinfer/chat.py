@@ -2,30 +2,55 @@
 
 What the model is given is always made anew from the messages, so an answer depends on them alone: a conversation that
 was saved and loaded goes on as if it had not been. The engine finds what of it is in the KV cache.
+
+Of an answer the tokens are kept, and what they were split into (edgeinfer.reasoning): the answer itself, the reasoning
+before it, calls of tools. A template gets of it what it expects in an earlier answer.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, InvalidArgument
+from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError
 from edgeinfer.files import write_whole
+from edgeinfer.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
-Message: TypeAlias = dict[str, str]  # "role": "system", "user" or "assistant"; "content": the text
-
 _ROLES = ("system", "user", "assistant")
+CallForm: TypeAlias = Literal["object", "json", "text"]
+"""How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
+
+_MOST_OUTPUTS = 1024  # answers that are kept split
+_Rendered = TypeVar("_Rendered")
+
+
+class Message(TypedDict):
+    """A part of a conversation.
+
+    role: "system", "user" or "assistant".  content: the text; of an answer without what the other keys hold.
+    Of an answer that a model gave here also, where there are any: reasoning.  tool_calls: each with text, name and
+    arguments, as ToolCall has them.  tokens: the ids as they were emitted.  opened: the end of the prompt that belongs
+    to the reasoning.
+    """
+
+    role: str
+    content: str
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tokens: NotRequired[list[int]]
+    opened: NotRequired[str]
 
 
 class Conversation:
@@ -38,6 +63,8 @@ class Conversation:
     def __init__(self, engine: Engine, system: str | None = None) -> None:
         self.engine = engine
         self._template = engine.template  # raises where there is none
+        self._format = engine.output_format
+        self._outputs: dict[tuple[str, tuple[int, ...]], OutputParser] = {}  # answers that were split again
         self.messages: list[Message] = []
         self.system = system
 
@@ -51,7 +78,8 @@ class Conversation:
         if text is not None:
             check_text("system", text)
         others = self.messages[1:] if self.system is not None else self.messages
-        self.messages = ([] if text is None else [{"role": "system", "content": text}]) + others
+        first: list[Message] = [] if text is None else [{"role": "system", "content": text}]
+        self.messages = first + others
 
     def send(
         self,
@@ -68,7 +96,7 @@ class Conversation:
         Raises ContextOverflow with the counts if the conversation with this message leaves no room for an answer,
         TemplateError if the template refuses it.
         """
-        question = {"role": "user", "content": check_text("the message", text)}
+        question: Message = {"role": "user", "content": check_text("the message", text)}
         return self._answer([*self.messages, question], max_tokens, stop, params, progress, **sampling)
 
     def regenerate(
@@ -107,16 +135,21 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all.
 
-        Raises InvalidArgument, OSError.
+        An answer has also what else a Message holds. Raises InvalidArgument, OSError.
         """
         target = check_file_name("path", path)
         lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
         write_whole(target, lines.encode(errors="backslashreplace"))  # lone surrogates, as JSON writes them
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the messages by those of a file that `save` wrote. Raises InvalidArgument, OSError."""
+        """Replace the messages by those of a file that `save` wrote. Raises InvalidArgument, OSError.
+
+        Of an answer that a model with another vocabulary gave the tokens are left out.
+        """
         lines = enumerate(check_file_name("path", path).read_bytes().splitlines(), start=1)
-        messages = [_read_message(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+        messages = [
+            self._fitted(_read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
+        ]
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")
         self.messages = messages
@@ -134,13 +167,96 @@ class Conversation:
         if len(prompt) >= self.engine.n_ctx:
             hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
+        opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages))
+        output = self._format.parser(opened)
         stream = self.engine.stream(
-            prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, **sampling
+            prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, output=output, **sampling
         )
-        return Answer(self, messages, stream)
+        return Answer(self, messages, stream, output)
 
     def _encode(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
-        return self._template.encode(self.engine.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return self._rendered_by(
+            lambda given: self._template.encode(
+                self.engine.tokenizer, given, add_generation_prompt=add_generation_prompt
+            ),
+            messages,
+        )
+
+    def _generation_prompt(self, messages: list[Message]) -> str:
+        """What the template adds to these messages to begin an answer."""
+        whole = self._rendered_by(self._template.render, messages)
+        before = self._rendered_by(lambda given: self._template.render(given, add_generation_prompt=False), messages)
+        return whole.removeprefix(before) if whole.startswith(before) else ""
+
+    # ---- Earlier answers ---------------------------------------------------------------------------------------------
+
+    def _rendered_by(self, render: Callable[[list[dict[str, Any]]], _Rendered], messages: list[Message]) -> _Rendered:
+        """What `render` makes of the messages in the form that the template expects.
+
+        Templates differ in the calls of tools that they take: with arguments as an object, as JSON, or none at all; and
+        some refuse an answer without text, such as one that was cut within its reasoning.
+        """
+        answers = [message for message in messages if message["role"] == "assistant"]
+        forms: tuple[CallForm, ...] = ("object",)
+        if any("tool_calls" in answer for answer in answers):
+            forms = ("object", "json", "text") if "tool_calls" in self._template.source else ("text",)
+        elif not all(answer["content"] for answer in answers):
+            forms = ("object", "text")
+        refused: TemplateError | None = None
+        for form in forms:
+            try:
+                return render([self._for_template(message, form) for message in messages])
+            except TemplateError as error:
+                refused = refused or error
+        raise cast(TemplateError, refused)
+
+    def _for_template(self, message: Message, form: CallForm) -> dict[str, Any]:
+        """A message with what templates know."""
+        given: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+        reasoning, calls = message.get("reasoning", ""), message.get("tool_calls", [])
+        takes_calls = form != "text" and all(call["name"] is not None for call in calls)
+        is_empty = form == "text" and not message["content"]
+        if (reasoning and self._format.looks_for_marks) or (calls and not takes_calls) or is_empty:
+            return given | {"content": self._as_emitted(message)}
+        if not calls:
+            return given | reasoning_fields(reasoning)
+        if self._format.uses_channels and reasoning:  # its template takes one of the two beside a call
+            reasoning = "\n\n".join(filter(None, (reasoning, message["content"])))
+            given["content"] = ""
+        return given | reasoning_fields(reasoning) | {"tool_calls": calls_for_template(calls, form == "json")}
+
+    def _as_emitted(self, message: Message) -> str:
+        """An answer with its marks; without tokens, which tell them, its texts alone."""
+        output = self._parsed(message)
+        if output is not None:
+            return output.emitted(len(message["content"]))
+        return "\n".join(filter(None, (message["content"], *(call["text"] for call in message.get("tool_calls", [])))))
+
+    def _parsed(self, message: Message) -> OutputParser | None:
+        """The tokens of an answer, split again; None without any, or where the message does not say what they say."""
+        tokens = tuple(message.get("tokens", ()))
+        if not tokens or max(tokens) >= self.engine.tokenizer.n_vocab:
+            return None
+        key = (message.get("opened", ""), tokens)
+        output = self._outputs.get(key)
+        if output is None:
+            if len(self._outputs) >= _MOST_OUTPUTS:
+                self._outputs.clear()
+            output = self._outputs[key] = self._format.parser(key[0])
+            for token in tokens:
+                output.push(token)
+            output.flush()
+        said = _answer_message(output, len(message["content"]), tokens)
+        return output if said == {**message, "tokens": list(tokens)} else None
+
+    def _fitted(self, message: Message) -> Message:
+        """A message from a file, with the tokens only if they are of this model's vocabulary."""
+        if "tokens" not in message:
+            return message
+        output = self._parsed(message)
+        if output is not None:
+            return _answer_message(output, len(message["content"]), message["tokens"])
+        return cast(Message, {key: value for key, value in message.items() if key not in ("tokens", "opened")})
 
     def _last_question(self) -> int:
         """Index of the last question that has an answer."""
@@ -152,8 +268,11 @@ class Conversation:
 class Answer(Iterator[Piece]):
     """An answer while it is made: pieces, and at the end, or when it is left early, two more messages."""
 
-    def __init__(self, conversation: Conversation, messages: list[Message], stream: Stream) -> None:
+    def __init__(
+        self, conversation: Conversation, messages: list[Message], stream: Stream, output: OutputParser
+    ) -> None:
         self._conversation = conversation
+        self._output = output
         self._before = conversation.messages
         self._messages = messages
         self._stream = stream
@@ -190,11 +309,12 @@ class Answer(Iterator[Piece]):
         if self._kept or self._stream.failed or self._conversation.messages is not self._before:
             return
         completion = self._stream.completion
-        if completion.finish_reason == "interrupted" and not completion.text:
+        if completion.finish_reason == "interrupted" and not (completion.text or completion.tool_calls):
             return
+        answer = _answer_message(self._output, len(completion.text), completion.tokens)
         self._kept = True
         # One assignment: a second Ctrl-C finds either the old messages or the new ones.
-        self._conversation.messages = [*self._messages, {"role": "assistant", "content": completion.text}]
+        self._conversation.messages = [*self._messages, answer]
 
     def __del__(self) -> None:
         self.close()
@@ -208,14 +328,62 @@ class Answer(Iterator[Piece]):
         self.close()
 
 
+def _answer_message(output: OutputParser, length: int, tokens: Sequence[int]) -> Message:
+    """An answer as a message; length: of its text."""
+    message: Message = {"role": "assistant", "content": output.answer[:length]}
+    if output.reasoning:
+        message["reasoning"] = output.reasoning
+    if output.tool_calls:
+        message["tool_calls"] = [asdict(call) for call in output.tool_calls]
+    if tokens:
+        message["tokens"] = list(tokens)
+    if output.opened:
+        message["opened"] = output.opened
+    return message
+
+
 def _read_message(line: bytes, place: str) -> Message:
     """A message from a line of JSON. Raises InvalidArgument, which names the place."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{place} is no JSON: {error}") from None
-    if not isinstance(message, dict) or set(message) != {"role", "content"} or not isinstance(message["content"], str):
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message) <= {"role", *_CHECKS}:
         raise InvalidArgument(f'{place} must be {{"role": ..., "content": ...}}: found {message!r:.80}')
     if message["role"] not in _ROLES:
         raise InvalidArgument(f"{place}: the role must be {', '.join(_ROLES)}: found {message['role']!r:.80}")
-    return message
+    if message["role"] != "assistant" and len(message) > 2:
+        raise InvalidArgument(f"{place}: only an answer may have {', '.join(sorted({*message} - {'role', 'content'}))}")
+    for key, value in message.items():
+        if key != "role" and not _CHECKS[key][0](value):
+            raise InvalidArgument(f"{place} must be a message whose {key} is {_CHECKS[key][1]}: found {value!r:.80}")
+    return cast(Message, message)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+
+
+def _are_calls(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(call, dict)
+        and set(call) == {"text", "name", "arguments"}
+        and isinstance(call["text"], str)
+        and isinstance(call["name"], str | None)
+        and isinstance(call["arguments"], dict | None)
+        for call in value
+    )
+
+
+# What a message of a file may hold beside its role: a check, and what it wants.
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "content": (_is_text, "a text"),
+    "reasoning": (_is_text, "a text"),
+    "tool_calls": (_are_calls, "a list of calls, each with text, name and arguments"),
+    "tokens": (_are_tokens, "a list of token ids"),
+    "opened": (_is_text, "a text"),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from edgeinfer.reasoning import ToolCall
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Speculation
 
@@ -18,11 +19,13 @@ class Piece:
 
     text: may be empty, where the bytes so far are no whole character or might become a stop string.
     tokens: ids drawn for it; a stop token is not among them.  finish_reason: set on the last piece only.
+    reasoning: what it adds to that of the completion; in a chat, text is of the answer alone.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Completion:
 
     text: without the stop string.  tokens: every id drawn but a stop token; a stop string's tokens are among them.
     params: as used, with the seed that was drawn if none was given: the same prompt with them gives the same text.
+    reasoning, tool_calls: in a chat, what the model thought before it answered, None if it did not, and the tools that
+    it asked for; text is then the answer without them. The completion of a raw prompt is all text.
     """
 
     text: str
@@ -68,3 +73,5 @@ class Completion:
     usage: Usage
     timings: Timings
     params: SamplingParams
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()

@@ -41,12 +41,13 @@ from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.placement import check_name
 from edgeinfer.speculation.stats import Tally
-from edgeinfer.stream import Record, StopStrings, Stream
+from edgeinfer.stream import Output, Record, StopStrings, Stream
 from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import CacheType, Device, Logits, MemoryPlan, TernaryBits
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
+    from edgeinfer.reasoning import OutputFormat
     from edgeinfer.speculation.opening import DraftPlan
     from edgeinfer.template import ChatTemplate
 
@@ -353,6 +354,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
+        output: Output | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """The completion of a prompt, piece by piece.
@@ -361,7 +363,7 @@ class Engine:
         stop: texts that end the completion and are left out of it; a special token is written by its name
         ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, changed by
         `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
-        prompt that is read, 0..1.
+        prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
         model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
         of this engine open.
@@ -376,7 +378,7 @@ class Engine:
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
         chosen = replace(params, **sampling).with_seed()
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen)
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output)
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
     @cached_property
@@ -385,6 +387,16 @@ class Engine:
         from edgeinfer.template import ChatTemplate
 
         return ChatTemplate.from_file(self._file, self.tokenizer)
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        """How the model marks reasoning and calls of tools in a chat. Raises TemplateError as `template` does."""
+        from edgeinfer.reasoning import OutputFormat
+
+        template = self.template
+        return OutputFormat(
+            template.source, self.tokenizer, lambda messages: template.render(messages, add_generation_prompt=False)
+        )
 
     def chat(self, system: str | None = None) -> Conversation:
         """A conversation with this model. Raises TemplateError if the file has no chat template that works."""
@@ -473,7 +485,7 @@ class Engine:
         except BaseException:
             record.failed = True
             raise
-        return Piece(record.end(reason, stop_token), (), reason)
+        return record.end(reason, stop_token)
 
     def _next(self, tokens: Iterator[int], record: Record) -> int:
         """The next token. Raises Interrupted if somebody asked for that since the last one."""

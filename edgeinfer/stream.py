@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import cast
+from typing import Protocol, cast
 
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.reasoning import ToolCall
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.tokenizer import Tokenizer
@@ -56,10 +57,58 @@ class Stream(Iterator[Piece]):
         self.close()
 
 
-class Record:
-    """What a request has made so far: tokens to text, text to pieces, and the clock."""
+class Output(Protocol):
+    """What makes text of the tokens of a request: an edgeinfer.reasoning.OutputParser, or RawOutput."""
 
-    def __init__(self, tokenizer: Tokenizer, n_prompt: int, stops: StopStrings, params: SamplingParams) -> None:
+    def push(self, token: int) -> tuple[str, str, str]:
+        """What a token adds to the reasoning and to the text, and its name if it is special and not shown."""
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, when no more will come."""
+
+    @property
+    def reasoning(self) -> str | None:
+        """All of it, None where there was none."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Those that have ended."""
+
+
+class RawOutput:
+    """All that is emitted is text, but for control tokens."""
+
+    reasoning = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = tokenizer.stream(skip_special=True)
+
+    def push(self, token: int) -> tuple[str, str, str]:
+        """See Output."""
+        name = self._tokenizer.name(token) if self._tokenizer.is_control(token) else ""
+        return "", self._decoder.push(token), name
+
+    def flush(self) -> tuple[str, str]:
+        """See Output."""
+        return "", self._decoder.flush()
+
+
+class Record:
+    """What a request has made so far: tokens to text, text to pieces, and the clock.
+
+    Stop strings are looked for in the text and among the special tokens around it, not within the reasoning.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        n_prompt: int,
+        stops: StopStrings,
+        params: SamplingParams,
+        output: Output | None = None,
+    ) -> None:
         self.params = params
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
@@ -68,7 +117,7 @@ class Record:
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
         self._tokenizer = tokenizer
-        self._decoder = tokenizer.stream(skip_special=True)
+        self._output = output or RawOutput(tokenizer)
         self._stops = stops
         self._text: list[str] = []
         self._tokens: list[int] = []
@@ -84,28 +133,35 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
-        hidden = self._name(token) if self._tokenizer.is_control(token) else ""
-        text = self._stops.push(self._decoder.push(token), hidden)
+        reasoning, text, hidden = self._output.push(token)
+        text = self._stops.push(text) + self._stops.push("", hidden)
         self._text.append(text)
-        return Piece(text, (token,), "stop" if self._stops.met else None)
+        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning)
 
-    def end(self, reason: FinishReason, stop_token: int | None = None) -> str:
-        """Make the completion, unless there is one; gives the text that was held back until now.
+    def end(self, reason: FinishReason, stop_token: int | None = None) -> Piece:
+        """Make the completion, unless there is one; gives the piece with what was held back until now.
 
         stop_token: the one that ended it, whose text may end a stop string.
         """
         if self.completion is not None:
-            return ""
-        hidden = "" if stop_token is None else self._name(stop_token)
-        rest = self._stops.push(self._decoder.flush()) + self._stops.push("", hidden) + self._stops.flush()
+            return Piece("", (), reason)
+        reasoning = rest = ""
+        if not self._stops.met:
+            reasoning, rest = self._output.flush()
+            hidden = "" if stop_token is None else self._tokenizer.name(stop_token)
+            rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
-        usage = Usage(self._n_prompt, self.n_cached, len(self._tokens))
-        text = "".join(self._text)
-        self.completion = Completion(text, tuple(self._tokens), reason, usage, self._timings(), self.params)
-        return rest
-
-    def _name(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode(errors="replace")
+        self.completion = Completion(
+            "".join(self._text),
+            tuple(self._tokens),
+            reason,
+            Usage(self._n_prompt, self.n_cached, len(self._tokens)),
+            self._timings(),
+            self.params,
+            self._output.reasoning,
+            self._output.tool_calls,
+        )
+        return Piece(rest, (), reason, reasoning)
 
     def _timings(self) -> Timings:
         prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])

@@ -780,7 +780,12 @@ class ChatTemplate:
         except TemplateError:
             return False
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def source(self) -> str:
+        """The Jinja source."""
+        return self._source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt as text. Raises TemplateError: refused by the template, too slow, too long.
 
         messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.
@@ -788,7 +793,7 @@ class ChatTemplate:
         return plain(self._render(messages, add_generation_prompt))
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> list[int]:
         """The prompt as token ids, with special tokens only where the template itself wrote them.
 

@@ -759,6 +759,11 @@ class Tokenizer:
         """Texts of all tokens that are looked for in a text, longest first."""
         return tuple(special.text for special in self._specials)
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens of special_texts, in the same order."""
+        return tuple(special.id for special in self._specials)
+
     def token_id(self, text: str) -> int | None:
         """The special token of exactly this text."""
         return next((special.id for special in self._specials if special.text == text), None)
@@ -849,6 +854,10 @@ class Tokenizer:
                 raise TokenizerError(f"token id must be 0 to {self.n_vocab - 1}: found {id}")
             piece = self._pieces[int(id)] = self._piece(id)
         return piece
+
+    def name(self, id: int) -> str:
+        """The text of a token by itself, such as "<|im_end|>"."""
+        return self.token_bytes(id).decode(errors="replace")
 
     def _piece(self, id: int) -> bytes:
         text, attribute = self._tokens[id], int(self._attributes[id])

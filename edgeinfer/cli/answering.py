@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from edgeinfer.cli.terminal import ProgressBar, Writer, note, show
+from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note, show
 from edgeinfer.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -35,24 +35,45 @@ class Answering(Protocol):
         """The whole, at its end."""
 
 
-def write_answer(engine: Engine, pieces: Answering, writer: Writer, reading: ProgressBar) -> Completion:
+def write_answer(
+    engine: Engine, pieces: Answering, writer: Writer, reading: ProgressBar, thinking: Thinking | None = None
+) -> Completion:
     """Write the pieces as they come; gives the whole, "interrupted" after Ctrl-C.
 
-    reading: the bar that the engine tells how much of the prompt is read; taken away before the first piece.
+    reading: the bar that the engine tells how much of the prompt is read; taken away before the first piece.  thinking:
+    what is told about the reasoning, None for nothing.
     """
     with reading, stopped_by_ctrl_c(engine):
         try:
             for piece in pieces:
                 reading.close()
+                if thinking is not None:
+                    _tell(thinking, piece)
                 writer.write(piece.text)
         except KeyboardInterrupt:
             pieces.close()
         finally:
+            if thinking is not None:
+                thinking.end()
             writer.end_line()
     speculation = pieces.completion.timings.speculation
     for name, reason in ({} if speculation is None else speculation.dropped).items():
         note(f"drafting went on without {name}: {reason}")
     return pieces.completion
+
+
+def _tell(thinking: Thinking, piece: Piece) -> None:
+    if piece.reasoning or (thinking.is_open and not piece.text):
+        thinking.write(piece.reasoning, len(piece.tokens))
+    if piece.text:
+        thinking.end()
+
+
+def note_calls(completion: Completion) -> None:
+    """Say which tools the model asked for: there are none here."""
+    for call in completion.tool_calls:
+        asked = call.text if call.name is None else f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
+        note(f"the model asks for a tool, and there is none: {asked}")
 
 
 @contextmanager
@@ -81,6 +102,7 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> No
     if as_json:
         show(json.dumps(as_record(engine, completion)))
     else:
+        note_calls(completion)
         note(figures(engine, completion))
     if completion.finish_reason == "interrupted":
         click.get_current_context().exit(Interrupted.exit_code)
@@ -90,6 +112,8 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
     """The JSON object that --json prints."""
     return {
         "text": completion.text,
+        "reasoning": completion.reasoning,
+        "tool_calls": [dataclasses.asdict(call) for call in completion.tool_calls],
         "finish_reason": completion.finish_reason,
         "usage": dataclasses.asdict(completion.usage),
         "timings": _as_dict(completion.timings),

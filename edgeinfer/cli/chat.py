@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.answering import figures, finish_one_shot, speculation_table, write_answer
+from edgeinfer.cli.answering import figures, finish_one_shot, note_calls, speculation_table, write_answer
 from edgeinfer.cli.options import (
     json_option,
     max_tokens,
@@ -28,7 +28,7 @@ from edgeinfer.cli.options import (
     warnings_as_notes,
 )
 from edgeinfer.cli.streams import Command
-from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason
+from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note, reason
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
 from edgeinfer.files import state_folder
 
@@ -47,10 +47,17 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
 @click.option("-sys", "--system", help="System message.")
 @variable_option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
+@variable_option("--show-reasoning", is_flag=True, help="Show what the model thinks before it answers.")
 @sampling_options
 @json_option
 def chat(
-    texts: tuple[str, ...], prompt: str | None, system: str | None, no_history: bool, as_json: bool, **flags: Any
+    texts: tuple[str, ...],
+    prompt: str | None,
+    system: str | None,
+    no_history: bool,
+    show_reasoning: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Talk with a model.
 
@@ -66,14 +73,16 @@ def chat(
     with open_engine(flags) as engine:
         conversation = engine.chat(system)
         if message is None:
-            repl = Repl(conversation, params, max_tokens(flags), None if no_history else _history_file())
+            history = None if no_history else _history_file()
+            repl = Repl(conversation, params, max_tokens(flags), history, show_reasoning)
             repl.run()
             if repl.is_lost:
                 click.get_current_context().exit(BackendLost.exit_code)
             return
         bar = ProgressBar("reading the prompt")
         answer = conversation.send(message, max_tokens=max_tokens(flags), params=params, progress=bar)
-        completion = write_answer(engine, answer, Writer.to_stdout(silent=as_json), bar)
+        thinking = Thinking(is_shown=show_reasoning and not as_json)
+        completion = write_answer(engine, answer, Writer.to_stdout(silent=as_json), bar, thinking)
         finish_one_shot(engine, completion, as_json)
 
 
@@ -115,13 +124,19 @@ class Repl:
     """
 
     def __init__(
-        self, conversation: Conversation, params: SamplingParams, max_tokens: int | None, history: Path | None
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        max_tokens: int | None,
+        history: Path | None,
+        show_reasoning: bool,
     ) -> None:
         self.conversation = conversation
         self.engine = conversation.engine
         self.params = params
         self.max_tokens = max_tokens
         self.is_lost = False
+        self.show_reasoning = show_reasoning
         self._writer = Writer(sys.stdout)
         self._last: Completion | None = None
         self._n_regenerated = 0
@@ -131,6 +146,7 @@ class Repl:
             "/undo": (self._undo, "drop the last message and its answer"),
             "/clear": (self._clear, "drop all messages but the system message"),
             "/system": (self._system, '[TEXT]  show or set the system message; "" removes it'),
+            "/reasoning": (self._reasoning, "show what the model thinks before it answers, or hide it again"),
             "/save": (self._save, "FILE  write the conversation as JSON Lines"),
             "/load": (self._load, "FILE  go on with a saved conversation"),
             "/stats": (self._stats, "show the model, the context, the memory and the last answer's figures"),
@@ -205,21 +221,25 @@ class Repl:
         self.is_lost = False
 
     def _show(self, answer: Answer, bar: ProgressBar) -> None:
-        completion = write_answer(self.engine, answer, self._writer, bar)
+        completion = write_answer(self.engine, answer, self._writer, bar, Thinking(self.show_reasoning))
         self._last = completion
+        note_calls(completion)
         if completion.finish_reason == "interrupted":
             note("stopped; what there is of the answer is kept" if answer.is_kept else "stopped; nothing is kept")
         elif completion.finish_reason == "length":
             full = completion.usage.prompt_tokens + completion.usage.completion_tokens >= self.engine.n_ctx
-            note("cut: the context is full; /clear, /undo, or start with a larger -c" if full else "cut: -n is reached")
+            cut = "cut" if completion.text or completion.reasoning is None else "cut within the reasoning"
+            note(
+                f"{cut}: {'the context is full; /clear, /undo, or start with a larger -c' if full else '-n is reached'}"
+            )
         note(figures(self.engine, completion))
 
     # ---- Commands ----------------------------------------------------------------------------------------------------
 
     def _help(self, argument: str) -> None:
         for name, (_, text) in self._commands.items():
-            note(f"  {name:8} {text}")
-        note('  """      begins and ends a message of several lines; Alt-Enter makes a new line too')
+            note(f"  {name:10} {text}")
+        note('  """        begins and ends a message of several lines; Alt-Enter makes a new line too')
 
     def _regen(self, argument: str) -> None:
         if self.params.temperature == 0.0:
@@ -242,6 +262,10 @@ class Repl:
             note("the system message is removed" if argument == '""' else "the system message is set")
         else:
             note(self.conversation.system or "there is no system message")
+
+    def _reasoning(self, argument: str) -> None:
+        self.show_reasoning = not self.show_reasoning
+        note("reasoning is shown" if self.show_reasoning else "reasoning is hidden")
 
     def _save(self, argument: str) -> None:
         self.conversation.save(_named(argument))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _BAR_AFTER_SECONDS = 1.0
+_THINKING_SECONDS = 0.1  # between counts of the tokens of a reasoning
 _LINE_SECONDS = 10.0  # between lines about a long run
 
 # C0 but for tab and newline, DEL, C1, and what turns the direction of the text: escape sequences cannot form.
@@ -95,6 +96,51 @@ def complain(text: str) -> None:
 def _echo(text: str) -> None:
     with suppress(OSError):
         click.echo(text, err=True)
+
+
+class Thinking:
+    """Tells on stderr that a model reasons before it answers: its text, or on a terminal one line that counts."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._start: float | None = None  # None: nothing of it yet, or the answer has begun
+        self._n_tokens = 0
+        self._last_line = 0.0
+        self._in_line = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model reasons."""
+        return self._start is not None
+
+    def write(self, text: str, n_tokens: int) -> None:
+        """The next part of the reasoning, and how many tokens it took."""
+        now = time.monotonic()
+        self._start = now if self._start is None else self._start
+        self._n_tokens += n_tokens
+        if self._is_shown:
+            self._write(visible(text) if sys.stderr.isatty() else text)
+            self._in_line = not text.endswith("\n") if text else self._in_line
+        elif sys.stderr.isatty() and now - self._last_line > _THINKING_SECONDS:
+            self._last_line = now
+            self._write(f"\rthinking ... {self._n_tokens} tokens, {now - self._start:.0f} s ")
+            self._in_line = True
+
+    def end(self) -> None:
+        """The answer begins, or there is none."""
+        if self._start is None:
+            return
+        if self._in_line and not self._is_shown:
+            self._write(f"\rthought for {self._n_tokens} tokens, {time.monotonic() - self._start:.1f} s   ")
+        if self._in_line:
+            self._write("\n")
+        if self._is_shown:
+            self._write("\n")
+        self._start, self._n_tokens, self._last_line, self._in_line = None, 0, 0.0, False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(click.style(text, dim=True) if _has_colours(sys.stderr) else text)
+        sys.stderr.flush()
 
 
 def _has_colours(stream: TextIO) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import BranchingSession, common_length
-from edgeinfer.chat import Message
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
@@ -49,7 +48,7 @@ class NativeAuthor:
 
     def write(self, requests: Sequence[Request]) -> list[Text]:
         """See Author.write. A text for each turn of a request, with all that went before it."""
-        messages: list[list[Message]] = [[] for _ in requests]
+        messages: list[list[dict[str, str]]] = [[] for _ in requests]
         texts: list[list[Text]] = [[] for _ in requests]
         for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
             asked: list[Asked] = []
@@ -66,7 +65,7 @@ class NativeAuthor:
                 for (number, prompt), (answer, rows) in zip(group, answers, strict=True):
                     tokens = np.array(prompt + answer, dtype=np.int32)
                     texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy, rows))
-                    content = self._engine.detokenize(answer, skip_special=True)
+                    content = self._engine.output_format.answer(prompt, answer)
                     messages[number].append({"role": "assistant", "content": content})
         return [text for each in texts for text in each]
 
@@ -149,6 +148,6 @@ def tree_rows(spec: ModelSpec, context: int) -> int:
     return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 
 
-def encode(engine: Engine, messages: list[Message]) -> list[int]:
+def encode(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The tokens of a conversation that the assistant is to continue."""
     return engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)

@@ -86,6 +86,8 @@ def write_tiny_model(
     output_biases: bool = False,
     vocabulary: Literal["bpe", "spm"] = "bpe",
     metadata: Mapping[str, Value | None] | None = None,
+    special: Mapping[str, gguf.TokenType] | None = None,
+    template: str | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a model and give back its path.
@@ -100,6 +102,7 @@ def write_tiny_model(
     rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.
     qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
     metadata: further keys, written as they are, or other values for keys; None takes one away.
+    special: types of further special tokens, which take the place of padding.  template: None for ChatML.
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
@@ -113,7 +116,7 @@ def write_tiny_model(
     keys |= _KEYS.get(architecture, {})
     keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab)
+    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab, special or {}, template or CHATML)
     for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
         add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
@@ -417,43 +420,55 @@ def _merges() -> tuple[list[str], list[str]]:
     return list(rules.values()), list(rules)
 
 
-def add_bpe(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+def add_bpe(
+    writer: gguf.GGUFWriter, n_vocab: int, special: Mapping[str, gguf.TokenType] = {}, template: str = CHATML
+) -> None:
     """256 byte tokens, as many merged tokens as fit, the special tokens, padding."""
     rules, merged = _merges()
-    n_merges = min(len(rules), n_vocab - 256 - len(SPECIAL_TOKENS))
+    n_merges = min(len(rules), n_vocab - 256 - len(SPECIAL_TOKENS) - len(special))
     if n_merges < 0:
-        raise ValueError(f"n_vocab must be at least {256 + len(SPECIAL_TOKENS)}: found {n_vocab}")
+        raise ValueError(f"n_vocab must be at least {256 + len(SPECIAL_TOKENS) + len(special)}: found {n_vocab}")
     tokens = byte_characters() + merged[:n_merges]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    _add_tokens(writer, tokens, [gguf.TokenType.NORMAL] * len(tokens), n_vocab)
+    _add_tokens(writer, tokens, [gguf.TokenType.NORMAL] * len(tokens), n_vocab, special, template)
     if n_merges:
         writer.add_token_merges(rules[:n_merges])
 
 
-def _add_spm(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+def _add_spm(
+    writer: gguf.GGUFWriter, n_vocab: int, special: Mapping[str, gguf.TokenType] = {}, template: str = CHATML
+) -> None:
     """<unk> <s> </s>, 256 byte tokens, pieces of the words as far as they fit, the special tokens, padding."""
     letters = ["▁", *map(chr, range(0x21, 0x7F))]
     pieces = letters + [token.replace("Ġ", "▁") for token in _merges()[1]]
     head = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    room = n_vocab - len(head) - len(SPECIAL_TOKENS)
+    room = n_vocab - len(head) - len(SPECIAL_TOKENS) - len(special)
     if room < 1:  # without the first piece there is no space
-        raise ValueError(f"n_vocab must be at least {len(head) + len(SPECIAL_TOKENS) + 1}: found {n_vocab}")
+        raise ValueError(f"n_vocab must be at least {n_vocab - room + 1}: found {n_vocab}")
     kinds = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.BYTE] * 256
     pieces = pieces[:room]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_scores([0.0] * len(head) + [-float(i) for i in range(n_vocab - len(head))])
     writer.add_unk_token_id(0)
-    _add_tokens(writer, head + pieces, kinds + [gguf.TokenType.NORMAL] * len(pieces), n_vocab)
+    _add_tokens(writer, head + pieces, kinds + [gguf.TokenType.NORMAL] * len(pieces), n_vocab, special, template)
 
 
-def _add_tokens(writer: gguf.GGUFWriter, tokens: list[str], kinds: Sequence[gguf.TokenType], n_vocab: int) -> None:
+def _add_tokens(
+    writer: gguf.GGUFWriter,
+    tokens: list[str],
+    kinds: Sequence[gguf.TokenType],
+    n_vocab: int,
+    special: Mapping[str, gguf.TokenType],
+    template: str,
+) -> None:
     """The tokens, then the special ones, then padding up to n_vocab; and what the keys say about them."""
     first_special = len(tokens)
-    tokens = [*tokens, *SPECIAL_TOKENS]
+    tokens = [*tokens, *SPECIAL_TOKENS, *special]
     padding = n_vocab - len(tokens)
-    kinds = [*kinds, *[gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS), *[gguf.TokenType.UNUSED] * padding]
+    kinds = [*kinds, *[gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS), *special.values()]
+    kinds += [gguf.TokenType.UNUSED] * padding
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(padding)])
     writer.add_token_types(kinds)
     writer.add_bos_token_id(first_special)
@@ -461,4 +476,4 @@ def _add_tokens(writer: gguf.GGUFWriter, tokens: list[str], kinds: Sequence[gguf
     writer.add_pad_token_id(first_special)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(CHATML)
+    writer.add_chat_template(template)

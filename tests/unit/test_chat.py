@@ -38,6 +38,11 @@ def said(answer):
     return "".join(piece.text for piece in answer)
 
 
+def said_in(answer):
+    """The message of an answer without reasoning and calls of tools."""
+    return {"role": "assistant", "content": answer.completion.text, "tokens": list(answer.completion.tokens)}
+
+
 def encode(engine, messages):
     return engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
 
@@ -57,7 +62,7 @@ def test_an_exchange_is_two_messages_more(chat):
     assert chat.messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": answer.completion.text},
+        said_in(answer),
     ]
     assert answer.is_kept
 
@@ -105,7 +110,7 @@ def test_an_answer_closed_half_way_is_kept(chat, engine):
     shown = "".join(next(answer).text for _ in range(20))
     answer.close()
     assert answer.completion.finish_reason == "interrupted"
-    assert chat.messages[-1] == {"role": "assistant", "content": answer.completion.text}
+    assert chat.messages[-1] == said_in(answer)
     assert answer.completion.text.startswith(shown) and shown
     assert ask(chat, "go on").completion.finish_reason == "length"
 

@@ -18,9 +18,10 @@ import click
 import psutil
 import pytest
 from click.testing import CliRunner
+from scripted import Script
 from staging import CRASH, Stage
 from tiny_heads import write_tiny_head
-from tiny_models import write_tiny_model
+from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli
@@ -70,6 +71,18 @@ def crashing_decode(context, batch):
     return status
 
 llama_cpp.llama_decode = crashing_decode
+"""
+# The same one, which thinks, answers, and then says nothing but stars.
+THINKING_MAIN = f"""
+import edgeinfer.engine
+SAYS = "<think>hm, hm, hm, hm, hm</think>Yes."
+draw = edgeinfer.engine.Engine._draw
+def drawing(engine, prompt, *rest):
+    says = list(map(ord, SAYS)) + [42] * 4000  # a token of these is a character
+    edgeinfer.engine.sample = lambda logits, params, position, previous: says[position - len(prompt)]
+    return draw(engine, prompt, *rest)
+edgeinfer.engine.Engine._draw = drawing
+{SLOW_MAIN}
 """
 EXIT_CODES = {"ok": 0, "failure": 1, "usage": 2, "model": 3, "budget": 4, "lost": 5, "interrupted": 130}
 
@@ -181,7 +194,10 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
     for command in ("generate", "chat"):
         result = run(command, "-p", "hello", "-n", "5", "-s", "1", "--json")
         record = json.loads(result.stdout)
-        assert set(record) == {"text", "finish_reason", "usage", "timings", "model", "seed"}
+        assert set(record) == {
+            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed")
+        }
+        assert record["reasoning"] is None and record["tool_calls"] == []
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
         assert set(record["timings"]) == {
             *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),
@@ -262,7 +278,7 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                 monkeypatch.delenv(text)
     assert set(variables) == {"chat", "generate", "bench", "distill", "evaluate"}
     assert variables["bench"] == variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
-    assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY"}
+    assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")
     refused = CliRunner().invoke(cli.main, ["generate", "hello"])
@@ -305,6 +321,48 @@ def test_standard_input_comes_before_the_text_of_p(run, model):
     result = run("chat", "-p", "summarise", "-n", "20", "-s", "1", "--json", text="a report\nof two lines\n")
     expected = answered(model, "a report\nof two lines\n\nsummarise", max_tokens=20, seed=1)
     assert json.loads(result.stdout)["text"] == expected.text
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A model whose template knows <think> and <tool_call>, which are ordinary text to it."""
+    template = CHATML + "{% if false %}<think></think><tool_call>{% endif %}"
+    folder = tmp_path_factory.mktemp("thinker")
+    return str(write_tiny_model(folder / "thinker.gguf", template=template, n_ctx_train=2048))
+
+
+def thinking_of(monkeypatch, output):
+    """Makes every engine say this."""
+    load = engine_module.load
+
+    def scripted(*arguments, **options):
+        engine = load(*arguments, **options)
+        Script(engine, monkeypatch).emit(output)
+        return engine
+
+    monkeypatch.setattr(engine_module, "load", scripted)
+
+
+def test_reasoning_is_no_part_of_the_answer_and_is_shown_when_asked_for(run, thinker, monkeypatch):
+    thinking_of(monkeypatch, "<think>\nhm,\nhm\n</think>\n\nYes.")
+    hidden = run("chat", "-m", thinker, "-p", "hello")
+    assert hidden.stdout == "Yes.\n" and hidden.stderr.startswith("[prompt ")
+    shown = run("chat", "-m", thinker, "-p", "hello", "--show-reasoning")
+    assert shown.stdout == "Yes.\n" and shown.stderr.startswith("hm,\nhm\n\n[prompt ")
+    monkeypatch.setenv("EDGEINFER_SHOW_REASONING", "1")
+    assert run("chat", "-m", thinker, "-p", "hello").stderr.startswith("hm,\nhm\n\n[prompt ")
+    raw = run("generate", "-m", thinker, "-p", "hello")
+    assert raw.stdout == "<think>\nhm,\nhm\n</think>\n\nYes.\n"
+
+
+def test_json_has_the_reasoning_and_the_calls(run, thinker, monkeypatch):
+    thinking_of(monkeypatch, '<think>hm</think>Yes.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    result = run("chat", "-m", thinker, "-p", "hello", "--json", "--show-reasoning")
+    record = json.loads(result.stdout)
+    assert (record["text"], record["reasoning"]) == ("Yes.", "hm") and result.stderr == ""
+    text = '{"name": "f", "arguments": {"a": 1}}'
+    assert record["tool_calls"] == [{"text": text, "name": "f", "arguments": {"a": 1}}]
+    assert 'the model asks for a tool, and there is none: f {"a": 1}' in run("chat", "-m", thinker, "-p", "x").stderr
 
 
 # ---- Exit codes ----------------------------------------------------------------------------------------------------
@@ -616,10 +674,10 @@ class Person:
 
 
 @contextmanager
-def sitting_at(model, tmp_path, *arguments, shell='exec "$@"', **variables):
+def sitting_at(model, tmp_path, *arguments, main=SLOW_MAIN, shell='exec "$@"', **variables):
     """shell: what starts the program. A variable that is None is not set."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-c", SLOW_MAIN, "chat", "-m", model, "--backend", "reference", *arguments]
+    command = [sys.executable, "-c", main, "chat", "-m", model, "--backend", "reference", *arguments]
     names = environment(tmp_path, SAY_TWENTY="1") | variables
     process = subprocess.Popen(
         ["bash", "-c", shell, "bash", *command],
@@ -831,6 +889,35 @@ def test_typed_lines_are_kept_for_the_next_time_unless_told_not_to(model, tmp_pa
         person.type("\x04")
         assert person.leave() == 0
     assert "remember me" in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_the_reasoning_at_a_terminal(thinker, tmp_path):
+    with sitting_at(thinker, tmp_path, "-n", "44", main=THINKING_MAIN) as person:
+        person.say("hello")
+        assert "hm" not in person.see("thinking ... ")
+        assert "hm" not in person.see("thought for ")
+        person.see("Yes.")
+        person.say("/reasoning")
+        person.see("reasoning is shown")
+        person.say("again")
+        assert "thinking" not in person.see("hm, hm, hm")
+        person.see("Yes.")
+        person.say("/reasoning")
+        person.see("reasoning is hidden")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_ctrl_c_within_the_reasoning_keeps_nothing(thinker, tmp_path):
+    with sitting_at(thinker, tmp_path, main=THINKING_MAIN.replace("</think>", "")) as person:
+        person.say("hello")
+        person.see("TWENTY")
+        person.type("\x03")
+        assert "thought for " in person.see("stopped; nothing is kept")
+        person.say("/undo")
+        person.see("error: there is no exchange yet")
+        person.say("/exit")
+        assert person.leave() == 0
 
 
 def test_json_at_a_terminal_is_a_usage_error(model, tmp_path):
