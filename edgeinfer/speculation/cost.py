@@ -7,7 +7,6 @@ tokens cost 1.1 times as much as one, on another 1.9 times.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.gguf import ModelFile
+from edgeinfer.kept import key_of
 from edgeinfer.models import ModelSizes
 from edgeinfer.types import LogitsRows, Output
 
@@ -254,13 +254,8 @@ def _at_all_sizes(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]
 
 
 def cost_key(file: ModelFile, *facts: object) -> str:
-    """Name of a curve: of everything that the cost depends on.
-
-    The shapes and types of the tensors stand for the model: fine-tunes of one model share a curve.  facts: CPU,
-    instruction set, threads, build.
-    """
-    tensors = sorted((info.name, info.shape, info.type.name) for info in file.tensors.values())
-    return hashlib.sha256(repr((_FORMAT, tensors, facts)).encode()).hexdigest()[:32]
+    """Name of a curve: of everything that the cost depends on. facts: CPU, instruction set, threads, build."""
+    return key_of(file, _FORMAT, *facts)
 
 
 def default_folder() -> Path:

@@ -9,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROWS = [  # a part may import from its own row and from those above it here
-    {"errors", "types", "arguments", "_strings", "_sampler", "arrays", "gguf", "tokenizer", "template", "devices"},
+    {
+        "errors",
+        "types",
+        "arguments",
+        "_strings",
+        "_sampler",
+        "arrays",
+        "gguf",
+        "tokenizer",
+        "template",
+        "devices",
+        "kept",
+    },
     {"models"},
     {"backends"},
     {"sampling", "memory", "offload", "drafters", "speculation"},
