@@ -12,7 +12,7 @@ import numpy as np
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.native import MachineLimits
+from edgeinfer.backends.native import MachineLimits, NativeSession
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec
@@ -46,7 +46,7 @@ class Report:
     """Everything that `edgeinfer bench` measured. The first engine is ours.
 
     weight_bytes: read for one token.  multiply_adds: of the matrices, for one token; both None where the backend does
-    not tell what it computes.  cost of n: time of n tokens over time of one.
+    not tell what it computes.  cost of n: time of n tokens over time of one.  tuning: how ours reads its weights.
     """
 
     model: str
@@ -59,6 +59,7 @@ class Report:
     curve: Sequence[Point]
     prefill: Point
     engines: Sequence[str] = field(default_factory=list)
+    tuning: Mapping[str, object] | None = None
 
     @property
     def bandwidth_share(self) -> float | None:
@@ -160,6 +161,8 @@ def report(
     prefill = min(512, min(session.n_ctx for session in sessions.values()) - CONTEXT)
     curve, long = measure(sessions, CURVE, prefill, rounds)
     weight_bytes, multiply_adds = work_of_a_token(file, spec) if isinstance(spec, ModelSpec) else (None, None)
+    ours = next(iter(sessions.values()))
+    tuning = ours.tuning if isinstance(ours, NativeSession) else None
     return Report(
         model=file.path.name,
         cpu=devices.cpu_name(),
@@ -171,4 +174,5 @@ def report(
         curve=curve,
         prefill=long,
         engines=list(sessions),
+        tuning=None if tuning is None else tuning.as_dict(),
     )

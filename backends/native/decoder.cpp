@@ -169,6 +169,10 @@ void Decoder::map_weights() const {
     }
 }
 
+void Decoder::wait_for_weights() {
+    if (mapping_.joinable()) mapping_.join();
+}
+
 // ---- weights ---------------------------------------------------------------------------------------------------
 
 // Where in the packed weights the next n_bytes go.
@@ -204,6 +208,7 @@ void Decoder::set_matrix(Role role, int layer, Format format, int n_out, int n_i
     m.n_in = n_in;
     m.group_bytes = packed_group_bytes(format, n_in);
     m.is_kept = weight_bytes_ <= kKept;
+    m.reading = &reading_;
     m.data = weights() + take_weights(m.group_bytes * static_cast<size_t>(m.n_groups()));
 }
 
@@ -262,7 +267,7 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
         for (int row = n_pending + i; !pass.chain && parents[row] >= 0; row = parents[row]) depth++;
         buffers_->position[i] = pass.base + depth;
     }
-    if (mapping_.joinable()) mapping_.join();
+    wait_for_weights();
     stop_.store(false, std::memory_order_relaxed);
     using Clock = std::chrono::steady_clock;
     Clock::time_point polled = Clock::now();
@@ -276,6 +281,51 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
     cache_.reserve(pass.slot(n));
     pool_->run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
+}
+
+// A piece of the output matrix, for a pass in n_parts.
+Matrix Decoder::part_of_output(int n_parts, int part) const {
+    Matrix output = output_;
+    const int n_groups = std::max(1, output_.n_groups() / n_parts);
+    output.n_out = std::min(output_.n_out, n_groups * kRows);
+    output.data += static_cast<size_t>(part % output_.n_groups() * n_groups) * output.group_bytes;
+    return output;
+}
+
+size_t Decoder::part_bytes(int n_parts, int part) const {
+    const Matrix output = part_of_output(n_parts, part);
+    size_t n_bytes = output.group_bytes * static_cast<size_t>(output.n_groups());
+    for (size_t i = static_cast<size_t>(part); i < layers_.size(); i += static_cast<size_t>(n_parts)) {
+        const LayerWeights& w = layers_[i];
+        for (const Matrix* m : {&w.q, &w.k, &w.v, &w.attn_output, &w.gate, &w.up, &w.down})
+            n_bytes += m->group_bytes * static_cast<size_t>(m->n_groups());
+    }
+    return n_bytes;
+}
+
+double Decoder::seconds_of_part(int n, int n_parts, int part) {
+    wait_for_weights();
+    const size_t columns = static_cast<size_t>(n);
+    std::vector<int32_t> tokens(columns, 0), parents(columns), rows(columns);
+    for (int i = 0; i < n; i++) {
+        parents[static_cast<size_t>(i)] = i - 1;
+        rows[static_cast<size_t>(i)] = i;
+        buffers_->position[i] = n_past() + i;
+    }
+    const Matrix output = part_of_output(n_parts, part);
+    std::vector<float> logits(columns * static_cast<size_t>(output.n_out));
+    const std::function<bool()> never = [] { return false; };  // it is over soon
+    const Pass pass{tokens.data(), parents.data(), n, 0,       n_past(),  true,  nullptr, rows.data(), n,
+                    logits.data(), nullptr,        0, nullptr, size_t{0}, &never};
+    cache_.reserve(pass.slot(n));
+    stop_.store(false, std::memory_order_relaxed);
+    const auto started = std::chrono::steady_clock::now();
+    pool_->run([&](int thread) {
+        embed(pass, thread);
+        for (int i = part; i < config_.n_layers; i += n_parts) layer(pass, thread, layers_[static_cast<size_t>(i)], i);
+        head(pass, thread, output);
+    });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
 // Tasks of a pass that was stopped are counted, but not done.
@@ -312,7 +362,7 @@ void Decoder::run(const Pass& pass, int thread) {
         tap_behind(i, nullptr);
     }
     tap_behind(config_.n_layers, output_norm_);
-    if (pass.n_rows) head(pass, thread);
+    if (pass.n_rows) head(pass, thread, output_);
 }
 
 // Copies x out, or rms_norm(x) with a norm.
@@ -441,7 +491,7 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
 }  // namespace
 
 void Decoder::multiply(const Pass& pass, int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) {
-    const Tasks tasks(w, pass.n, pool_->size(), kernels_.groups_at_once);
+    const Tasks tasks(w, pass.n, pool_->size(), kernels_.at_once(pass.n));
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         kernels_.matmul(w, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(w, task), y, ldy);
     });
@@ -501,7 +551,7 @@ void Decoder::combine(const float* rows, int n, float* features) {
                 kernels_.rms_norm(row + k, combine_.norm + k, config_.n_normed, config_.norm_epsilon, row + k);
             prepare(inputs, c, {&combine_.matrix});
         });
-        const Tasks tasks(combine_.matrix, n, pool_->size(), kernels_.groups_at_once);
+        const Tasks tasks(combine_.matrix, n, pool_->size(), kernels_.at_once(n));
         pool_->for_tasks(thread, tasks.count(), [&](int task) {
             kernels_.matmul(combine_.matrix, inputs, n, tasks.first(task), tasks.last(task),
                             tasks.behind(combine_.matrix, task), features, n_embd);
@@ -511,7 +561,7 @@ void Decoder::combine(const float* rows, int n, float* features) {
 
 void Decoder::project_qkv(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs) {
     const Buffers& b = *buffers_;
-    const int n = pass.n, n_threads = pool_->size(), together = kernels_.groups_at_once;
+    const int n = pass.n, n_threads = pool_->size(), together = kernels_.at_once(n);
     const Tasks q(w.q, n, n_threads, together), k(w.k, n, n_threads, together), v(w.v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         kernels_.matmul(m, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.behind(m, task), y, ldy);
@@ -682,7 +732,7 @@ void Decoder::add_projection(const Pass& pass, int thread, float* y, size_t ldy,
         const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first_row);
         kernels_.add_scaled(b.x + at, b.h + at, last_row - first_row, config_.residual_scale);
     };
-    const Tasks tasks(w, pass.n, pool_->size(), kernels_.groups_at_once);
+    const Tasks tasks(w, pass.n, pool_->size(), kernels_.at_once(pass.n));
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         kernels_.matmul(w, inputs, pass.n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
@@ -703,7 +753,7 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     const auto gated = config_.activation == Activation::Silu       ? kernels_.swiglu
                        : config_.activation == Activation::GeluTanh ? kernels_.geglu
                                                                     : kernels_.relu2_glu;
-    const Tasks tasks(w.gate, pass.n, pool_->size(), kernels_.groups_at_once);
+    const Tasks tasks(w.gate, pass.n, pool_->size(), kernels_.at_once(pass.n));
     for_tasks(pass, thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         for (int c = 0; c < pass.n; c += kColumnsTogether) {
@@ -721,13 +771,14 @@ void Decoder::feed_forward(const Pass& pass, int thread, const LayerWeights& w, 
     });
 }
 
-void Decoder::head(const Pass& pass, int thread) {
-    const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output_});
-    const Tasks tasks(output_, pass.n_rows, pool_->size(), kernels_.groups_at_once);
+// Logits of the rows of an output matrix, or of some of its first ones.
+void Decoder::head(const Pass& pass, int thread, const Matrix& output) {
+    const Inputs inputs = normed_inputs(pass, thread, output_norm_, pass.rows, pass.n_rows, {&output});
+    const Tasks tasks(output, pass.n_rows, pool_->size(), kernels_.at_once(pass.n_rows));
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     for_tasks(pass, thread, tasks.count(), [&](int task) {
-        const int first = tasks.first(task), last = tasks.last(task), n_logits = config_.n_logits;
-        kernels_.matmul(output_, inputs, pass.n_rows, first, last, tasks.behind(output_, task), pass.logits,
+        const int first = tasks.first(task), last = tasks.last(task), n_logits = output.n_out;
+        kernels_.matmul(output, inputs, pass.n_rows, first, last, tasks.behind(output, task), pass.logits,
                         static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
             float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;

@@ -157,6 +157,14 @@ public:
                  const int32_t* rows, int n_rows, float* logits, const int32_t* layers, int n_taps, float* taps,
                  size_t tap_stride, const std::function<bool()>& poll);
 
+    // How products read the weights, which changes no bits; it may be changed between passes.
+    Reading& reading() { return reading_; }
+    // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as much
+    // of the output matrix; for a decoder without features. What is committed stays, what is pending is lost.
+    double seconds_of_part(int n, int n_parts, int part);
+    // Bytes of the weights that it reads.
+    size_t part_bytes(int n_parts, int part) const;
+
     // Features (n, n_embd) of rows (n, n_combined) of the target, n <= n_batch, see Combine.
     void combine(const float* rows, int n, float* features);
 
@@ -205,17 +213,20 @@ private:
     void add_projection(const Pass& pass, int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w,
                         const float* bias, const float* post_norm);
     void feed_forward(const Pass& pass, int thread, const LayerWeights& w, const Inputs& inputs);
-    void head(const Pass& pass, int thread);
+    void head(const Pass& pass, int thread, const Matrix& output);
     template <class Task>
     void for_tasks(const Pass& pass, int thread, int n_tasks, const Task& task);
     template <class Item>
     void for_items(const Pass& pass, int thread, int n_items, const Item& item);
 
+    Matrix part_of_output(int n_parts, int part) const;
     size_t take_weights(size_t n_bytes);
     void map_weights() const;
+    void wait_for_weights();
 
     DecoderConfig config_;
     const Kernels& kernels_;
+    Reading reading_ = known_reading;
     std::shared_ptr<Pool> pool_;
     Memory weights_, activations_;
     KvCache cache_;

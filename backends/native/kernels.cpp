@@ -23,26 +23,36 @@ EI_INLINE void for_each(const F& f) {
     }(std::make_integer_sequence<int, N>());
 }
 
-// Where the lines are that a strip has fetched into the cache before it comes to them: reading.ahead bytes further on or,
-// where that is past the end, so many more.
+// Which of n columns a strip multiplies: its c-th is column first + c or, past the last one, that again, and dropped.
+struct Columns {
+    int first, last;
+
+    EI_INLINE size_t of(int c) const { return static_cast<size_t>(c && first + c > last ? last : first + c); }
+};
+
+// Where the lines are that a strip has asked for before it comes to them: so many bytes further on or, where that is past
+// the end, so many more.
 struct Ahead {
     const uint8_t* end;
     ptrdiff_t past_end;
-    bool is_kept;  // see Matrix
+    size_t bytes;
+    bool easy;  // see Stream
+    Hint hint;
 };
 
-// With one or two columns there are CPUs whose own prefetchers keep up with the stream, and are better left alone; with
-// more, the arithmetic between two lines holds them back. Either all lines are asked for or none: the prefetchers do not
-// see a few that are left out.
-template <int NC, class Lines>
+enum class Work { Easy, Hard };  // of a line, see Stream::easy
+
+template <Work WORK = Work::Easy, class Lines>
 EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
-    if (NC <= 2 && !reading.always) return;
-    const size_t n = reading.ahead;
+    if (WORK == Work::Easy ? !ahead.easy : !ahead.bytes) return;
+    const size_t n = ahead.bytes;
     const ptrdiff_t more = of_group(at, 0) + n < ahead.end ? 0 : ahead.past_end;
     for (int g = 0; g < kGroups<Lines>; g++) {
         const uint8_t* lines = of_group(at, g) + n + more;
-        if (reading.around_l3 && !ahead.is_kept) {
+        if (ahead.hint == Hint::AroundL3) {
             for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i, 0, 0);
+        } else if (ahead.hint == Hint::FromL2) {
+            for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i, 0, 2);
         } else {
             for (int i = 0; i < n_lines; i++) __builtin_prefetch(lines + 64 * i);
         }
@@ -106,39 +116,47 @@ constexpr size_t kLines32 = BITS == 8   ? 512
                             : BITS == 5 ? 320
                                         : 256;  // bytes of 32 codes of 16 rows
 
+// With a column or two, more row groups at once are as many streams, for CPUs that read one too slowly.
+#if defined(__SANITIZE_ADDRESS__)  // which would compile for many minutes
+constexpr int kStreamsAtOnce = kGroupsAtOnce;
+#else
+constexpr int kStreamsAtOnce = kGroupsAtOnce > 1 ? 4 : 2;
+#endif
+
 // With several row groups at once, the sums of fewer columns stay in registers: better where rows come out of a cache.
 constexpr int kFewerColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 6 ? 6 : kColumnsAtOnce;
-constexpr int kFewestColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 4 ? 4 : kColumnsAtOnce;
+constexpr int kStillFewer = kGroupsAtOnce > 1 && kColumnsAtOnce > 4 ? 4 : kColumnsAtOnce;
 
 // The formats with blocks of 32. OFFSET is what the stored codes are above the true ones.
 template <int BITS, int OFFSET, bool MIN>
 struct Blocks32 {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = MIN ? kColumnsAtOnce : kFewerColumns;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce,
+                         kColumns = MIN ? kColumnsAtOnce : kFewerColumns;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_blocks = x.n_in / 32;
         At<G> scales = group;
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
         for (int c = 0; c < NC; c++) {
-            a[c] = x.q32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(n_blocks);
-            as[c] = x.sum32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(n_blocks);
+            a[c] = x.q32 + at.of(c) * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale32 + at.of(c) * static_cast<size_t>(n_blocks);
+            as[c] = x.sum32 + at.of(c) * static_cast<size_t>(n_blocks);
             f[c] = set_f32(0.0f);
         }
         for (int b = 0; b < n_blocks; b++) {
             if (MIN || b % 2 == 0) {
                 scales = group;
-                prefetch<NC>(group, 1, ahead);
+                prefetch(group, 1, ahead);
                 group += 64;
             } else {
                 scales += 32;
             }
             Of<I32, G> sum[NC];
             const auto offset = [&](int c) { return set_i32(-OFFSET * as[c][b]); };
-            prefetch<NC>(group, static_cast<int>(kLines32<BITS> / 64), ahead);
+            prefetch(group, static_cast<int>(kLines32<BITS> / 64), ahead);
             if constexpr (kDots<8> > 1) {  // dots of 32 bits can begin with it
                 dot32<BITS, NC, G>(group, a, offset, [&](int c, const auto& d) { sum[c] = d; });
             } else {
@@ -159,30 +177,29 @@ struct Blocks32 {
     }
 };
 
-// Where columns c0.. have their activations by 256: codes, scales, and n_sums sums a tile.
+// Where the columns have their activations by 256: codes, scales, and n_sums sums a tile.
 template <int NC, class Sum>
-EI_INLINE void columns_by_256(const Inputs& x, int c0, const Sum* sums, int n_sums, const int8_t* (&a)[NC],
+EI_INLINE void columns_by_256(const Inputs& x, Columns at, const Sum* sums, int n_sums, const int8_t* (&a)[NC],
                               const float* (&ad)[NC], const Sum* (&as)[NC]) {
     const size_t n_in = static_cast<size_t>(x.n_in), n_tiles = n_in / 256;
     for (int c = 0; c < NC; c++) {
-        const size_t column = static_cast<size_t>(c0 + c);
+        const size_t column = at.of(c);
         a[c] = x.q256 + column * n_in;
         ad[c] = x.scale256 + column * n_tiles;
         as[c] = sums + column * n_tiles * static_cast<size_t>(n_sums);
     }
 }
 
-// Whether to multiply tile b with columns c0.. in the way that takes dot products of 16 bits. In pairs, the first columns
+// Whether to multiply tile b with these columns in the way that takes dot products of 16 bits. In pairs, the first columns
 // wait for the tile to come from memory, and get it sooner when blocks are finished one by one; few do not wait for
 // multiplications.
 template <int NC>
-EI_INLINE bool in_16_bits(const Inputs& x, int c0, int b) {
+EI_INLINE bool in_16_bits(const Inputs& x, Columns at, int b) {
     if (kNarrowBy == NarrowBy::None || NC < 3) return false;
-    if (kNarrowBy == NarrowBy::Pairs && (NC < kColumnsAtOnce || c0 == 0)) return false;
+    if (kNarrowBy == NarrowBy::Pairs && (NC < kColumnsAtOnce || at.first == 0)) return false;
     const size_t n_tiles = static_cast<size_t>(x.n_in) / 256;
-    const uint8_t* narrow = x.narrow256 + static_cast<size_t>(c0) * n_tiles + b;
     uint8_t all = 1;
-    for (size_t c = 0; c < NC; c++) all &= narrow[c * n_tiles];
+    for (int c = 0; c < NC; c++) all &= x.narrow256[at.of(c) * n_tiles + static_cast<size_t>(b)];
     return all;
 }
 
@@ -199,25 +216,25 @@ EI_INLINE void unpack_six_bits(const uint8_t* packed, uint8_t* numbers) {
 // Q4_K and Q5_K.
 template <int BITS>
 struct Tiles45K {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewerColumns;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kFewerColumns;
     static constexpr size_t kTile = 256 + 8 * kLines32<BITS>, kScales = 256;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
         const int16_t* as[NC];
-        columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
+        columns_by_256<NC>(x, at, x.sums32, 8, a, ad, as);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
             Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            prefetch<NC>(tile, 4, ahead);
+            prefetch(tile, 4, ahead);
             alignas(64) uint8_t of_groups[G * kScales];
             for (int g = 0; g < G; g++) unpack_six_bits(of_group(tile, g) + 64, of_groups + g * kScales);
             const At<G> scales = places<G>(of_groups, kScales);
-            if (BITS != 4 || !in_16_bits<NC>(x, c0, b)) {
+            if (BITS != 4 || !in_16_bits<NC>(x, at, b)) {
                 one_by_one<NC, G, false>(tile, scales, a, ahead, total);
             } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
                 in_pairs<NC, G>(tile, scales, a, total);
@@ -247,7 +264,7 @@ struct Tiles45K {
                                      Of<I32, G> (&total)[NC]) {
         At<G> lines = tile + 256;
         for (int j = 0; j < 8; j++) {
-            prefetch<NC>(lines, static_cast<int>(kLines32<BITS> / 64), ahead);
+            prefetch(lines, static_cast<int>(kLines32<BITS> / 64), ahead);
             const auto scale = load_scale(scales + 16 * j);
             dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) {
                 if constexpr (NARROW) {
@@ -282,22 +299,22 @@ struct Tiles45K {
 };
 
 struct Tiles6K {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kColumnsAtOnce;
     static constexpr size_t kTile = 3392;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* centre[NC];
-        columns_by_256<NC>(x, c0, x.centre16, 16, a, ad, centre);
+        columns_by_256<NC>(x, at, x.centre16, 16, a, ad, centre);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_tiles; b++) {
             Of<I32, G> total[NC];
             for (int c = 0; c < NC; c++) total[c] = set_i32(0);
-            prefetch<NC>(tile, 5, ahead);
-            if (!in_16_bits<NC>(x, c0, b)) {
+            prefetch(tile, 5, ahead);
+            if (!in_16_bits<NC>(x, at, b)) {
                 one_by_one<NC, G, false>(tile, a, centre, ahead, total);
             } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
                 in_pairs<NC, G>(tile, a, centre, total);
@@ -330,7 +347,7 @@ struct Tiles6K {
         };
         for (int p = 0; p < 8; p++) {
             const auto scales = load_i8_as_i16(tile + 64 + 32 * p);
-            prefetch<NC>(tile + 320 + 384 * p, 6, ahead);
+            prefetch(tile + 320 + 384 * p, 6, ahead);
             if constexpr (NARROW) {
                 half<NC, G>(tile, 2 * p, a, centre, times(even_low(scales)));
                 half<NC, G>(tile, 2 * p + 1, a, centre, times(odd_low(scales)));
@@ -374,29 +391,30 @@ struct Tiles6K {
 // Float weights: four sums, of the inputs k = 0, 1, 2, 3 modulo 4, because one chain of FMAs would wait for each other.
 template <int BYTES, F32 (*LOAD)(const void*)>
 struct Floats {
-    static constexpr int kTogether = 1, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = 1, kStreams = 1, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(const uint8_t* w, const Inputs& x, int c0, const Ahead&, F32 (&f)[NC]) {
+    static EI_INLINE void strip(const uint8_t* w, const Inputs& x, Columns at, const Ahead&, F32 (&f)[NC]) {
         F32 part[4][NC];
         for (auto& sums : part) {
             for (F32& sum : sums) sum = set_f32(0.0f);
         }
-        const float* column = x.x + static_cast<size_t>(c0) * x.ldx;
+        const float* column[NC];
+        for (int c = 0; c < NC; c++) column[c] = x.x + at.of(c) * x.ldx;
         int k = 0;
         for (; k + 4 <= x.n_in; k += 4) {
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 const F32 row = LOAD(w + static_cast<size_t>(k + i) * (kRows * BYTES));
                 for (int c = 0; c < NC; c++) {
-                    part[i][c] = fma_f32(row, set_f32(column[static_cast<size_t>(c) * x.ldx + k + i]), part[i][c]);
+                    part[i][c] = fma_f32(row, set_f32(column[c][k + i]), part[i][c]);
                 }
             }
         }
         for (int i = 0; k + i < x.n_in; i++) {
             const F32 row = LOAD(w + static_cast<size_t>(k + i) * (kRows * BYTES));
             for (int c = 0; c < NC; c++) {
-                part[i][c] = fma_f32(row, set_f32(column[static_cast<size_t>(c) * x.ldx + k + i]), part[i][c]);
+                part[i][c] = fma_f32(row, set_f32(column[c][k + i]), part[i][c]);
             }
         }
         for (int c = 0; c < NC; c++) f[c] = add_f32(add_f32(part[0][c], part[1][c]), add_f32(part[2][c], part[3][c]));
@@ -423,16 +441,18 @@ EI_INLINE void store_rows(float* y, F32 v, int n_rows) {
     }
 }
 
+// Columns c0.. of n; those past the last one have no place in y.
 template <class FORMAT, int NC, int G>
-void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, const Ahead& ahead, float* y,
-             size_t ldy) {
+void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c0, int n, const Ahead& ahead,
+             float* y, size_t ldy) {
     Of<F32, G> f[NC];
     // Stores become visible in order: those of sums that do not fit into registers would wait for lines of y to come.
     for (int c = 0; c0 > 0 && c < NC; c++) {
         for (int g = 0; g < G; g++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row + g * kRows, 1);
     }
-    FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, c0, ahead, f);
-    for (int c = 0; c < NC; c++) {
+    const Columns which{c0 < n ? c0 : n - 1, n - 1};
+    FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, which, ahead, f);
+    for (int c = 0; c < NC && c0 + c < n; c++) {
         for (int g = 0; g < G; g++) {
             const int at = row + g * kRows;
             store_rows(y + static_cast<size_t>(c0 + c) * ldy + at, of_group(f[c], g), w.n_out - at);
@@ -440,29 +460,65 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
     }
 }
 
-// NC of the columns or, where n is less, n.
+// NC of the columns from c on or, where there are fewer, `count`.
 template <class FORMAT, int NC, int G>
-void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int n, const Ahead& ahead,
-                  float* y, size_t ldy) {
+void some_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int count, int n,
+                  const Ahead& ahead, float* y, size_t ldy) {
     if constexpr (NC > 1) {
-        if (n < NC) return some_columns<FORMAT, NC - 1, G>(w, group, row, x, c, n, ahead, y, ldy);
+        if (count < NC) return some_columns<FORMAT, NC - 1, G>(w, group, row, x, c, count, n, ahead, y, ldy);
     }
-    columns<FORMAT, NC, G>(w, group, row, x, c, ahead, y, ldy);
+    columns<FORMAT, NC, G>(w, group, row, x, c, n, ahead, y, ldy);
 }
 
-// Columns c..end-1, in parts that are as large as each other. Where there are few, the first wait for the rows to come from
-// memory, and are as many as there is room for.
-template <class FORMAT, int G>
-EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end,
+// Columns c..end-1, MOST at once, in parts that are as large as each other. Where there are few, the first wait for the rows
+// to come from memory, and are as many as there is room for.
+template <class FORMAT, int G, int MOST>
+EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, int c, int end, int n,
                            const Ahead& ahead, float* y, size_t ldy) {
+    constexpr int kLater = FORMAT::kColumns < MOST ? FORMAT::kColumns : MOST;
     if (end <= 2 * kColumnsAtOnce) {
-        some_columns<FORMAT, kColumnsAtOnce, G>(w, group, row, x, c, end, ahead, y, ldy);
-        c = kColumnsAtOnce;
+        some_columns<FORMAT, MOST, G>(w, group, row, x, c, end, n, ahead, y, ldy);
+        c = MOST;
     }
-    for (int parts = (end - c + FORMAT::kColumns - 1) / FORMAT::kColumns; parts > 0; parts--) {
-        const int n = (end - c + parts - 1) / parts;
-        some_columns<FORMAT, FORMAT::kColumns, G>(w, group, row, x, c, n, ahead, y, ldy);
-        c += n;
+    for (int parts = (end - c + kLater - 1) / kLater; parts > 0; parts--) {
+        const int count = (end - c + parts - 1) / parts;
+        some_columns<FORMAT, kLater, G>(w, group, row, x, c, count, n, ahead, y, ldy);
+        c += count;
+    }
+}
+
+// The product with at most MOST columns at once, first of G row groups side by side, then of single ones that are left.
+template <class FORMAT, int G, int MOST>
+void matmul_side_by_side(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
+                         size_t ldy) {
+    const Stream& stream = stream_of(w, n);
+    const size_t bytes = static_cast<size_t>(stream.ahead);
+    const Hint hint = stream.hint == Hint::AroundL3 && w.is_kept ? Hint::All : stream.hint;
+    const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
+    const auto ahead = [&](const uint8_t* end, ptrdiff_t past_end) {
+        return Ahead{end, past_end, bytes, stream.easy && bytes, hint};
+    };
+    // Behind `end` comes what is read next or, if that is not known, what is being read.
+    const auto ahead_of = [&](const uint8_t* end) {
+        return ahead(end, next ? next - end : -static_cast<ptrdiff_t>(bytes));
+    };
+    // What comes before the first lines that strips prefetch.
+    for (int g = first; stream.eager && g < first + (first + G <= last ? G : 1); g++) {
+        for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(group(g) + at);
+    }
+    for (int c = 0; c < n; c += kColumnsTogether) {
+        const int some = n - c < kColumnsTogether ? n : c + kColumnsTogether;
+        const int end = n < stream.columns ? stream.columns : some;
+        int g = first;
+        if constexpr (G > 1) {
+            for (; g + G <= last; g += G) {
+                const ptrdiff_t others = static_cast<ptrdiff_t>((G - 1) * w.group_bytes);
+                const Ahead of_groups = g + G < last ? ahead(group(g + 1), others) : ahead_of(group(g + 1));
+                all_columns<FORMAT, G, MOST>(w, group(g), g * kRows, x, c, end, n, of_groups, y, ldy);
+            }
+        }
+        const Ahead of_one = ahead_of(group(last));
+        for (; g < last; g++) all_columns<FORMAT, 1, MOST>(w, group(g), g * kRows, x, c, end, n, of_one, y, ldy);
     }
 }
 
@@ -470,29 +526,16 @@ template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
                size_t ldy) {
     constexpr int G = FORMAT::kTogether;
-    const int most = most_of_stream(w);
-    const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
-    // Behind `end` comes what is read next or, if that is not known, what is being read.
-    const auto ahead_of = [&](const uint8_t* end) {
-        return Ahead{end, next ? next - end : -static_cast<ptrdiff_t>(reading.ahead), w.is_kept};
-    };
-    // What comes before the first lines that strips prefetch.
-    for (int g = first; reading.always && g < first + (n > most && first + G <= last ? G : 1); g++) {
-        for (size_t at = 0; at < reading.ahead; at += 64) __builtin_prefetch(group(g) + at);
-    }
-    for (int c = 0; c < n; c += kColumnsTogether) {
-        const int end = n - c < kColumnsTogether ? n : c + kColumnsTogether;
-        int g = first;
-        if constexpr (G > 1) {
-            for (; n > most && g + G <= last; g += G) {
-                const ptrdiff_t others = static_cast<ptrdiff_t>((G - 1) * w.group_bytes);
-                const Ahead ahead = g + G < last ? Ahead{group(g + 1), others, w.is_kept} : ahead_of(group(g + 1));
-                all_columns<FORMAT, G>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);
-            }
+    const Stream& stream = stream_of(w, n);
+    if constexpr (FORMAT::kStreams > G) {
+        if (stream.at_once > G && (n > stream.columns ? n : stream.columns) <= kFewestColumns) {
+            return matmul_side_by_side<FORMAT, FORMAT::kStreams, kFewestColumns>(w, x, n, first, last, next, y, ldy);
         }
-        const Ahead ahead = ahead_of(group(last));
-        for (; g < last; g++) all_columns<FORMAT, 1>(w, group(g), g * kRows, x, c, end, ahead, y, ldy);
     }
+    if (G > 1 && stream.at_once > 1) {
+        return matmul_side_by_side<FORMAT, G, kColumnsAtOnce>(w, x, n, first, last, next, y, ldy);
+    }
+    matmul_side_by_side<FORMAT, 1, kColumnsAtOnce>(w, x, n, first, last, next, y, ldy);
 }
 
 void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y, size_t ldy) {
@@ -714,10 +757,12 @@ namespace {
 // ---- what this machine can do at most --------------------------------------------------------------------------
 
 int32_t read(const uint8_t* p, size_t n) {
+    const Stream& stream = known_reading.plain[1];
+    const Ahead of_stream{p + n, 0, static_cast<size_t>(stream.ahead), stream.easy, stream.hint};
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
     for (size_t at = 0; at < n; at += 256) {
-        prefetch<1>(p + at, 4, {p + n, 0, false});
+        prefetch(p + at, 4, of_stream);
         for (int i = 0; i < 4; i++) seen[i] = or_u8(seen[i], load_u8(p + at + 64 * static_cast<size_t>(i)));
     }
     const int8_t ones[4] = {1, 1, 1, 1};
@@ -760,6 +805,7 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME, kGroupsAtOnce, matmul,          quantize32, quantize256, quantize_token,
-                         rms_norm,    swiglu,        geglu,           relu2_glu,  add_scaled,  silu,
-                         blend,       scale_and_cap, store_key_value, attention,  read,        multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,     kGroupsAtOnce,  kStreamsAtOnce, matmul,       quantize32,
+                         quantize256,     quantize_token, rms_norm,       swiglu,       geglu,
+                         relu2_glu,       add_scaled,     silu,           blend,        scale_and_cap,
+                         store_key_value, attention,      read,           multiply_adds};

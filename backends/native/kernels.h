@@ -39,7 +39,8 @@ constexpr int kMultiplyAdds = 64 * 64;
 
 struct Kernels {
     const char* name;
-    int groups_at_once;  // row groups that a product of several columns is best given together
+    // Row groups that a product takes side by side at most, and one with kFewestColumns.
+    int groups_at_once, streams_at_once;
     // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns. next: row
     // groups that this thread will probably read then, or null.
     void (*matmul)(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
@@ -73,6 +74,8 @@ struct Kernels {
     // 1024 bytes. Both give back something that depends on all they did.
     int32_t (*read)(const uint8_t* p, size_t n);
     int32_t (*multiply_adds)(const uint8_t* p, int n_rounds);
+
+    int at_once(int n) const { return n <= kFewestColumns ? streams_at_once : groups_at_once; }
 };
 
 // The table of an instruction set, and whether this CPU has it; best first.

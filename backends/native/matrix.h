@@ -74,57 +74,75 @@ enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
 
+// Up to so many columns, products are tuned for each number of them.
+constexpr int kFewColumns = 8;
+constexpr int kFewestColumns = 2;  // for which there are kernels with still more row groups at once
+
+// Which caches lines are asked for into: all, L2 and outwards, or all but the outer ones, for what is read once.
+enum class Hint : int { All, FromL2, AroundL3 };
+
+// How a product with a few columns reads its matrix. Another one takes another time, and gives the same bits.
+struct Stream {
+    int ahead = 0;     // bytes that lines are asked for before they are needed, a multiple of 64; 0: never
+    bool easy = true;  // also lines that take little work, for which the CPU's own prefetchers might keep up alone
+    Hint hint = Hint::All;
+    int at_once = 1;     // row groups read side by side, if the kernels have as many
+    int columns = 1;     // that the kernel multiplies at least; those past the last one are copies of it, and dropped
+    int task = 0;        // bytes of a task; 0 where arithmetic takes the time: many small ones, whatever is read
+    int tasks_each = 1;  // that a thread gets at least, of a small matrix
+    bool eager = false;  // a task begins by asking for its first lines, and the last tasks are shorter
+};
+
+// By number of columns; index 0 is for more than kFewColumns.
+struct Reading {
+    Stream plain[kFewColumns + 1], ternary[kFewColumns + 1];
+};
+extern const Reading known_reading;  // as it was measured on CPUs like this one
+
+static constexpr bool is_ternary(Format format) {
+    switch (format) {
+        case Format::TQ1_0:
+        case Format::TQ2_0:
+        case Format::TQ_BASE_THREE:
+        case Format::I2_S:
+        case Format::I2_S_BASE_THREE:
+        case Format::Q2_0: return true;
+        default: return false;
+    }
+}
+
 struct Matrix {
     Format format = Format::F32;
     int n_out = 0, n_in = 0;
     size_t group_bytes = 0;
     const uint8_t* data = nullptr;
     bool is_kept = false;  // in the outer caches from pass to pass, as far as they have room
+    const Reading* reading = &known_reading;
 
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
 };
 
+// How its product with n columns reads it.
+static inline const Stream& stream_of(const Matrix& w, int n) {
+    const Reading& reading = *w.reading;
+    return (is_ternary(w.format) ? reading.ternary : reading.plain)[n > kFewColumns ? 0 : n];
+}
+
 // So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
 constexpr int kColumnsTogether = 64;
 
-// How products with few columns, which are streams from memory, read it best, as measured on this CPU.
-struct Reading {
-    size_t ahead;    // bytes that are asked for before they are needed
-    bool always;     // with one or two columns too, where the CPU's own prefetchers might keep up alone
-    bool around_l3;  // without leaving lines that are read once in the outer caches
-    int most;        // columns of a stream; with more, what takes the time is arithmetic
-    int most_ternary;
-    size_t task;     // bytes
-    int tasks_each;  // that a thread gets at least, of a small matrix
-};
-extern const Reading reading;
-
-// Columns up to which a product is a stream, which reads one row group after the other, not several at once.
-static inline int most_of_stream(const Matrix& w) {
-    switch (w.format) {
-        case Format::TQ1_0:
-        case Format::TQ2_0:
-        case Format::TQ_BASE_THREE:
-        case Format::I2_S:
-        case Format::I2_S_BASE_THREE:
-        case Format::Q2_0: return reading.most_ternary;
-        default: return reading.most;
-    }
-}
-
-// How many row groups one task of a matrix product with n columns takes, with many columns a multiple of `together`. A task
-// of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
+// How many row groups one task of a matrix product with n columns takes, a multiple of those that are read side by side. A
+// task of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
 // kColumnsTogether, from the core's cache.
 inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
     constexpr size_t kInCache = size_t{192} << 10;
+    const Stream& stream = stream_of(w, n);
     const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads);
     const auto of_bytes = [&](size_t bytes) { return static_cast<int>(bytes / w.group_bytes) + 1; };
-    if (n > most_of_stream(w)) {
-        const int many = n > kColumnsTogether ? std::min(small, of_bytes(kInCache)) : small;
-        return (std::max(1, many) + together - 1) / together * together;
-    }
-    const int large = n_groups / (reading.tasks_each * n_threads);
-    return std::max(1, std::clamp(of_bytes(reading.task), small, large));
+    const auto whole = [&](int groups) { return (std::max(1, groups) + together - 1) / together * together; };
+    if (!stream.task) return whole(n > kColumnsTogether ? std::min(small, of_bytes(kInCache)) : small);
+    const int large = n_groups / (stream.tasks_each * n_threads);
+    return whole(std::clamp(of_bytes(static_cast<size_t>(stream.task)), small, std::max(small, large)));
 }
 
 // A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
@@ -133,12 +151,13 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
 
-    Tasks(const Matrix& w, int n, int n_threads, int together)
-        : n_groups(w.n_groups()), groups_each(groups_of_task(w, n, n_threads, together)), n_threads(n_threads) {
-        const int most = most_of_stream(w);
-        const bool cut = n_threads > 1 && (n > most || reading.always);
+    // most_at_once: row groups that the kernels can take side by side.
+    Tasks(const Matrix& w, int n, int n_threads, int most_at_once) : n_groups(w.n_groups()), n_threads(n_threads) {
+        const Stream& stream = stream_of(w, n);
+        const int least = std::min(stream.at_once, most_at_once);
+        groups_each = groups_of_task(w, n, n_threads, least);
+        const bool cut = n_threads > 1 && (!stream.task || stream.eager);
         const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
-        const int least = n <= most ? 1 : together;
         n_whole = (n_groups - rest) / groups_each;
         groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
     }

@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "decoder.h"
@@ -290,6 +292,40 @@ void truncate_to(Decoder& decoder, int n_past) {
     decoder.cache().truncate(n_past);
 }
 
+using StreamFields = std::tuple<int, bool, int, int, int, int, int, bool>;
+
+StreamFields fields_of(const Stream& s) {
+    return {s.ahead, s.easy, static_cast<int>(s.hint), s.at_once, s.columns, s.task, s.tasks_each, s.eager};
+}
+
+Stream stream_from(const StreamFields& fields) {
+    const auto [ahead, easy, hint, at_once, columns, task, tasks_each, eager] = fields;
+    if (ahead < 0 || ahead > 1 << 20 || ahead % 64 || hint < 0 || hint > 2 || at_once < 1 || at_once > 4 ||
+        columns < 1 || columns > kFewColumns || task < 0 || task > 1 << 28 || tasks_each < 1 || tasks_each > 64) {
+        throw nb::value_error("no such way to read");
+    }
+    return {ahead, easy, static_cast<Hint>(hint), at_once, columns, task, tasks_each, eager};
+}
+
+Stream& stream_of_columns(Reading& reading, bool is_ternary, int n) {
+    if (n < 1 || n > kFewColumns) throw nb::value_error("only products of a few columns are tuned");
+    return (is_ternary ? reading.ternary : reading.plain)[n];
+}
+
+void check_part(const Decoder& decoder, int n_parts, int part) {
+    if (n_parts < 1 || part < 0 || part >= n_parts || !decoder.output().data) throw nb::index_error("no such part");
+}
+
+double seconds_of_part(Decoder& decoder, int n, int n_parts, int part) {
+    check_part(decoder, n_parts, part);
+    const DecoderConfig& config = decoder.config();
+    if (n < 1 || n > config.n_batch || decoder.n_past() + n > config.n_ctx || config.has_features()) {
+        throw nb::value_error("seconds_of_part: arguments do not fit together");
+    }
+    nb::gil_scoped_release release;
+    return decoder.seconds_of_part(n, n_parts, part);
+}
+
 // One matrix alone, for tests and benchmarks of the kernels.
 class PackedMatrix {
 public:
@@ -309,9 +345,16 @@ public:
     }
 
     // y (n, n_out) = x (n, n_in) times the matrix transposed.
+    // stream: how it is read, None as on CPUs like this one.
     void multiply(const std::string& isa, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x,
-                  Rows y) {
+                  Rows y, std::optional<StreamFields> stream) {
         const Kernels& kernels = kernels_of(isa);
+        Reading reading = known_reading;
+        if (stream) {
+            for (int i = 0; i <= kFewColumns; i++) reading.plain[i] = reading.ternary[i] = stream_from(*stream);
+        }
+        Matrix matrix = matrix_;
+        matrix.reading = &reading;
         const size_t n = x.shape(0), n_in = static_cast<size_t>(matrix_.n_in);
         if (x.shape(1) != n_in || y.shape(0) != n || y.shape(1) != static_cast<size_t>(matrix_.n_out)) {
             throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
@@ -336,7 +379,7 @@ public:
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8ByToken) kernels.quantize_token(in, c);
         }
-        kernels.matmul(matrix_, in, static_cast<int>(n), 0, matrix_.n_groups(), nullptr, y.data(),
+        kernels.matmul(matrix, in, static_cast<int>(n), 0, matrix_.n_groups(), nullptr, y.data(),
                        static_cast<size_t>(matrix_.n_out));
     }
 
@@ -375,7 +418,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
         for (const Matrix* m : matrices) {
             Inputs of_matrix = in;
             of_matrix.n_in = m->n_in;
-            const Tasks tasks(*m, n, pool.size(), kernels.groups_at_once);
+            const Tasks tasks(*m, n, pool.size(), kernels.at_once(n));
             pool.for_tasks(thread, tasks.count(), [&](int task) {
                 kernels.matmul(*m, of_matrix, n, tasks.first(task), tasks.last(task), tasks.behind(*m, task), y.data(),
                                most_out);
@@ -610,6 +653,30 @@ NB_MODULE(_core, m) {
         .def(
             "aside", [](const Decoder& decoder) { return decoder.cache().aside(); }, "Numbers of the texts put aside.")
         .def("interrupt", &Decoder::interrupt)
+        .def(
+            "stream",
+            [](Decoder& decoder, bool is_ternary, int n) {
+                return fields_of(stream_of_columns(decoder.reading(), is_ternary, n));
+            },
+            "is_ternary"_a, "n"_a, "The fields of Stream (matrix.h): how products of n columns read such matrices.")
+        .def(
+            "set_stream",
+            [](Decoder& decoder, bool is_ternary, int n, const StreamFields& fields) {
+                stream_of_columns(decoder.reading(), is_ternary, n) = stream_from(fields);
+            },
+            "is_ternary"_a, "n"_a, "fields"_a, "Between passes only.")
+        .def("seconds_of_part", &seconds_of_part, "n"_a, "n_parts"_a, "part"_a,
+             "Seconds that a part of a pass of n tokens takes: every n_parts-th layer, and as much of the output "
+             "matrix.")
+        .def(
+            "part_bytes",
+            [](const Decoder& decoder, int n_parts, int part) {
+                check_part(decoder, n_parts, part);
+                return decoder.part_bytes(n_parts, part);
+            },
+            "n_parts"_a, "part"_a, "Bytes of weights that such a part reads.")
+        .def_prop_ro("streams_at_once", [](const Decoder& decoder) { return decoder.kernels().streams_at_once; })
+        .def_prop_ro("groups_at_once", [](const Decoder& decoder) { return decoder.kernels().groups_at_once; })
         .def_prop_ro(
             "weights",
             [](const Decoder& decoder) {
@@ -626,7 +693,7 @@ NB_MODULE(_core, m) {
     nb::class_<PackedMatrix>(m, "PackedMatrix")
         .def(nb::init<int, int, int, Bytes, float, std::optional<int>>(), "ggml_type"_a, "n_out"_a, "n_in"_a,
              "source"_a, "scale"_a = 1.0f, "packed_as"_a = nb::none())
-        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a)
+        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a, "stream"_a = nb::none())
         .def_prop_ro(
             "data",
             [](const PackedMatrix& matrix) {

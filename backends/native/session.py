@@ -27,6 +27,7 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, read_header, write_packed
+from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.errors import (
     BackendUnavailable,
     EdgeInferError,
@@ -172,7 +173,7 @@ class NativeBackend:
         device = Device(os.cpu_count() or 1)
         bits = self._ternary_bits(model, spec, device.n_threads)
         plan = MemoryPlan(1, 1, MemoryUse(0, 0, 0), ternary_bits=bits)
-        session = NativeSession(model, spec, plan, device, progress, packed=None)
+        session = NativeSession(model, spec, plan, device, progress, packed=None, tuned=False)
         try:
             write_packed(target, model, session.packed_weights(), bits)
         finally:
@@ -414,7 +415,8 @@ class NativeSession(NativeDecoder):
     resident: nothing is read from files after loading, so that one which is cut or unplugged does no harm; what would
     be mapped is copied.  for_drafts: less to read for each token, and logits that are not quite the model's: its larger
     matrices are rounded to Q4_0, and the first tokens alone have logits (after FR-Spec, Zhao et al., arXiv:2502.14856).
-    verify: see NativeBackend.  beside: see NativeDecoder.
+    verify: see NativeBackend.  beside: see NativeDecoder.  tuned: whether to choose how the weights are read, which may
+    take half a second at the first load; see tuning.tune.  tuning: what was chosen, None without.
     """
 
     is_exact = True
@@ -432,8 +434,11 @@ class NativeSession(NativeDecoder):
         for_drafts: bool = False,
         verify: bool = False,
         beside: NativeDecoder | None = None,
+        tuned: bool = True,
     ) -> None:
         self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
+        if tuned:
+            wanted_by_user()  # what is wrong there is said before anything takes time
         if for_drafts:
             spec = _of_frequent_tokens(model, spec)
         if packed == "beside":
@@ -447,6 +452,9 @@ class NativeSession(NativeDecoder):
         rows = model.data(spec.token_embd)
         embedding = model.tensors[spec.token_embd].type, rows.copy() if resident else rows
         super().__init__(model, spec, parts, plan, device, embedding, weights, progress, beside)
+        self.tuning: Tuning | None = None
+        if tuned:
+            self.tuning = self._tune(model, parts, device.n_threads, for_drafts, plan.ternary_bits)
 
     def forward(
         self,
@@ -498,6 +506,14 @@ class NativeSession(NativeDecoder):
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""
         return self._open().weights
+
+    def _tune(self, model: ModelFile, parts: Sequence[Part], n_threads: int, *facts: object) -> Tuning:
+        """Choose how the weights are read; facts: what else the measurement depends on. Raises InvalidArgument."""
+        n_ternary = sum(part.n_bytes for part in parts if part.type in TERNARY_TYPES)
+        is_ternary = 2 * n_ternary > sum(part.n_bytes for part in parts)
+        n_tokens = min(self.n_batch, self.n_ctx)
+        decoder, n_layers = self._open(), self.spec.n_layers
+        return tune(decoder, model, n_layers, n_tokens, n_threads, is_ternary, self.isa, build_id(), *facts)
 
     def _put_aside(self) -> None:
         """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""

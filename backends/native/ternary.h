@@ -63,7 +63,7 @@ struct TwoBits {
         if constexpr (kCounted<NC> == 4) return dot_unshifted<NC, G>(lines, n_lines, a, ahead, sum);
         Parts<NC, G> parts(sum);
         for (int i = 0; i < n_lines; i++) {
-            prefetch<NC>(lines + 64 * i, 1, ahead);
+            prefetch(lines + 64 * i, 1, ahead);
             const auto line = load_u8(lines + 64 * i);
             const auto quarter = [&]<int J>() {
                 parts.add(J, and_u8(shr_u16<2 * J>(line), 3), a, kInputs * i + 4 * J);
@@ -82,7 +82,7 @@ struct TwoBits {
             Of<Dot, G> once[NC], fourfold[NC];
             for (int c = 0; c < NC; c++) once[c] = fourfold[c] = dot_zero();
             for (int i = first; i < n_lines && i < first + kUnshiftedLines; i++) {
-                prefetch<3>(lines + 64 * i, 1, ahead);
+                prefetch<Work::Hard>(lines + 64 * i, 1, ahead);
                 const auto line = load_u8(lines + 64 * i), upper = shr_u16<4>(line);
                 for (int c = 0; c < NC; c++) once[c] = dot(once[c], and_u8(line, 0x03), a[c] + 16 * i);
                 for (int c = 0; c < NC; c++) fourfold[c] = dot(fourfold[c], and_u8(line, 0x0c), a[c] + 16 * i + 4);
@@ -109,7 +109,7 @@ struct BaseThree {
                                     Of<I32, G> (&sum)[NC]) {
         Parts<NC, G> parts(sum);
         for (int i = 0; i < n_lines; i++) {
-            prefetch<3>(lines + 64 * i, 1, ahead);
+            prefetch<Work::Hard>(lines + 64 * i, 1, ahead);
             Of<U8, G> codes[5];
             if constexpr (G == 1) {
                 unpack_base_three(load_u8(lines + 64 * i), [&]<int J>(U8 one) { codes[J] = one; });
@@ -138,17 +138,17 @@ EI_INLINE auto counted_once(const Sum& sum) {
 // I2_S: a scale a row, and activations with a scale a token.
 template <class Trits>
 struct TernaryRows {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const int8_t* a[NC];
         Of<I32, G> sum[NC];
         for (int c = 0; c < NC; c++) {
-            a[c] = x.q_token + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
-            sum[c] = set_i32(-Trits::template kCounted<NC> * x.sum_token[c0 + c]);
+            a[c] = x.q_token + at.of(c) * static_cast<size_t>(x.n_in);
+            sum[c] = set_i32(-Trits::template kCounted<NC> * x.sum_token[at.of(c)]);
         }
-        prefetch<3>(group, 1, ahead);
+        prefetch<Work::Hard>(group, 1, ahead);
         At<G> lines = group + 64;
         for (int left = (x.n_in + Trits::kInputs - 1) / Trits::kInputs; left > 0; left -= Trits::kLines) {
             Trits::template dot_lines<NC, G>(lines, left < Trits::kLines ? left : Trits::kLines, a, ahead, sum);
@@ -158,31 +158,31 @@ struct TernaryRows {
         const auto scale = load_row_scales(group);
         for (int c = 0; c < NC; c++) {
             const auto product = mul_f32(counted_once<Trits, NC>(sum[c]), scale);
-            f[c] = mul_f32(product, set_f32(x.scale_token[c0 + c]));
+            f[c] = mul_f32(product, set_f32(x.scale_token[at.of(c)]));
         }
     }
 };
 
 // Q2_0: scales of 64 inputs, and of 32 activations.
 struct TernaryBlocks {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = kFewestColumns;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kStillFewer;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> group, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> group, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         const size_t n_blocks = static_cast<size_t>(x.n_in) / 32;
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
         for (int c = 0; c < NC; c++) {
-            a[c] = x.q32 + static_cast<size_t>(c0 + c) * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale32 + static_cast<size_t>(c0 + c) * n_blocks;
-            as[c] = x.sum32 + static_cast<size_t>(c0 + c) * n_blocks;
+            a[c] = x.q32 + at.of(c) * static_cast<size_t>(x.n_in);
+            ad[c] = x.scale32 + at.of(c) * n_blocks;
+            as[c] = x.sum32 + at.of(c) * n_blocks;
             f[c] = set_f32(0.0f);
         }
         At<G> scales = group;
         for (size_t b = 0; b < n_blocks; b++) {
             if (b % 4 == 0) {
-                prefetch<3>(group, 1, ahead);
+                prefetch<Work::Hard>(group, 1, ahead);
                 scales = group;
                 group += 64;
             }
@@ -202,21 +202,21 @@ struct TernaryBlocks {
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
 template <class Trits>
 struct TernaryTiles {
-    static constexpr int kTogether = kGroupsAtOnce, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
-    static EI_INLINE void strip(At<G> tile, const Inputs& x, int c0, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
+    static EI_INLINE void strip(At<G> tile, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
         constexpr int kTileLines = (256 + Trits::kInputs - 1) / Trits::kInputs;
         const int n_tiles = x.n_in / 256;
         const int8_t* a[NC];
         const float* ad[NC];
         const int16_t* as[NC];
-        columns_by_256<NC>(x, c0, x.sums32, 8, a, ad, as);
+        columns_by_256<NC>(x, at, x.sums32, 8, a, ad, as);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         At<G> scales = tile;
         for (int b = 0; b < n_tiles; b++) {
             if (b % 2 == 0) {
-                prefetch<3>(tile, 1, ahead);
+                prefetch<Work::Hard>(tile, 1, ahead);
                 scales = tile;
                 tile += 64;
             } else {

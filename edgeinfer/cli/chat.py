@@ -285,6 +285,8 @@ class Repl:
         use = self.engine.session.memory()
         note(f"model    {self.engine.name} ({self.engine.path})")
         note(f"engine   {self.engine.backend}, {self.engine.device.n_threads} threads")
+        if (tuning := getattr(self.engine.session, "tuning", None)) is not None:
+            note(f"weights  {tuning}")
         note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
         note(
             f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "

@@ -6,9 +6,6 @@ tokens cost 1.1 times as much as one, on another 1.9 times.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.files import cache_folder, write_whole
 from edgeinfer.gguf import ModelFile
+from edgeinfer.kept import folder_of, keep_record, key_of, read_record
 from edgeinfer.models import ModelSizes
 from edgeinfer.types import LogitsRows, Output
 
@@ -253,30 +250,22 @@ def _at_all_sizes(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]
 
 
 def cost_key(file: ModelFile, *facts: object) -> str:
-    """Name of a curve: of everything that the cost depends on.
-
-    The shapes and types of the tensors stand for the model: fine-tunes of one model share a curve.  facts: CPU,
-    instruction set, threads, build.
-    """
-    tensors = sorted((info.name, info.shape, info.type.name) for info in file.tensors.values())
-    return hashlib.sha256(repr((_FORMAT, tensors, facts)).encode()).hexdigest()[:32]
+    """Name of a curve: of everything that the cost depends on. facts: CPU, instruction set, threads, build."""
+    return key_of(file, _FORMAT, *facts)
 
 
 def default_folder() -> Path | None:
     """Where curves are kept, None where the user has no folder for caches."""
-    folder = cache_folder()
-    return None if folder is None else folder / "costs"
+    return folder_of("costs")
 
 
 def load_curve(key: str, folder: Path | None) -> CostCurve | None:
     """The curve of that name, None if there is none or the file is not as `save_curve` writes it."""
-    if folder is None:
-        return None
+    record = read_record(folder, key)
     try:
-        record = json.loads((folder / f"{key}.json").read_bytes())
         near, far = (_seconds(record[name]) for name in ("near", "far"))
         n_near, n_far = int(record["n_near"]), int(record["n_far"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     if 1 not in near or not set(far) <= set(near) or not 0 <= n_near <= n_far or (far and n_near == n_far):
         return None
@@ -299,12 +288,7 @@ def kept_costs(key: str, measure: Callable[[], CostCurve], of_two: float = DOUBT
 
 def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Keep a curve, whole or not at all. Where nothing can be written, it is measured again the next time."""
-    if folder is None:
-        return
-    record = {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far}
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{key}.json", json.dumps(record).encode(), durable=False)
+    keep_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:

@@ -180,6 +180,9 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     contenders = {name: make(path, n_threads, tokens, arguments.context) for name, make in makers.items()}
     rows = bench_sizes(contenders, arguments, BUSY_STRETCH if arguments.busy else STRETCH)
     result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
+    ours = contenders["edgeinfer"]
+    if isinstance(ours, Ours) and ours.session.tuning is not None:
+        result["tuning"] = ours.session.tuning.as_dict()
     if arguments.busy:
         with busy_cores(cores):
             result["busy_rows"] = bench_sizes(contenders, arguments, BUSY_STRETCH)

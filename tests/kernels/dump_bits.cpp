@@ -2,6 +2,7 @@
 // of the bits that come out: "isa what hash". All hashes of one `what` must be equal, on this CPU and on any other.
 // Arguments are names of instruction sets: only those are run.
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -117,20 +118,42 @@ struct InputArrays {
     }
 };
 
+// Ends the program where another way to read the matrix gives other bits than y.
+void check_all_ways(const Kernels& kernels, Matrix m, const Inputs& inputs, int n_groups, const std::vector<float>& y) {
+    Reading reading;
+    m.reading = &reading;
+    std::vector<float> z(y.size());
+    for (const int at_once : {1, 2, 4}) {
+        for (int columns = 1; columns <= kFewColumns; columns++) {
+            const Stream way{64 * columns, true, static_cast<Hint>(columns % 3), at_once, columns, 0, 1, true};
+            for (int n = 1; n <= kFewColumns; n++) {
+                reading.plain[n] = reading.ternary[n] = way;
+                kernels.matmul(m, inputs, n, 0, n_groups, nullptr, z.data(), static_cast<size_t>(m.n_out));
+                if (!std::memcmp(y.data(), z.data(), static_cast<size_t>(n * m.n_out) * sizeof(float))) continue;
+                std::fprintf(stderr, "%s: format %d, %d columns of %d, %d groups at once: other bits\n", kernels.name,
+                             static_cast<int>(m.format), n, columns, at_once);
+                std::exit(1);
+            }
+        }
+    }
+}
+
 void matrix_product(const Kernels& kernels, Format of, Format as, Numbers& numbers) {
-    const int n_out = 40, n_in = 512, n = 11;
+    const int n_out = 72, n_in = 512, n = 11, n_groups = 5;
     const std::vector<uint8_t> source = source_of(of, n_out, n_in, numbers);
     Matrix m{as, n_out, n_in, packed_group_bytes(as, n_in), nullptr};
-    std::vector<uint8_t> packed(m.group_bytes * 3 + 8192);
-    for (int g = 0; g < 3; g++) {
+    std::vector<uint8_t> packed(m.group_bytes * n_groups + 8192);
+    for (int g = 0; g < n_groups; g++) {
         pack_group(of, as, source.data(), 0.3f, n_out, n_in, g, packed.data() + m.group_bytes * static_cast<size_t>(g));
     }
     m.data = packed.data();
     InputArrays arrays;
     const std::vector<float> x = numbers.floats(static_cast<size_t>(n * n_in));
     std::vector<float> y(static_cast<size_t>(n * n_out));
-    kernels.matmul(m, arrays.prepared(kernels, x, n, n_in), n, 0, 3, nullptr, y.data(), n_out);
+    const Inputs inputs = arrays.prepared(kernels, x, n, n_in);
+    kernels.matmul(m, inputs, n, 0, n_groups, nullptr, y.data(), n_out);
     report(kernels, "matmul-" + std::to_string(static_cast<int>(as)), y);
+    check_all_ways(kernels, m, inputs, n_groups, y);
 }
 
 void matrices(const Kernels& kernels) {

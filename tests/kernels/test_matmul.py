@@ -1,5 +1,7 @@
 """Each weight format against plain arithmetic, and each instruction set against the other."""
 
+import itertools
+
 import numpy as np
 import pytest
 from tiny_models import quantize
@@ -7,6 +9,7 @@ from tiny_models import quantize
 from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.native.session import BASE_THREE
+from edgeinfer.backends.native.tuning import Stream
 from edgeinfer.backends.reference import round_activations
 from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType
 
@@ -30,9 +33,11 @@ def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.nda
     return _core.PackedMatrix(int(kind), *weights.shape, data, scale, as_what), floats
 
 
-def multiply(matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int) -> np.ndarray:
+def multiply(
+    matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int, stream: Stream | None = None
+) -> np.ndarray:
     y = np.full((len(x), n_out), np.nan, dtype=np.float32)
-    matrix.multiply(isa, x, y)
+    matrix.multiply(isa, x, y, stream)
     return y
 
 
@@ -72,6 +77,35 @@ def test_a_column_does_not_depend_on_how_many_there_are(format: str, isa: str, r
     alone = np.concatenate([multiply(matrix, isa, x[i : i + 1], 40) for i in range(len(x))])
     for n in range(1, len(x) + 1):
         np.testing.assert_array_equal(multiply(matrix, isa, x[:n], 40).view(np.uint32), alone[:n].view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("format", FORMATS)
+def test_how_a_matrix_is_read_changes_no_bits(format: str, isa: str, rng: np.random.Generator) -> None:
+    n_out = 90  # six row groups: four at once and two that are left, the last one not whole
+    matrix, _ = packed(format, rng.standard_normal((n_out, 768), dtype=np.float32))
+    x = rng.standard_normal((11, 768), dtype=np.float32)
+    x[1] *= 1e4  # not narrow
+    x = x.astype(np.float32)
+    x[2, 5] = np.inf  # which must not get into another column
+    alone = np.concatenate([multiply(matrix, isa, x[i : i + 1], n_out) for i in range(len(x))])
+    reach = itertools.cycle(itertools.product((0, 2048, 32768), (0, 1, 2), (True, False)))
+    for at_once, columns, n in itertools.product((1, 2, 4), range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 11)):
+        ahead, hint, flag = next(reach)
+        stream = Stream(ahead, flag, hint, at_once, columns, 4096, 2, flag)
+        y = multiply(matrix, isa, x[:n], n_out, stream)
+        np.testing.assert_array_equal(y.view(np.uint32), alone[:n].view(np.uint32), f"{stream}, {n} columns")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ahead": -64}, {"ahead": 10}, {"hint": 3}, {"at_once": 5}, {"columns": 9}, {"task": -1}, {"tasks_each": 0}],
+)
+def test_a_way_to_read_that_does_not_exist_is_refused(change: dict[str, int], rng: np.random.Generator) -> None:
+    matrix, _ = packed("Q8_0", rng.standard_normal((16, 32), dtype=np.float32))
+    stream = Stream(64, True, 0, 1, 1, 0, 1, True)._replace(**change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no such way to read"):
+        matrix.multiply("scalar", np.ones((1, 32), np.float32), np.empty((1, 16), np.float32), stream)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [  # a part may import from its own row and from those above it here
     {
         *("errors", "types", "arguments", "files", "_strings", "_sampler", "arrays", "gguf", "provenance"),
-        *("tokenizer", "known_templates", "template", "reasoning", "devices"),
+        *("tokenizer", "known_templates", "template", "reasoning", "devices", "kept"),
     },
     {"models"},
     {"backends"},

@@ -1,0 +1,323 @@
+"""How products with a few tokens read their weights: measured at the first load, kept on disk.
+
+A pass of up to eight tokens takes as long as reading the weights from memory. How far ahead to ask for them, into which
+caches, and how many row groups to read side by side differs from one CPU to the next, by a factor of two. All choices
+give the same bits. The search begins with what was best on known CPUs and leaves it only for a gain beyond noise.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+from edgeinfer import devices
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.gguf import ModelFile
+from edgeinfer.kept import folder_of, keep_record, key_of, read_record
+
+MOST_TOKENS = 8  # of a pass that is tuned
+LEAST_BYTES = 32 << 20  # of weights: smaller ones are read from caches, not from memory
+BUDGET_SECONDS = 0.6
+VARIABLE = "EDGEINFER_TUNE"
+Wanted = Literal["auto", "off", "again"]
+_KIND, _FORMAT = "tuning", 1
+_ORIGINS = {"known": "on known CPUs", "measured": "measured now", "kept": "measured before"}
+
+GAIN = 0.04  # of a pass's time, for which a choice is changed
+_GAIN_OF_LARGER = 0.015  # for which a pass is made as a larger one is
+_TURNS, _TURNS_AT_LAST = 3, 5
+_LEFT = 4  # candidates that are tried again
+_FOR_ONE, _FOR_OTHERS = 0.5, 0.8  # of the budget, for what ends then
+_PART_BYTES = 48 << 20  # that one trial reads at least
+_LEAST_ELAPSED = 0.02  # seconds of trials, before it is said that they were disturbed
+_LEAST_BUSY = 0.8  # of the threads' time must be spent at work, else others had the cores
+
+ALL_CACHES, FROM_L2, AROUND_L3 = range(3)
+_AHEAD = (0, 2048, 4736, 7104, 12288, 20480, 32768)
+_SHORT, _LONG = 192 << 10, 800 << 10
+_TASKS = ((_SHORT, 4, True), (_SHORT, 2, False), (_LONG, 2, True), (_LONG, 2, False), (48 << 10, 4, True), (0, 1, True))
+
+
+class Stream(NamedTuple):
+    """The fields of Stream in matrix.h."""
+
+    ahead: int
+    easy: bool
+    hint: int
+    at_once: int
+    columns: int
+    task: int
+    tasks_each: int
+    eager: bool
+
+
+class Tunable(Protocol):
+    """What of the C++ decoder is tuned."""
+
+    streams_at_once: int
+    groups_at_once: int
+    weight_bytes: int
+
+    def stream(self, is_ternary: bool, n: int) -> tuple[Any, ...]:
+        """The fields of the choice for n tokens."""
+        ...
+
+    def set_stream(self, is_ternary: bool, n: int, fields: tuple[Any, ...]) -> None:
+        """Make another choice. Raises ValueError for one that does not exist."""
+        ...
+
+    def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
+        """Seconds that a part of a pass takes."""
+        ...
+
+    def part_bytes(self, n_parts: int, part: int) -> int:
+        """Bytes of weights that it reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The choices of a session by number of tokens. origin: "known" CPUs' values, "measured" now, or "kept"."""
+
+    origin: Literal["known", "measured", "kept"]
+    streams: Mapping[int, Stream]
+
+    def __str__(self) -> str:
+        one = self.streams[1]
+        ahead = f"{one.ahead} bytes ahead" if one.ahead and one.easy else "as the CPU fetches them"
+        groups = f"{one.at_once} row groups" if one.at_once > 1 else "1 row group"
+        return f"read {ahead}, {groups} at once, as {_ORIGINS[self.origin]}"
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"origin": self.origin, "streams": {n: stream._asdict() for n, stream in self.streams.items()}}
+
+
+def wanted_by_user() -> Wanted:
+    """What EDGEINFER_TUNE asks for. Raises InvalidArgument."""
+    value = os.environ.get(VARIABLE) or "auto"
+    for known in get_args(Wanted):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    raise InvalidArgument(f"{VARIABLE} must be {', '.join(get_args(Wanted))}: found {value!r:.80}")
+
+
+def tune(
+    decoder: Tunable,
+    file: ModelFile,
+    n_layers: int,
+    n_tokens: int,
+    n_threads: int,
+    is_ternary: bool,
+    *facts: object,
+) -> Tuning:
+    """Choose how a decoder reads its weights, as it was kept or by measuring now.
+
+    n_tokens: that a pass can have.  facts: what else the choice depends on, beside the model, the CPU and the threads.
+    What was measured while others had the cores is not used.  Raises InvalidArgument.
+    """
+    sizes = range(1, min(MOST_TOKENS, n_tokens) + 1)
+    known = {n: Stream(*decoder.stream(is_ternary, n)) for n in sizes}
+    what = wanted_by_user()
+    if what == "off" or decoder.weight_bytes < LEAST_BYTES:
+        return Tuning("known", known)
+    key = key_of(file, _FORMAT, devices.cpu_name(), n_threads, len(sizes), *facts)
+    kept = None if what == "again" else _streams_of(read_record(folder_of(_KIND), key))
+    if kept is not None and _use(decoder, is_ternary, {n: kept.get(n, known[n]) for n in sizes}):
+        return Tuning("kept", {n: kept.get(n, known[n]) for n in sizes})
+    trials = Trials(decoder, n_layers, n_threads, is_ternary)
+    search = Search(
+        trials.seconds, decoder.streams_at_once, decoder.groups_at_once, disturbed=lambda: trials.were_disturbed
+    )
+    chosen = search.run(known)
+    if trials.were_disturbed:
+        _use(decoder, is_ternary, known)
+        return Tuning("known", known)
+    _use(decoder, is_ternary, chosen)
+    keep_record(folder_of(_KIND), key, {"streams": {str(n): list(stream) for n, stream in chosen.items()}})
+    return Tuning("measured", chosen)
+
+
+def _use(decoder: Tunable, is_ternary: bool, streams: Mapping[int, Stream]) -> bool:
+    """Whether the decoder has all these choices, and now uses them."""
+    before = {n: decoder.stream(is_ternary, n) for n in streams}
+    try:
+        for n, stream in streams.items():
+            decoder.set_stream(is_ternary, n, stream)
+    except (ValueError, TypeError):
+        for n, fields in before.items():
+            decoder.set_stream(is_ternary, n, fields)
+        return False
+    return True
+
+
+def _streams_of(record: Any) -> dict[int, Stream] | None:
+    """The choices in a record, None if it is not as `tune` writes it."""
+    try:
+        return {int(n): Stream(*fields) for n, fields in record["streams"].items()}
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
+
+
+class Trials:
+    """Times parts of passes, another part each time: none is in the caches when its turn comes again."""
+
+    def __init__(self, decoder: Tunable, n_layers: int, n_threads: int, is_ternary: bool) -> None:
+        self._decoder = decoder
+        n_parts = max(1, min(n_layers // 2, decoder.weight_bytes // _PART_BYTES))
+        self._parts = [decoder.part_bytes(n_parts, part) for part in range(n_parts)]
+        self._next = 0
+        self._n_threads = n_threads
+        self._is_ternary = is_ternary
+        self._elapsed = self._worked = 0.0
+
+    def seconds(self, n: int, stream: Stream) -> float:
+        """Of an average part of a pass of n tokens."""
+        self._decoder.set_stream(self._is_ternary, n, stream)
+        part, n_parts = self._next, len(self._parts)
+        self._next = (part + 1) % n_parts
+        worked, started = time.process_time(), time.perf_counter()
+        seconds = self._decoder.seconds_of_part(n, n_parts, part)
+        self._elapsed += time.perf_counter() - started
+        self._worked += time.process_time() - worked
+        return seconds * sum(self._parts) / (n_parts * self._parts[part])
+
+    @property
+    def were_disturbed(self) -> bool:
+        """Whether other processes had the cores for some of the time."""
+        if self._elapsed < _LEAST_ELAPSED:
+            return False
+        return self._worked < _LEAST_BUSY * self._n_threads * self._elapsed
+
+
+class Search:
+    """Finds the choices with which passes take the least time.
+
+    seconds: of a trial of n tokens.  streams_at_once, groups_at_once:
+    row groups that kernels take side by side with two columns at most, and with more.  disturbed: whether trials say
+    nothing any more, and the search may end.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[int, Stream], float],
+        streams_at_once: int,
+        groups_at_once: int,
+        budget_seconds: float = BUDGET_SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
+        disturbed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._seconds = seconds
+        self._at_once = streams_at_once, groups_at_once
+        self._budget = budget_seconds
+        self._clock = clock
+        self._disturbed = disturbed
+        self._deadline = 0.0
+
+    def run(self, known: Mapping[int, Stream]) -> dict[int, Stream]:
+        """The best choice for each size, those of `known` where nothing is better by more than noise."""
+        chosen = dict(known)
+        started = self._clock()
+        self._seconds(1, known[1])  # touches what is touched once, and wakes the threads
+        self._deadline = started + _FOR_ONE * self._budget
+        found = self._descend(1, self.better(1, known[1], self._diverse(1, known[1])))
+        chosen[1] = self.better(1, known[1], [found], turns=_TURNS_AT_LAST)
+        self._deadline = started + _FOR_OTHERS * self._budget
+        for n in (size for size in (2, 4, 3, 8, 6, 5, 7) if size in known):
+            chosen[n] = self.better(n, chosen[n], self._of_others(n, chosen))
+        self._deadline = started + self._budget
+        self._make_rise(chosen)
+        return chosen
+
+    def better(
+        self, n: int, current: Stream, others: Iterable[Stream], gain: float = GAIN, turns: int = _TURNS
+    ) -> Stream:
+        """The best of the others where it gains so much, and something in each turn; else the current one."""
+        left = [each for each in dict.fromkeys(others) if each != current]
+        ratios: dict[Stream, list[float]] = {each: [] for each in left}
+        for turn in range(turns):
+            if not left:
+                return current
+            seconds = self._compare(n, current, left if turn % 2 else left[::-1])
+            if seconds is None:
+                return current
+            for each in left:
+                ratios[each].append(seconds[each] / seconds[current])
+            left = [each for each in left if max(ratios[each]) < 1.0 - gain / 2]
+            left = sorted(left, key=lambda each: statistics.median(ratios[each]))[:_LEFT]
+        if left and statistics.median(ratios[left[0]]) < 1.0 - gain:
+            return left[0]
+        return current
+
+    def _compare(self, n: int, current: Stream, others: Sequence[Stream]) -> dict[Stream, float] | None:
+        """Seconds of one trial each, and of the better one of the current choice's two; None when time is up."""
+        seconds: dict[Stream, float] = {}
+        for each in (current, *others, current):
+            if self._is_over():
+                return None
+            elapsed = self._seconds(n, each)
+            seconds[each] = min(elapsed, seconds.get(each, elapsed))
+        return seconds
+
+    def _descend(self, n: int, current: Stream) -> Stream:
+        """One field after the other."""
+        for neighbours in (self._by_reach, self._by_side, self._by_task, self._by_columns, self._by_reach):
+            current = self.better(n, current, neighbours(n, current))
+        return current
+
+    def _diverse(self, n: int, known: Stream) -> list[Stream]:
+        """What was best on some CPU, or may be on another: first tries from all over the space."""
+        streams = [
+            known._replace(ahead=7104, easy=True, hint=AROUND_L3, task=_LONG, tasks_each=2, eager=True),
+            known._replace(ahead=4736, easy=True, hint=ALL_CACHES, task=_SHORT, tasks_each=4, eager=True),
+            known._replace(ahead=0, easy=False, hint=ALL_CACHES, eager=False),
+            known._replace(ahead=12288, easy=True, hint=FROM_L2, eager=True),
+        ]
+        for at_once in self._sides(n):
+            streams.append(known._replace(at_once=at_once))
+            streams.append(known._replace(at_once=at_once, ahead=2048, easy=True, hint=ALL_CACHES, eager=True))
+            streams.append(known._replace(at_once=at_once, ahead=12288, easy=True, hint=FROM_L2, eager=True))
+            streams.append(known._replace(at_once=at_once, ahead=0, easy=False, eager=False))
+        if self._at_once[1] > 1:  # as a pass of many columns is made
+            streams.append(known._replace(at_once=self._at_once[1], columns=4, task=0, tasks_each=1))
+        return streams
+
+    def _of_others(self, n: int, chosen: Mapping[int, Stream]) -> list[Stream]:
+        """The choices of the other sizes, with as many columns and groups as this one can have."""
+        most = max(self._sides(n), default=1)
+        streams = [each._replace(at_once=min(each.at_once, most)) for each in chosen.values()]
+        of_one = chosen[1]._replace(at_once=min(chosen[1].at_once, most))
+        sides = [of_one._replace(at_once=side) for side in self._sides(n)]
+        return [*streams, *sides, of_one._replace(task=0, tasks_each=1)]
+
+    def _sides(self, n: int) -> list[int]:
+        """Numbers of row groups beside one that n columns can have at once."""
+        few, many = self._at_once
+        return sorted({side for side in (2, few, many) if 1 < side <= (few if n <= 2 else many)})
+
+    def _by_reach(self, n: int, current: Stream) -> list[Stream]:
+        reach = [current._replace(ahead=ahead, easy=ahead > 0) for ahead in _AHEAD]
+        return reach + [current._replace(hint=hint) for hint in (ALL_CACHES, FROM_L2, AROUND_L3) if current.ahead]
+
+    def _by_side(self, n: int, current: Stream) -> list[Stream]:
+        return [current._replace(at_once=side) for side in (1, *self._sides(n))]
+
+    def _by_task(self, n: int, current: Stream) -> list[Stream]:
+        return [current._replace(task=task, tasks_each=each, eager=eager) for task, each, eager in _TASKS]
+
+    def _by_columns(self, n: int, current: Stream) -> list[Stream]:
+        return [current._replace(columns=columns) for columns in (1, 2, 4) if columns == 1 or columns > n]
+
+    def _make_rise(self, chosen: dict[int, Stream]) -> None:
+        """Where a pass of n tokens takes longer than one of n + 1, make it as that one is."""
+        for n in sorted(chosen, reverse=True)[1:]:
+            above = chosen[n + 1]
+            alike = [above, above._replace(columns=max(above.columns, n + 1))]
+            chosen[n] = self.better(n, chosen[n], alike, _GAIN_OF_LARGER)
+
+    def _is_over(self) -> bool:
+        return self._clock() > self._deadline or self._disturbed()
