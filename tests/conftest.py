@@ -11,6 +11,9 @@ import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
 from parts import missing
+from peer import llama_cpp_crashes
+from peer_build import has_amx, this_cpu
+from tiny_models import write_tiny_model
 
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
@@ -32,9 +35,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def llama_cpp() -> ModuleType:
+def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module, which is the oracle of tests in their own process: there it must not crash."""
     if importlib.util.find_spec("llama_cpp") is None:
         missing("llama", "llama-cpp-python is not installed: pip install 'edgeinfer[llama]'")
+    if has_amx(this_cpu()):
+        path = write_tiny_model(tmp_path_factory.mktemp("peer") / "m.gguf", "llama", "Q4_0")
+        if llama_cpp_crashes(path):
+            missing("llama", "llama-cpp-python crashes on this CPU: compile it as tests/support/peer_build.py says")
     return importlib.import_module("llama_cpp")
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from numpy.typing import NDArray
@@ -54,13 +54,17 @@ class Process:
     """
 
     def __init__(self) -> None:
-        if importlib.util.find_spec("llama_cpp") is None:
+        if not _is_installed():
             raise BackendUnavailable("the llama.cpp backend needs llama-cpp-python: pip install 'edgeinfer[llama]'")
-        self.shared, self._words = SharedMemory(), Words()
-        ours, theirs = socket.socketpair()
-        self._connection, theirs = (_above_stdio(end) for end in (ours, theirs))
-        with theirs:
-            self._popen = _start(theirs, self.shared, self._words)
+        with ExitStack() as opened:
+            self.shared, self._words = SharedMemory(), Words()
+            opened.callback(self.shared.close)
+            opened.callback(self._words.close)
+            ours, theirs = socket.socketpair()
+            self._connection = opened.enter_context(_above_stdio(ours))
+            with _above_stdio(theirs) as theirs:
+                self._popen = _start(theirs, self.shared, self._words)
+            opened.pop_all()
         self._worker = Worker(self.shared.flag, self._popen.kill)
         self.pid = self._popen.pid
         self._end: Ended | None = None
@@ -140,6 +144,14 @@ class Process:
         name = signal.Signals(-code).name
         hint = " (the system's, if memory was short)" if -code == signal.SIGKILL else ""
         return Ended(f"{name}{hint}, {last}", is_fault=-code in _FAULTS)
+
+
+def _is_installed() -> bool:
+    """Whether the process will find llama-cpp-python, as far as can be told without importing it."""
+    try:
+        return importlib.util.find_spec("llama_cpp") is not None
+    except ValueError:  # a module without a spec: somebody's own
+        return True
 
 
 def _start(connection: socket.socket, shared: SharedMemory, words: Words) -> subprocess.Popen[bytes]:

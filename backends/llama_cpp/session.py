@@ -139,7 +139,7 @@ class LlamaCppSession:
         wanted, places = np.unique(rows, return_inverse=True)
         shared, n_vocab = self._process.shared, self.spec.n_vocab
         n_kept = MAX_OUTPUTS * n_vocab
-        shared.resize(max(len(wanted) * n_vocab, n_kept))
+        shared.reserve(len(wanted) * n_vocab, n_kept)
 
         def has_run() -> None:
             self._text = _Text(text.n_past)  # what was committed before is known there now
@@ -149,8 +149,7 @@ class LlamaCppSession:
         except Ended as end:
             self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
         out = shared.array((len(wanted), n_vocab))[places]
-        if len(wanted) > MAX_OUTPUTS:
-            shared.resize(n_kept)
+        shared.reserve(0, n_kept)
         self._text = _Text(text.n_past, links=links)
         return out
 

@@ -31,6 +31,7 @@ class SharedMemory:
         self.flag: Writable = mmap.mmap(self.fd, mmap.PAGESIZE)
         self._share: NDArray[np.float64] = np.frombuffer(self.flag, np.float64, 1, _SHARE_AT)
         self._array: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        self._room = 0
 
     @property
     def share(self) -> float:
@@ -41,9 +42,11 @@ class SharedMemory:
     def share(self, share: float) -> None:
         self._share[0] = share
 
-    def resize(self, n: int) -> None:
-        """Have room for n float32 in the array, and give back what is beyond. By the host, between two passes."""
-        os.ftruncate(self.fd, mmap.PAGESIZE + 4 * n)
+    def reserve(self, n: int, at_most: int) -> None:
+        """Have room for n float32 in the array; give back what is beyond `at_most`. By the host, between two passes."""
+        if n > self._room or self._room > at_most:
+            self._room = n
+            os.ftruncate(self.fd, mmap.PAGESIZE + 4 * n)
 
     def array(self, shape: tuple[int, int]) -> Logits:
         """The array, as float32 of that shape; there must be room for it."""

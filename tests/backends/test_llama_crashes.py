@@ -436,8 +436,10 @@ def test_an_embedded_python_starts_the_one_it_belongs_to(
     assert open_session(model).forward([1]).logits.shape == (1, 291)
     for name in ("prefix", "exec_prefix", "base_prefix"):
         monkeypatch.setattr(sys, name, str(tmp_path))
+    before = open_files()
     with pytest.raises(BackendUnavailable, match="set sys.executable to the file of a Python"):
         LlamaCppBackend()
+    assert open_files() == before
 
 
 def test_a_folder_that_looks_like_a_module_is_not_taken_for_it(

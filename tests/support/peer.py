@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,12 @@ def llama_cpp_logits(llama_cpp: ModuleType, path: Path, tokens: ArrayLike) -> ND
     logits: NDArray[np.float32] = model.scores[: model.n_tokens].copy()
     model.close()
     return logits
+
+
+def llama_cpp_crashes(path: Path) -> bool:
+    """Whether llama-cpp-python ends its process on a sound model; asked in a process of its own."""
+    script = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval(list(range(20)))"
+    return subprocess.run([sys.executable, "-c", script, path], capture_output=True).returncode != 0
 
 
 def clear_choices(logits: NDArray[np.float32]) -> NDArray[np.bool_]:

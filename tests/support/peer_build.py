@@ -19,9 +19,20 @@ _FLAG = "-mno-amx-int8"
 
 def cmake_args(cpuinfo: str, given: str, compiler: str = "cc") -> str:
     """The arguments for a CPU that Linux describes so, behind those that are given."""
-    if not re.search(r"^flags\b.*\bamx_int8\b", cpuinfo, re.MULTILINE) or not _knows_flag(compiler):
+    if not has_amx(cpuinfo) or not _knows_flag(compiler):
         return given
     return f"{given} -DCMAKE_C_FLAGS={_FLAG} -DCMAKE_CXX_FLAGS={_FLAG}".strip()
+
+
+def has_amx(cpuinfo: str) -> bool:
+    """Whether a CPU that Linux describes so multiplies matrices of int8 by AMX."""
+    return re.search(r"^flags\b.*\bamx_int8\b", cpuinfo, re.MULTILINE) is not None
+
+
+def this_cpu() -> str:
+    """What Linux says of this machine's CPU; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _knows_flag(compiler: str) -> bool:
@@ -35,9 +46,7 @@ def _knows_flag(compiler: str) -> bool:
 
 def main() -> None:
     """Print them for this machine."""
-    path = Path("/proc/cpuinfo")
-    cpuinfo = path.read_text(errors="replace") if path.exists() else ""
-    print(cmake_args(cpuinfo, os.environ.get("CMAKE_ARGS", ""), os.environ.get("CC", "cc")))
+    print(cmake_args(this_cpu(), os.environ.get("CMAKE_ARGS", ""), os.environ.get("CC", "cc")))
 
 
 if __name__ == "__main__":

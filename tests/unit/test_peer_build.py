@@ -4,11 +4,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import peer_build
 import pytest
 from parts import missing
-from peer_build import cmake_args
+from peer import llama_cpp_crashes
+from peer_build import cmake_args, has_amx
+from tiny_models import write_tiny_model
 
 SAPPHIRE_RAPIDS = "processor\t: 0\nflags\t\t: fpu avx512_vnni amx_bf16 amx_tile amx_int8 flush_l1d\n"
 NO_AMX = "processor\t: 0\nflags\t\t: fpu avx2\nbugs\t\t: amx_int8\n"
@@ -42,6 +45,14 @@ def test_the_flag_takes_out_what_ggml_compiles_for_amx(gcc: str) -> None:
 
     assert compiled("-march=sapphirerapids")
     assert not compiled("-mno-amx-int8", "-march=sapphirerapids")
+
+
+def test_a_peer_that_crashes_is_found(llama_cpp: ModuleType, tmp_path: Path) -> None:
+    assert has_amx(SAPPHIRE_RAPIDS) and not has_amx(NO_AMX)
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0")
+    assert not llama_cpp_crashes(path)
+    path.write_bytes(path.read_bytes()[:-100_000])
+    assert llama_cpp_crashes(path)
 
 
 def test_it_can_be_called_by_make(monkeypatch: pytest.MonkeyPatch) -> None:
