@@ -116,7 +116,7 @@ constexpr size_t kLines32 = BITS == 8   ? 512
                             : BITS == 5 ? 320
                                         : 256;  // bytes of 32 codes of 16 rows
 
-// With a column or two, more row groups at once are as many streams, for CPUs that read one too slowly.
+// With one column, more row groups at once are as many streams, for CPUs that read one too slowly.
 #if defined(__SANITIZE_ADDRESS__)  // which would compile for many minutes
 constexpr int kStreamsAtOnce = kGroupsAtOnce;
 #else

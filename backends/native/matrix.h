@@ -76,7 +76,7 @@ constexpr int kRows = 16;  // of a row group
 
 // Up to so many columns, products are tuned for each number of them.
 constexpr int kFewColumns = 8;
-constexpr int kFewestColumns = 2;  // for which there are kernels with still more row groups at once
+constexpr int kFewestColumns = 1;  // for which there are kernels with still more row groups at once
 
 // Which caches lines are asked for into: all, L2 and outwards, or all but the outer ones, for what is read once.
 enum class Hint : int { All, FromL2, AroundL3 };

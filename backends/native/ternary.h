@@ -138,7 +138,7 @@ EI_INLINE auto counted_once(const Sum& sum) {
 // I2_S: a scale a row, and activations with a scale a token.
 template <class Trits>
 struct TernaryRows {
-    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kGroupsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
     static EI_INLINE void strip(At<G> group, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
@@ -165,7 +165,7 @@ struct TernaryRows {
 
 // Q2_0: scales of 64 inputs, and of 32 activations.
 struct TernaryBlocks {
-    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kStillFewer;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kGroupsAtOnce, kColumns = kStillFewer;
 
     template <int NC, int G>
     static EI_INLINE void strip(At<G> group, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {
@@ -202,7 +202,7 @@ struct TernaryBlocks {
 // TQ1_0 and TQ2_0: scales of 256 inputs on both sides.
 template <class Trits>
 struct TernaryTiles {
-    static constexpr int kTogether = kGroupsAtOnce, kStreams = kStreamsAtOnce, kColumns = kColumnsAtOnce;
+    static constexpr int kTogether = kGroupsAtOnce, kStreams = kGroupsAtOnce, kColumns = kColumnsAtOnce;
 
     template <int NC, int G>
     static EI_INLINE void strip(At<G> tile, const Inputs& x, Columns at, const Ahead& ahead, Of<F32, G> (&f)[NC]) {

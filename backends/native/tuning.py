@@ -32,7 +32,7 @@ _GAIN_OF_LARGER = 0.015  # for which a pass is made as a larger one is
 _TURNS, _TURNS_AT_LAST = 3, 5
 _LEFT = 4  # candidates that are tried again
 _FOR_ONE, _FOR_OTHERS = 0.5, 0.8  # of the budget, for what ends then
-_PART_BYTES = 48 << 20  # that one trial reads at least
+_PART_BYTES, _THREAD_BYTES = 48 << 20, 12 << 20  # that one trial reads at least, and each thread of it
 _LEAST_ELAPSED = 0.02  # seconds of trials, before it is said that they were disturbed
 _LEAST_BUSY = 0.8  # of the threads' time must be spent at work, else others had the cores
 
@@ -168,8 +168,11 @@ class Trials:
 
     def __init__(self, decoder: Tunable, n_layers: int, n_threads: int, is_ternary: bool) -> None:
         self._decoder = decoder
-        n_parts = max(1, min(n_layers // 2, decoder.weight_bytes // _PART_BYTES))
+        part_bytes = max(_PART_BYTES, n_threads * _THREAD_BYTES)
+        n_parts = max(1, min(n_layers // 2, decoder.weight_bytes // part_bytes))
         self._parts = [decoder.part_bytes(n_parts, part) for part in range(n_parts)]
+        for part in range(min(2, n_parts)):  # maps what is still to be mapped, and wakes the threads
+            decoder.seconds_of_part(1, n_parts, part)
         self._next = 0
         self._n_threads = n_threads
         self._is_ternary = is_ternary
@@ -198,7 +201,7 @@ class Search:
     """Finds the choices with which passes take the least time.
 
     seconds: of a trial of n tokens.  streams_at_once, groups_at_once:
-    row groups that kernels take side by side with two columns at most, and with more.  disturbed: whether trials say
+    row groups that kernels take side by side with one column, and with more.  disturbed: whether trials say
     nothing any more, and the search may end.
     """
 
@@ -222,7 +225,6 @@ class Search:
         """The best choice for each size, those of `known` where nothing is better by more than noise."""
         chosen = dict(known)
         started = self._clock()
-        self._seconds(1, known[1])  # touches what is touched once, and wakes the threads
         self._deadline = started + _FOR_ONE * self._budget
         found = self._descend(1, self.better(1, known[1], self._diverse(1, known[1])))
         chosen[1] = self.better(1, known[1], [found], turns=_TURNS_AT_LAST)
@@ -297,7 +299,7 @@ class Search:
     def _sides(self, n: int) -> list[int]:
         """Numbers of row groups beside one that n columns can have at once."""
         few, many = self._at_once
-        return sorted({side for side in (2, few, many) if 1 < side <= (few if n <= 2 else many)})
+        return sorted({side for side in (2, few, many) if 1 < side <= (few if n == 1 else many)})
 
     def _by_reach(self, n: int, current: Stream) -> list[Stream]:
         reach = [current._replace(ahead=ahead, easy=ahead > 0) for ahead in _AHEAD]
