@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import pytest
 from byte_vocabulary import ALPHABET, byte_file
@@ -419,6 +419,7 @@ _texts = st.lists(st.sampled_from([*CONTROLS, "<tool>", "<", "|>", "<|im_", "end
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), _texts)), st.booleans())
 def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]], begin: bool) -> None:
     messages = [{"role": role, "content": text} for role, text in conversation]
@@ -430,6 +431,7 @@ def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]
     assert [id for id in ids if TINY.is_control(id)] == [id for id in expected if TINY.is_control(id)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab \n<|>_im")))
 def test_harmless_messages_are_encoded_as_the_rendered_text_is(texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
