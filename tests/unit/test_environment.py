@@ -216,7 +216,7 @@ with open(sys.argv[3], "a", encoding="utf-8") as file:
 """
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", ["reference", "native", "llama.cpp"])
 @pytest.mark.parametrize(
     "opening",
     [
@@ -226,7 +226,9 @@ with open(sys.argv[3], "a", encoding="utf-8") as file:
         "sys.stdin = sys.stdout = sys.stderr = object()",
     ],
 )
-def test_the_library_needs_no_streams(machine, opening, backend):
+def test_the_library_needs_no_streams(machine, request, opening, backend):
+    if backend == "llama.cpp":
+        request.getfixturevalue("llama_cpp")
     code = LIBRARY.replace("OPENING", opening)
     machine.run(("MODEL", backend, str(machine.folder / "usual")), code=LIBRARY.replace("OPENING", ""))
     done = machine.run(("MODEL", backend, str(machine.folder / "without")), code=code)
