@@ -137,9 +137,12 @@ class Conversation:
         progress: Progress | None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
+        hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
+        n_least = self._least_tokens(messages)
+        if n_least >= self.engine.n_ctx:
+            raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
         prompt = self._encode(messages, add_generation_prompt=True)
         if len(prompt) >= self.engine.n_ctx:
-            hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         stream = self.engine.stream(
             prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, **sampling
@@ -148,6 +151,13 @@ class Conversation:
 
     def _encode(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
         return self._template.encode(self.engine.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+
+    def _least_tokens(self, messages: list[Message]) -> int:
+        """A number of tokens that the prompt has at least, in little time however long the messages are."""
+        least_tokens = self.engine.tokenizer.least_tokens
+        if sum(least_tokens(message["content"]) for message in messages) < self.engine.n_ctx:
+            return 0
+        return least_tokens(self._template.render(messages))  # a template may leave out what does not fit
 
     def _last_question(self) -> int:
         """Index of the last question that has an answer."""
