@@ -388,4 +388,5 @@ class QueryScales:
 
     def at(self, positions: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
         """The factors of some positions, an array of their shape."""
-        return self.values[positions // self.n_positions]
+        factors: NDArray[np.float32] = self.values[positions // self.n_positions]
+        return factors

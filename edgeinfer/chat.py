@@ -163,9 +163,12 @@ class Conversation:
         progress: Progress | None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
+        hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
+        n_least = self._least_tokens(messages)
+        if n_least >= self.engine.n_ctx:
+            raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
         prompt = self._encode(messages, add_generation_prompt=True)
         if len(prompt) >= self.engine.n_ctx:
-            hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages))
         output = self._format.parser(opened)
@@ -257,6 +260,13 @@ class Conversation:
         if output is not None:
             return _answer_message(output, len(message["content"]), message["tokens"])
         return cast(Message, {key: value for key, value in message.items() if key not in ("tokens", "opened")})
+
+    def _least_tokens(self, messages: list[Message]) -> int:
+        """A number of tokens that the prompt has at least, in little time however long the messages are."""
+        least_tokens = self.engine.tokenizer.least_tokens
+        if sum(least_tokens(message["content"]) for message in messages) < self.engine.n_ctx:
+            return 0
+        return least_tokens(self._template.render(messages))  # a template may leave out what does not fit
 
     def _last_question(self) -> int:
         """Index of the last question that has an answer."""

@@ -27,6 +27,7 @@ from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
     BackendCrashed,
     BackendUnavailable,
+    ContextOverflow,
     Interrupted,
     InvalidArgument,
     ModelNotFound,
@@ -563,6 +564,8 @@ class Engine:
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sized):
             raise InvalidArgument(f"the prompt must be a text (str) or token ids: found {shown(prompt)}")
+        if isinstance(prompt, str) and (n_least := self.tokenizer.least_tokens(prompt)) > self.n_ctx:
+            raise ContextOverflow(n_least, self.n_ctx, at_least=True)
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         if isinstance(tokens, (list, tuple)) and not tokens:
             raise InvalidArgument("the prompt is empty: give at least one token")

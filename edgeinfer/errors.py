@@ -60,10 +60,16 @@ class TemplateError(EdgeInferError):
 
 
 class ContextOverflow(EdgeInferError):
-    """The tokens do not fit into the context; `n_tokens` are wanted, `n_ctx` is all there is."""
+    """The tokens do not fit into the context; `n_tokens` are wanted, `n_ctx` is all there is.
 
-    def __init__(self, n_tokens: int, n_ctx: int, hint: str = "shorten the prompt or raise n_ctx (-c)") -> None:
-        super().__init__(f"{n_tokens} tokens do not fit into a context of {n_ctx}; {hint}")
+    at_least: the text was so long that it was not made into tokens; it has `n_tokens` or more.
+    """
+
+    def __init__(
+        self, n_tokens: int, n_ctx: int, hint: str = "shorten the prompt or raise n_ctx (-c)", at_least: bool = False
+    ) -> None:
+        number = f"at least {n_tokens}" if at_least else str(n_tokens)
+        super().__init__(f"{number} tokens do not fit into a context of {n_ctx}; {hint}")
         self.n_tokens = n_tokens
         self.n_ctx = n_ctx
 

@@ -369,7 +369,7 @@ public:
     }
 
     // The parts of a word; at first each character is one.
-    nb::list merged(const nb::str& word) const {
+    Texts merged(const nb::str& word) const {
         const std::string text = bytes_of(word);
         std::vector<Part> parts;
         {

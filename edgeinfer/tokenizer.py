@@ -511,11 +511,11 @@ class _Merger(ABC):
 
     @abstractmethod
     def length(self, text: str) -> int:
-        """Of a text, in what the characters of tokens stand for."""
+        """Of a text, in what the characters of tokens stand for, without what no token has."""
 
     @abstractmethod
     def is_lossless(self, vocabulary: _Vocabulary) -> bool:
-        """Whether surely each part of a text is in one of its tokens."""
+        """Whether surely each part of a text that `length` counts is in one of its tokens."""
 
     @abstractmethod
     def _words(self, text: str) -> Iterable[str]:
@@ -580,10 +580,11 @@ class _ByteLevel(_Merger):
         return [written] if self._keeps_tokens and written in self._ids else self._merged(written)
 
     def length(self, text: str) -> int:
-        return len(text.encode(errors="replace"))
+        lost = bytes(byte for byte, char in _CHAR_OF_BYTE.items() if char not in self._ids)  # those no text has, mostly
+        return len(text.encode(errors="replace").translate(None, lost))
 
     def is_lossless(self, vocabulary: _Vocabulary) -> bool:
-        return all(char in self._ids for char in _BYTE_OF_CHAR) and _all_made(vocabulary)
+        return _all_made(vocabulary)
 
     def _spelled(self, part: str) -> list[int]:
         # As llama.cpp has it: bytes of the written form, so that all but printable ASCII is lost.

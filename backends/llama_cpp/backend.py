@@ -59,8 +59,8 @@ class LlamaCppBackend:
         """
         if n_ctx > _MOST_MEASURED:
             _check_positions(model, n_ctx)
-            of_two = [self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED]
-            return MemoryPlan(n_ctx, min(n_batch, n_ctx), _extrapolated(*of_two, n_ctx), cache_type)
+            first, second = (self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED)
+            return MemoryPlan(n_ctx, min(n_batch, n_ctx), _extrapolated(first, second, n_ctx), cache_type)
         _check_positions(model, n_ctx)
         n_batch = min(n_batch, n_ctx)
         self._describe(model)

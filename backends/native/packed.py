@@ -71,7 +71,7 @@ def sha256_of(contents: NDArray[np.uint8]) -> str:
     """SHA-256 of bytes, in hex."""
     digest = hashlib.sha256()
     for first in range(0, len(contents), _HASHED_AT_ONCE):
-        digest.update(contents[first : first + _HASHED_AT_ONCE])
+        digest.update(contents[first : first + _HASHED_AT_ONCE].data)
     return digest.hexdigest()
 
 
@@ -148,7 +148,7 @@ def samples_of(model: ModelFile, part: int) -> str:
     digest = hashlib.blake2b(digest_size=32)
     for first, last in runs:
         digest.update(struct.pack("<QQ", first, last))
-        digest.update(contents[first:last])
+        digest.update(contents[first:last].data)
     return digest.hexdigest()
 
 

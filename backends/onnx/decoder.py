@@ -395,7 +395,8 @@ class _Builder:
         def turns(function: np.ufunc) -> Constant:
             def made() -> NDArray[np.float32]:
                 angles = np.arange(self._n_ctx)[:, None] * np.array(rope.inverse_frequencies)
-                return (function(angles) * rope.magnitude).astype(np.float32)
+                table: NDArray[np.float32] = (function(angles) * rope.magnitude).astype(np.float32)
+                return table
 
             return Constant(_FLOAT32, (self._n_ctx, len(rope.inverse_frequencies)), made)
 

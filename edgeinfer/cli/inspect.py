@@ -149,7 +149,8 @@ def _said(value: object) -> str:
 
 def _line(text: str) -> str:
     """A text from the file on one line, with nothing in it that commands the terminal."""
-    return visible(text[: 4 * _WIDEST_VALUE]).replace("\n", "\\n").replace("\t", "\\t")
+    sound = text[: 4 * _WIDEST_VALUE].encode(errors="replace").decode()  # what is no UTF-8 is lone surrogates in arrays
+    return visible(sound).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _cut(text: str) -> str:

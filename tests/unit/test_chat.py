@@ -182,6 +182,24 @@ def test_a_message_that_does_not_fit_is_refused_with_the_counts_and_not_kept(cha
     assert ask(chat, "shorter").is_kept
 
 
+def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(chat, engine, monkeypatch):
+    ask(chat, "hello")
+    before = list(chat.messages)
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *a, **k: pytest.fail("tokenised"))
+    with pytest.raises(ContextOverflow, match=r"^at least \d+ tokens do not fit into a context of 512; .*/undo"):
+        chat.send(" " * 100_000)
+    assert chat.messages == before
+
+
+def test_what_a_template_leaves_out_does_not_count(chat, engine, monkeypatch):
+    from edgeinfer.template import CHATML, ChatTemplate
+
+    trims = ChatTemplate(CHATML.replace("message['content']", "message['content'] | trim"))
+    assert " | trim" in trims._source
+    monkeypatch.setattr(chat, "_template", trims)
+    assert ask(chat, " " * 100_000 + "hello").is_kept
+
+
 def test_a_message_that_leaves_no_room_for_an_answer_does_not_fit(engine):
     chat = engine.chat()
     room = engine.n_ctx - len(encode(engine, [{"role": "user", "content": ""}]))

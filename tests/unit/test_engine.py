@@ -736,3 +736,17 @@ def test_every_public_name_exists():
 def test_detokenizing_an_id_that_does_not_exist_is_an_error(engine):
     with pytest.raises(TokenizerError):
         engine.detokenize([10**6])
+
+
+@pytest.mark.parametrize("text", [" ", "a", "\n", "é", "日", "😀", "7", "\0", "\ud800", "a b "])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(engine, text, monkeypatch):
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *a, **k: pytest.fail("tokenised"))
+    with pytest.raises(ContextOverflow, match=r"^at least \d+ tokens do not fit into a context of \d+;") as caught:
+        engine.generate(text * 1_000_000)
+    assert engine.n_ctx < caught.value.n_tokens <= 1_000_000 * len(text.encode(errors="replace"))
+
+
+def test_a_text_that_may_fit_is_tokenised(engine):
+    with pytest.raises(ContextOverflow, match=r"^\d+ tokens do not fit"):
+        engine.generate("x" * (engine.n_ctx + 1))
+    assert engine.count(" " * 200_000) > engine.n_ctx  # without a context nothing is refused

@@ -650,6 +650,17 @@ def test_inspect_lists_tensors_and_cuts_long_values(tiny: Path) -> None:
     assert max(map(len, lines[1:])) < 140 and not any("y" * 100 in line for line in lines)
 
 
+def test_inspect_shows_what_is_no_number_and_no_utf_8_with_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    number, texts = struct.pack("<f", math.nan), array(STRING, 2, text(b"a") + text(b"b\xff"))
+    path.write_bytes(document([key("some.number", F32, number), key("some.texts", ARRAY, texts)]))
+    run = CliRunner().invoke(inspect, [str(path), "--metadata"])
+    assert "some.number = nan" in run.stdout and "some.texts = [2] a, b?" in run.stdout
+    assert "'some.texts' value[1] is no UTF-8" in run.stderr and "RuntimeWarning" not in run.stderr
+    run = CliRunner().invoke(inspect, [str(path), "--metadata", "--json"])
+    assert json.loads(run.stdout)["metadata"] == {"some.number": "nan", "some.texts": ["a", "b\udcff"]}
+
+
 def test_inspect_shows_odd_files_too(opened: Any) -> None:
     keys = [
         key("general.architecture", ARRAY, array(U8, 20, bytes(20))),

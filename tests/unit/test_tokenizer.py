@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -13,10 +15,12 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
+from edgeinfer import tokenizer as tokenizer_module
 from edgeinfer.errors import EdgeInferError, TokenizerError, UnsupportedModel
 from edgeinfer.gguf import ModelFile
-from edgeinfer.tokenizer import PRE_TOKENIZERS, Tokenizer, _split
+from edgeinfer.tokenizer import PRE_TOKENIZERS, Tokenizer, _split, cut
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -78,6 +82,7 @@ def parts_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 BPE = open_metadata(byte_level())
 SPM = open_metadata(by_score())
 END = BPE.token_id("<|im_end|>")
+LONGER = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES), *SPECIALS, "AA", "ĠĠ"]
 
 
 # --- byte pairs -------------------------------------------------------------------------------------------------------
@@ -400,6 +405,197 @@ def test_the_size_of_a_vocabulary_is_known_without_reading_it() -> None:
 def test_id_outside_of_the_vocabulary_is_refused(id: int) -> None:
     with pytest.raises(TokenizerError, match=str(id)):
         BPE.decode([id])
+
+
+# --- long texts -------------------------------------------------------------------------------------------------------
+
+FAMILIES = sorted(set(PRE_TOKENIZERS.values()), key=str)
+NAME_OF = {patterns: name for name, patterns in PRE_TOKENIZERS.items()}
+# Expressions that try each end of a run, as llama.cpp and the models' authors write them.
+LINE_ENDS = tokenizer_module._LINE_ENDS
+
+
+def written_plainly(pattern: str) -> str:
+    """An expression as it was before it was made to look at each character of a long run once."""
+    pattern = pattern.replace(r"(?<![^\S\r\n])" + LINE_ENDS, LINE_ENDS).replace(LINE_ENDS, r"\s*[\r\n]+")
+    pattern = pattern.replace(r"(?<!\s)\s++\z", r"\s+\z").replace(r"(?:\p{N}{3})*+", r"(?:\p{N}{3})*")
+    for letters in (r"\p{L}", r"[\p{L}\p{M}]"):
+        upper, lower = rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]"
+        start = r"[^\r\n\p{L}\p{N}]?"
+        plain = rf"{start}{upper}*{lower}+", rf"{start}{upper}+{lower}*"
+        for quick, slow in zip(tokenizer_module._cased(letters), plain, strict=True):
+            pattern = pattern.replace(quick, slow)
+    return pattern
+
+
+@cache
+def plain(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([_split(written_plainly(pattern)) for pattern in patterns])
+
+
+LONG_RUNS = [patterns for patterns in FAMILIES if tuple(map(written_plainly, patterns)) != patterns]
+_runs = st.lists(
+    st.builds(
+        lambda text, n: text * n,
+        st.sampled_from(
+            [
+                *" \t\n\r\u00a0\u3000aAbZé日ｱ가7٣!'/.¡ǅ",
+                "\r\n",
+                "a\u0301",
+                "\u0301",
+                "'s",
+                "'LL",
+                "aB",
+                "<sentinel:",
+                "😀",
+                "\0",
+            ]
+        ),
+        st.integers(1, 6),
+    ),
+    max_size=12,
+).map("".join)
+
+
+def test_most_pre_tokenisers_have_an_expression_for_long_runs() -> None:
+    assert len(LONG_RUNS) > 15
+
+
+@pytest.mark.parametrize("patterns", LONG_RUNS, ids=[NAME_OF[patterns] for patterns in LONG_RUNS])
+@settings(max_examples=60, deadline=None)
+@given(text=_runs)
+def test_what_is_quick_on_long_runs_cuts_as_the_plain_expressions_do(patterns: tuple[str, ...], text: str) -> None:
+    assert list(cut(NAME_OF[patterns], text)) == [word for word, _ in plain(patterns).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("patterns", FAMILIES, ids=[NAME_OF[patterns] for patterns in FAMILIES])
+@settings(max_examples=40, deadline=None)
+@given(text=_runs | st.text(max_size=40), at_once=st.integers(0, 9))
+def test_a_text_is_cut_the_same_piece_by_piece(patterns: tuple[str, ...], text: str, at_once: int) -> None:
+    whole = list(cut(NAME_OF[patterns], text))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_AT_ONCE", at_once)
+        assert list(cut(NAME_OF[patterns], text)) == whole
+
+
+def test_a_long_text_is_cut_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def noted(pre: str) -> Any:
+        return SimpleNamespace(pre_tokenize_str=lambda text: sizes.append(len(text)) or [(text, (0, len(text)))])
+
+    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", noted)
+    for pre, text in (("qwen2", "some words "), ("exaone-moe", "some words\n"), ("qwen2", "line\n")):
+        sizes.clear()
+        assert "".join(cut(pre, text * 50000)) == text * 50000
+        assert max(sizes) < 1.1 * tokenizer_module._AT_ONCE and len(sizes) > 2
+
+
+# What took quadratic time, or so many steps that the library gave up: now each character costs a little.
+LONG = {
+    **{
+        name: unit * 60_000 for name, unit in {"spaces": " ", "newlines": "\n", "letters": "a", "capitals": "A"}.items()
+    },
+    **{name: unit * 30_000 for name, unit in {"tabs": " \t", "crlf": "\r\n", "mixed": "aB", "words": "a "}.items()},
+    **{name: unit * 20_000 for name, unit in {"digits": "777", "marks": "a\u0301\u0301", "cjk": "日本語"}.items()},
+    **{name: unit * 12_000 for name, unit in {"emoji": "👩\u200d👧!", "nul": "\0\0", "quotes": "'s'"}.items()},
+    "spaces before a letter": " " * 60_000 + "x",
+    "spaces before a digit": " " * 60_000 + "7",
+    "spaces among lines": (" " * 20_000 + "\n") * 3,
+    "lone surrogates": "\ud800\udc00" * 50_000,
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_text_of_anything_is_tokenised_and_is_the_text_again(case: str) -> None:
+    text = LONG[case].replace("\ud800", "\ufffd").replace("\udc00", "\ufffd")
+    for tokenizer in (BPE, SPM, open_metadata(byte_level(pre="gpt-4o", merges=[*MERGES, "A A", "Ġ Ġ"], tokens=LONGER))):
+        ids = tokenizer.encode(LONG[case], add_special=False, continues=True)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.least_tokens(LONG[case]) <= len(ids)
+
+
+def test_merging_takes_few_steps_a_character() -> None:
+    tokens = [*ALPHABET, *("a" * 2**n for n in range(1, 12))]
+    merges = [f"{'a' * 2**n} {'a' * 2**n}" for n in range(11)]
+    tokenizer = open_metadata(byte_level(tokens=tokens, merges=merges, bos_token_id=0, eos_token_id=0))
+
+    def seconds(n: int) -> float:
+        start = time.process_time()
+        assert len(tokenizer.encode("a" * n)) == n // 2048
+        return time.process_time() - start
+
+    seconds(2048)
+    few, many = seconds(1 << 17), seconds(1 << 20)
+    assert many < 40 * few + 0.5  # eight times as many; squared it would be 64 times
+
+
+def test_the_least_number_of_tokens_is_one_that_no_text_has_fewer_than() -> None:
+    assert BPE.least_tokens("") == 0 and BPE.least_tokens("a") == 1
+    longest = max(len(text.encode()) for text in SPECIALS)
+    assert BPE.least_tokens("é" * longest) == 2 and BPE.least_tokens("é" * (longest // 2)) == 1
+    assert SPM.least_tokens(" " * 1000) == 1000 // 6 + 1  # <0x00>, <user>: the longest tokens
+    assert len(SPM.encode(" " * 1000)) >= 1000 // 6 + 1
+
+
+@given(st.text(max_size=60))
+def test_no_text_has_fewer_tokens_than_the_least_number(text: str) -> None:
+    for tokenizer in (BPE, SPM):
+        for parse_special in (False, True):
+            ids = tokenizer.encode(text, add_special=False, parse_special=parse_special)
+            assert tokenizer.least_tokens(text) <= len(ids)
+
+
+def test_bytes_without_a_token_do_not_count() -> None:
+    tokens = [*(char for char in ALPHABET if char != "z"), "qq"]
+    tokenizer = open_metadata(byte_level(tokens=tokens, merges=["q q"], bos_token_id=0, eos_token_id=0))
+    assert tokenizer.encode("z" * 100) == [] and tokenizer.least_tokens("z" * 100) == 0
+    assert tokenizer.least_tokens("za" * 100) == 50 and len(tokenizer.encode("za" * 100)) == 100
+
+
+def test_where_parts_of_a_text_may_be_lost_nothing_is_known_of_its_tokens() -> None:
+    lossy = [
+        byte_level(merges=["h e", "x y"]),  # what they make is no token, and so its bytes alone remain
+        byte_level(pre="gemma4"),  # no byte tokens
+    ]
+    for metadata in lossy:
+        assert open_metadata(metadata).least_tokens("a" * 10**6) == 0
+
+
+def test_white_space_that_special_tokens_swallow_does_not_count() -> None:
+    phi3 = byte_level() | {"general.name": "Phi-3 mini"}
+    tokenizer = open_metadata(phi3)
+    text = "<|im_end|>" + " " * 10_000 + "a"
+    ids = tokenizer.encode(text, add_special=False, parse_special=True)
+    assert len(ids) == 2 and tokenizer.least_tokens(text) <= 2
+
+
+class Panic(BaseException):
+    """As pyo3's: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Panic("the library panicked"), ValueError("odd"), RuntimeError("retry limit")])
+def test_a_panic_of_the_library_is_an_error_of_this_package(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(text: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
+    with pytest.raises(TokenizerError, match=f"too much for the pre-tokeniser 'qwen2': {error}"):
+        BPE.encode("never seen before")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_ends_a_program_ends_it_within_the_library_too(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(text: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
+    with pytest.raises(error):
+        BPE.encode("never seen before")
 
 
 # --- files that are wrong ---------------------------------------------------------------------------------------------
