@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import add
 from typing import Any, Protocol
 
 import numpy as np
@@ -753,8 +754,8 @@ class Tokenizer:
         """
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         parts: list[int | str] = [_SURROGATE.sub("\ufffd", text)] if text else []
-        for special in self._specials:  # a longer one goes first, wherever in the text it stands
-            if special.text in text and (parse_special or not special.only_if_parsed):
+        for special in _found(self._specials, text):  # a longer one goes first, wherever in the text it stands
+            if parse_special or not special.only_if_parsed:
                 parts = _replaced(parts, special)
         ids += self._encode_parts(parts, continues)
         if add_special and self.add_eos and self.eos_id is not None:
@@ -769,9 +770,8 @@ class Tokenizer:
         """
         protected = self.protected(template)
         parts: list[int | str] = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
-        for special in self._specials:
-            if special.text in text:
-                parts = _replaced(parts, special, trusted_only=special.id in protected)
+        for special in _found(self._specials, text):
+            parts = _replaced(parts, special, trusted_only=special.id in protected)
         return self._encode_parts(parts, continues=False)
 
     def protected(self, template: str) -> frozenset[int]:
@@ -782,13 +782,16 @@ class Tokenizer:
         ordinary text, such as runs of spaces or tags of HTML.
         """
         if template not in self._protected:
+            named = _tags_alike(template)
+            pairs = _pairs(named)
             marks = [
                 special
                 for special in self._specials
                 if special.only_if_parsed
                 or special.id in self.stop_ids
                 or _TURN_MARK.fullmatch(special.text)
-                or (_WORD_AND_SIGN.match(special.text) and _is_named(special.text, template))
+                or (special.text[-2:] in pairs and _WORD_AND_SIGN.match(special.text))
+                and _tags_alike(special.text) in named
             ]
             for special in marks:  # nor may merges make them
                 if len(special.text) > 1:  # a single character may be all there is for a byte
@@ -850,10 +853,25 @@ class Tokenizer:
         return self._adds_space and id == self.bos_id
 
 
-def _is_named(text: str, template: str) -> bool:
-    """Whether a text, or the tag that it opens or closes, stands in a template."""
-    partner = f"<{text[2:]}" if text.startswith("</") else f"</{text[1:]}" if text.startswith("<") else text
-    return text in template or partner in template
+def _tags_alike(text: str) -> str:
+    """The text with its closing tags written as the opening ones."""
+    return text.replace("</", "<")
+
+
+def _pairs(text: str) -> set[str]:
+    """All pairs of characters that stand side by side in the text."""
+    return set(map(add, text, text[1:]))
+
+
+def _found(specials: list[_Special], text: str) -> list[_Special]:
+    """Those whose texts are in the text."""
+    if len(specials) < 500:
+        return [special for special in specials if special.text in text]
+    text = plain(text)
+    pairs = _pairs(text)  # Gemma has 6,000 special tokens: to search a long text for each takes a second
+    return [
+        special for special in specials if special.text[:2] in pairs or len(special.text) == 1 if special.text in text
+    ]
 
 
 def _replaced(parts: list[int | str], special: _Special, trusted_only: bool = False) -> list[int | str]:

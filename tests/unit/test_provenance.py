@@ -92,6 +92,7 @@ def test_text_is_the_str_that_it_is_and_keeps_track(text: str, a: str, b: str, n
         assert_tracked(part)
 
 
+@settings(deadline=None)
 @given(_marked, _marked, _marked, st.integers(-1, 4))
 def test_a_str_keeps_track_of_what_replaces_and_joins(text: str, a: str, b: str, n: int) -> None:
     mixed = marked(b)
@@ -104,6 +105,7 @@ def test_a_str_keeps_track_of_what_replaces_and_joins(text: str, a: str, b: str,
     assert_tracked(joined([text, mixed, text], a)[len(text) + len(a) :][: len(b)])
 
 
+@settings(deadline=None)
 @given(st.text(), st.sampled_from([str.title, str.capitalize, str.upper, str.lower, str.casefold, str.swapcase]))
 def test_a_change_of_case_is_that_of_str(text: str, change: Callable[[str], str]) -> None:
     whole = getattr(trusted(text), change.__name__)()
@@ -444,6 +446,16 @@ def test_a_longer_token_that_is_not_written_hides_no_shorter_one() -> None:
     overlapping = byte_tokenizer(["<s>", "</s>", "<|a|><|", "|><|b|>"])
     assert specials("{{ messages[0].content }}|><|b|>", "<|a", overlapping) == ["|><|b|>"]
     assert specials("<|a|>{{ messages[0].content }}|><|b|>", "<", overlapping) == ["|><|b|>"]
+
+
+def test_of_thousands_of_special_tokens_each_is_found() -> None:
+    texts = [f"<unused{number}>" for number in range(2000)] + ["¶", "\n\n", "<mark>"]
+    tokenizer = byte_tokenizer(["<s>", "</s>"], texts)
+    written = ["<unused1999>", "¶", "<unused7>", "\n\n", "<mark>"]
+    template = "<s>{{ messages[0].content }}{# </mark> #}"
+    assert specials(template, "a".join(written), tokenizer) == ["<s>", *written[:-1]]
+    assert specials(template, "¶", tokenizer) == ["<s>", "¶"]
+    assert tokenizer.encode("a<unused7>", parse_special=True)[1:] == [258 + 7]
 
 
 # ---- Programs at random ----------------------------------------------------------------------------------------------

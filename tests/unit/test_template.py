@@ -415,6 +415,7 @@ _texts = st.lists(st.sampled_from([*CONTROLS, "<tool>", "<", "|>", "<|im_", "end
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), _texts)), st.booleans())
 def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]], begin: bool) -> None:
     messages = [{"role": role, "content": text} for role, text in conversation]
@@ -426,6 +427,7 @@ def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]
     assert [id for id in ids if TINY.is_control(id)] == [id for id in expected if TINY.is_control(id)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab \n<|>_im")))
 def test_harmless_messages_are_encoded_as_the_rendered_text_is(texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
