@@ -238,9 +238,9 @@ class Conversation:
     def _parsed(self, message: Message) -> OutputParser | None:
         """The tokens of an answer, split again; None without any, or where the message does not say what they say."""
         tokens = tuple(message.get("tokens", ()))
-        if not tokens or max(tokens) >= self.engine.tokenizer.n_vocab:
-            return None
         key = (message.get("opened", ""), tokens)
+        if not tokens or max(tokens) >= self.engine.tokenizer.n_vocab or not self._format.may_open(key[0]):
+            return None
         output = self._outputs.get(key)
         if output is None:
             if len(self._outputs) >= _MOST_OUTPUTS:

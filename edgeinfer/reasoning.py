@@ -111,10 +111,13 @@ class OutputFormat:
         tools = [] if self.uses_channels else [tags for tags in _TOOL_TAGS if tags[0] in source]
         self.reasoning, self.answers, self.tools = map(self._coded_tags, (reasoning, answers, tools))
         self.channels = [self.coded_text(mark) for mark in _CHANNEL_MARKS] if self.uses_channels else []
+        self._mark_codes = set(self._id_of)
         for id in sorted(tokenizer.protected(source)):  # the others are found in any text
             if len(self._code_of) < _N_CODES:
                 self._code(id)
         self.looks_for_marks = render is not None and bool(reasoning) and _looks_for_marks(reasoning, render)
+        turns = "" if render is None else self.coded_text(_turns(render))
+        self._turn_codes = set(filter(self.is_special, turns)) - self._mark_codes
 
     def parser(self, opened: str = "") -> OutputParser:
         """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`."""
@@ -145,8 +148,14 @@ class OutputFormat:
             start, opening = max(starts, default=(-1, ""))
             is_open = start >= 0 and not tail[start + len(opening) :].strip()
             begun = self.text(tail[start:]) if is_open else ""
+        if not begun:
+            return ""
         may_be_message = message.rstrip().endswith(begun.rstrip()) and not is_trusted(begun.rstrip())
         return "" if may_be_message and not generation_prompt().endswith(begun) else begun
+
+    def may_open(self, opened: str) -> bool:
+        """Whether the template could have written this at the end of a prompt: no special tokens but marks."""
+        return set(filter(self.is_special, self.coded_text(opened))) <= self._mark_codes
 
     # ---- Special tokens as single characters ------------------------------------------------------------------------
 
@@ -180,6 +189,10 @@ class OutputFormat:
         if not _CODES.search(coded):
             return coded
         return joined([trusted(self._name(part)) if part in self._id_of else part for part in _CODES.split(coded)])
+
+    def emitted(self, coded: str) -> str:
+        """The text with special tokens as they are written, but for those that would begin or end a turn."""
+        return self.text("".join([char for char in coded if char not in self._turn_codes]))
 
     def shown(self, coded: str) -> str:
         """The text as people get it: control tokens stand for no text."""
@@ -228,6 +241,15 @@ def _looks_for_marks(pairs: Iterable[tuple[str, str]], render: Callable[[Sequenc
     except TemplateError:
         pass
     return False
+
+
+def _turns(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """Messages as a template writes them, "" where it refuses them."""
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    try:
+        return render(messages)
+    except TemplateError:
+        return ""
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:
@@ -325,7 +347,7 @@ class OutputParser:
                 n_answer -= len(part)
                 parts.append(part)
             elif kind != "break":
-                parts.append(self._format.text(coded))
+                parts.append(self._format.emitted(coded))
         return joined(parts)
 
 

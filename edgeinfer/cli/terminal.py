@@ -139,8 +139,9 @@ class Thinking:
         self._start, self._n_tokens, self._last_line, self._in_line = None, 0, 0.0, False
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(click.style(text, dim=True) if _has_colours(sys.stderr) else text)
-        sys.stderr.flush()
+        with suppress(OSError):  # lost where nothing can be written there
+            sys.stderr.write(click.style(text, dim=True) if _has_colours(sys.stderr) else text)
+            sys.stderr.flush()
 
 
 def _has_colours(stream: TextIO) -> bool:
