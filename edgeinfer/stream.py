@@ -10,6 +10,7 @@ from typing import cast
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.tokenizer import Tokenizer
@@ -64,11 +65,13 @@ class Record:
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
         self.failed = False
+        self.repeats = False  # whether the tokens so far end in a loop
         self.completion: Completion | None = None
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
         self._decoder = tokenizer.stream(skip_special=True)
         self._stops = stops
+        self._guard = LoopGuard(params.loop_guard, tokenizer) if params.loop_guard else None
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
@@ -83,6 +86,7 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
+        self.repeats = self._guard is not None and self._guard.push(token)
         text = self._stops.push(self._decoder.push(token))
         self._text.append(text)
         return Piece(text, (token,), "stop" if self._stops.met else None)

@@ -12,7 +12,7 @@ ROWS = [  # a part may import from its own row and from those above it here
     {"errors", "types", "arguments", "_strings", "_sampler", "arrays", "gguf", "tokenizer", "template", "devices"},
     {"models"},
     {"backends"},
-    {"sampling", "memory", "offload", "drafters", "speculation"},
+    {"sampling", "sampling_defaults", "repetition", "memory", "offload", "drafters", "speculation"},
     {"completion", "stream", "engine", "chat", "bench", "profile", "exporters", "training"},
     {"cli", "__main__"},
 ]
