@@ -91,36 +91,32 @@ class LoopGuard:
     """Tells when an answer only repeats itself, from its tokens alone, in constant time for each.
 
     n: tokens that must do so, at least 64; see SamplingParams.loop_guard.  The last tokens repeat themselves if they
-    hold few different runs of 12 tokens; a text with a period holds as many as the period has tokens. Where at least
-    half of the tokens are words, n tokens are enough, and all numbers count as the same, so that a counter hides no
-    loop. Tables, code and data have long stretches of the same signs too: there 3 n tokens are needed, and numbers
-    count. So a period of up to n / 16 tokens is found after n or 3 n; one of up to n / 2 or 3/4 n after 4 n or 6 n, by
-    runs of 32 tokens.
+    hold few different runs of some tokens; a text with a period holds as many as the period has tokens. Where at least
+    half of the tokens are words, n tokens are enough for a period of up to n / 16, and 2 n for one of up to n / 4; for
+    the short ones all numbers are the same, so that a counter hides no loop. Tables, code and data have long stretches
+    of the same signs too: there a period of up to 3/16 n needs 3 n tokens, one of up to n / 2 or 3/4 n, 4 n or 6 n.
     """
 
     def __init__(self, n: int, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        self._exact, self._alike, self._longer = _Runs(_RUN), _Runs(_RUN), _Runs(_LONG_RUN)
-        self._windows = [(self._exact, [_Window(3 * n, _RUN, _OFTEN)])]
-        long = [_Window(k * n, _LONG_RUN, _OFTEN_IF_LONG) for k in (4, 6)]
-        self._windows.append((self._longer, long))
-        self._worded = [_Window(n, _RUN, _OFTEN), _Window(2 * n, _RUN, _OFTEN)]
+        self._alike, self._exact, self._long = _Runs(_RUN), _Runs(_RUN), _Runs(_LONG_RUN)
+        self._of_alike = [_Window(k * n, _RUN, _OFTEN, of_words=True) for k in (1, 2)]
+        self._of_exact = [_Window(3 * n, _RUN, _OFTEN)]
+        self._of_long = [_Window(k * n, _LONG_RUN, _OFTEN_IF_LONG, of_words=k == 2) for k in (2, 4, 6)]
         self._in_number = False
 
     def push(self, token: int) -> bool:
         """Whether the answer repeats itself with this token as its last one."""
         is_number, is_word = self._kind(token)
+        added = [(self._exact.push(token), self._of_exact), (self._long.push(token), self._of_long)]
+        if not (is_number and self._in_number):  # 1, 23 and 456 may have one, two and three tokens
+            added.append((self._alike.push(_NUMBER if is_number else token), self._of_alike))
+        self._in_number = is_number
         repeats = False
-        for runs, windows in self._windows:
-            run = runs.push(token)
+        for run, windows in added:
             for window in windows:
                 repeats |= window.push(run, is_word)
-        if not (is_number and self._in_number):  # 1, 23 and 456 may have one, two and three tokens
-            run = self._alike.push(_NUMBER if is_number else token)
-            for window in self._worded:
-                repeats |= window.push(run, is_word) and window.is_worded
-        self._in_number = is_number
         return repeats
 
     def _kind(self, token: int) -> tuple[bool, bool]:
@@ -148,10 +144,15 @@ class _Runs:
 
 
 class _Window:
-    """The runs within the last n tokens, how many different ones they are, and how many of them end with a word."""
+    """The runs within the last n tokens, how many different ones they are, and how many of them end with a word.
 
-    def __init__(self, n: int, run: int, often: int) -> None:
+    often: times that each is to be there, on average, for the tokens to repeat themselves.  of_words: only if half of
+    the tokens are words.
+    """
+
+    def __init__(self, n: int, run: int, often: int, *, of_words: bool = False) -> None:
         self._to_skip, self._n_runs, self._most = run - 1, n - run + 1, n // often
+        self._least_words = self._n_runs / 2 if of_words else 0
         self._runs: deque[tuple[int, bool]] = deque()
         self._counts: dict[int, int] = {}
         self._n_words = 0
@@ -165,16 +166,12 @@ class _Window:
         self._runs.append((run, is_word))
         counts[run] = counts.get(run, 0) + 1
         self._n_words += is_word
-        if len(self._runs) <= self._n_runs:
-            return len(self._runs) == self._n_runs and len(counts) <= self._most
-        first, was_word = self._runs.popleft()
-        self._n_words -= was_word
-        counts[first] -= 1
-        if not counts[first]:
-            del counts[first]
-        return len(counts) <= self._most
-
-    @property
-    def is_worded(self) -> bool:
-        """Whether at least half of the tokens are words."""
-        return 2 * self._n_words >= self._n_runs
+        if len(self._runs) < self._n_runs:
+            return False
+        if len(self._runs) > self._n_runs:
+            first, was_word = self._runs.popleft()
+            self._n_words -= was_word
+            counts[first] -= 1
+            if not counts[first]:
+                del counts[first]
+        return len(counts) <= self._most and self._n_words >= self._least_words

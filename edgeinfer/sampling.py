@@ -155,7 +155,7 @@ class SamplingParams:
         """logit_bias as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
-    def as_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """The fields as JSON can hold them: logit_bias as {"id": bias}, with false for a banned token."""
         banned = -math.inf
         bias = {str(id): False if value == banned else value for id, value in self.biases}

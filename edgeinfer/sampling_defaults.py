@@ -80,7 +80,8 @@ def _read(name: str, value: object) -> object:
     """The value as its author wrote it: 0.7, not the float32 next to it; a whole number where one is wanted."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return value  # which is refused
-    number = float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # what no float32 holds is infinite, and refused
+        number = float(str(np.float32(value)))
     if name == "top_k" and number < 0:
         return 0  # all, as llama.cpp takes it
     return int(number) if isinstance(getattr(SamplingParams(), name), int) and number.is_integer() else number

@@ -98,7 +98,7 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "timings": _as_dict(completion.timings),
         "model": str(engine.path),
         "seed": completion.params.seed,
-        "params": completion.params.as_json(),
+        "params": completion.params.to_json(),
     }
 
 
@@ -127,8 +127,8 @@ def sampling_line(params: SamplingParams) -> str:
     """How tokens were chosen: the usual fields, and of the others those that are not the general defaults."""
     from edgeinfer.sampling import SamplingParams
 
-    default, always = SamplingParams().as_json(), ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    fields = params.as_json().items()
+    default, always = SamplingParams().to_json(), ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    fields = params.to_json().items()
     said = {name: value for name, value in fields if name in always or value != default[name]}
     return ", ".join(f"{name} {value}" for name, value in said.items() if name != "seed")
 

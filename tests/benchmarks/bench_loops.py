@@ -1,13 +1,14 @@
 """How many answers end in a loop, with the sampling of before, with the model's own, and what the loop guard ends.
 
-    python tests/benchmarks/bench_loops.py tests/benchmarks/everyday.txt [-m MODEL.gguf] [--limit 1500] [--threads 2]
-        [--sets general,...] [--keep FILE]
+    python tests/benchmarks/bench_loops.py tests/benchmarks/everyday.txt [-m MODEL.gguf] [--limit 3000] [--threads 2]
+        [--sets general,...] [--changes '{"penalty_last_n": 256}'] [--keep FILE]
 
 Prompts: one a line, or JSON Lines with "turns", of which the first is asked. Each is asked once by each set of
 parameters, with the number of the prompt as seed, in a conversation of its own with a context of 4096, without the
 guard; then the guard reads the answer. An answer is a loop if it came to the limit, and of its last 256 runs of 8
-tokens at least nine in ten are there three times or more, where all numbers are one. --keep: answers are kept in this file as
-they are made, and a stopped benchmark goes on with the same command. One JSON line on stdout at the end.
+tokens at least nine in ten are there three times or more, where all numbers are one. --changes: asks with the model's
+own parameters changed, too. --keep: answers are kept in this file as they are made, and a stopped benchmark goes on
+with the same command. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ SETS = {
 
 
 def params_of(name: str, engine: Engine) -> SamplingParams:
+    if name.startswith("{"):
+        return replace(engine.default_params, **json.loads(name))
     return {
         "general": SamplingParams(),
         "general-0.2": SamplingParams(temperature=0.2),
@@ -92,9 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("-m", "--model", type=Path)
-    parser.add_argument("--limit", type=int, default=1500)
+    parser.add_argument("--limit", type=int, default=3000)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--changes", action="append", default=[])
     parser.add_argument("--keep", type=Path)
     arguments = parser.parse_args()
     prompts = read_prompts(arguments.prompts)
@@ -102,7 +107,7 @@ def main() -> None:
         settings = {"model": engine.name, "limit": arguments.limit, "prompts": prompts}
         records = Records(arguments.keep, settings)
         found = {}
-        for name in arguments.sets.split(","):
+        for name in [*filter(None, arguments.sets.split(",")), *arguments.changes]:
             for n, prompt in enumerate(prompts):
                 key = f"{name} {n}"
                 if key in records.rows:
@@ -116,8 +121,10 @@ def main() -> None:
                 said = f"{key}: {len(completion.tokens)} tokens, {completion.finish_reason}"
                 print(said, file=sys.stderr, flush=True)
             answers = [records.rows[f"{name} {n}"] for n in range(len(prompts))]
-            params = params_of(name, engine).as_json()
-            found[name] = {"about": SETS[name], "params": params} | figures(engine, answers, arguments.limit)
+            params = params_of(name, engine).to_json()
+            found[name] = {"about": SETS.get(name, "the default, changed"), "params": params} | figures(
+                engine, answers, arguments.limit
+            )
     result = {"model": settings["model"], "limit": arguments.limit, "prompts": arguments.prompts.name, "sets": found}
     print(json.dumps(result))
 

@@ -55,7 +55,7 @@ def test_every_period_ends(tokenizer, period, of_words):
     block = chance.choices(tokens_of_kind(tokenizer, wanted), k=period)
     begin = tokenizer.encode("First of all, thank you for your question. Here is what I have found:", add_special=False)
     end = end_of(tokenizer, [*begin, *itertools.islice(itertools.cycle(block), 8 * GUARD)])
-    if of_words and period <= 64:
+    if of_words and period <= 128:
         least = GUARD if period <= 32 else 2 * GUARD
     else:
         least = 3 * GUARD if period <= 96 else 4 * GUARD if period <= 256 else 6 * GUARD
@@ -102,7 +102,7 @@ def test_a_guard_remembers_no_other_answer_and_needs_no_more_time_late_in_one(to
     sizes = set()
     for token in itertools.islice(itertools.cycle(range(1000, 9000)), 5000):
         second.push(token)
-        sizes.update(len(window._runs) for _, windows in second._windows for window in windows)
+        sizes.update(len(window._runs) for window in second._of_long)
     assert max(sizes) == 6 * 64 - 31
 
 
@@ -111,11 +111,7 @@ def test_a_guard_remembers_no_other_answer_and_needs_no_more_time_late_in_one(to
 
 def real_files() -> Iterator[Path]:
     """Texts that every machine with Python has, of all kinds: code, data, tables, licences, lists."""
-    roots = [
-        Path(sysconfig.get_path("stdlib")),
-        *map(Path, site.getsitepackages()),
-        Path(sysconfig.get_path("purelib")),
-    ]
+    roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
     wanted = (".py", ".pyi", ".txt", ".json", ".csv", ".h", ".md", ".rst", ".cfg", ".toml", ".svg", ".css", ".js")
     by_kind: dict[str, list[Path]] = {}
     for root in roots:
