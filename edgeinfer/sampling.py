@@ -273,7 +273,8 @@ def _checked_breakers(breakers: object) -> tuple[str, ...]:
 def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
     """(id, bias) pairs, sorted by id, of a mapping or of pairs."""
     try:
-        pairs = [(id, value) for id, value in (bias.items() if isinstance(bias, Mapping) else cast(LogitBias, bias))]
+        entries = bias.items() if isinstance(bias, Mapping) else cast(Sequence[tuple[int, float]], bias)
+        pairs = [(id, value) for id, value in entries]
     except (TypeError, ValueError):
         raise InvalidArgument(f"logit_bias must be token ids and their biases: found {shown(bias)}") from None
     found = {}

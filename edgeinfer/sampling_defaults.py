@@ -60,7 +60,8 @@ def _of_file(metadata: Mapping[str, Any]) -> tuple[SamplingOptions, list[str]]:
         if value is None:
             continue
         try:
-            found[name] = getattr(replace(SamplingParams(), **{name: _read(name, value)}), name)
+            given: dict[str, Any] = {name: _read(name, value)}
+            found[name] = getattr(SamplingParams(**given), name)
         except InvalidArgument as error:
             ignored.append(f"{_KEY}{key}: {error}")
     for key, off in _OFF.items():

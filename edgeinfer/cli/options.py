@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -216,9 +216,9 @@ def warnings_as_notes() -> Iterator[None]:
 
 def sampling_given(flags: dict[str, Any]) -> SamplingOptions:
     """What the flags of sampling_options say about the choice of tokens. Raises InvalidArgument, click.UsageError."""
-    from edgeinfer.sampling import SamplingOptions, SamplingParams
+    from edgeinfer.sampling import SamplingParams
 
-    given = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
+    given: dict[str, Any] = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
     if given.get("seed") == -1:
         del given["seed"]
     if breakers := flags["dry_sequence_breakers"]:
@@ -226,7 +226,7 @@ def sampling_given(flags: dict[str, Any]) -> SamplingOptions:
     if flags["logit_bias"]:
         given["logit_bias"] = dict(map(_bias, flags["logit_bias"]))
     SamplingParams(**given)  # refuses what is out of range, before a model is loaded
-    return SamplingOptions(**given)  # type: ignore[typeddict-item]  # names are checked
+    return cast("SamplingOptions", given)
 
 
 def _bias(text: str) -> tuple[int, float]:
