@@ -9,8 +9,9 @@ from edgeinfer.reasoning import ToolCall
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Speculation
 
-FinishReason: TypeAlias = Literal["stop", "length", "interrupted"]
-"""Why the text ended: the model or a stop string ended it, max_tokens or n_ctx was reached, somebody stopped it."""
+FinishReason: TypeAlias = Literal["stop", "length", "repetition", "interrupted"]
+"""Why the text ended: the model or a stop string ended it, max_tokens or n_ctx was reached, it only repeated itself
+(SamplingParams.loop_guard), somebody stopped it."""
 
 
 @dataclass(frozen=True, slots=True)

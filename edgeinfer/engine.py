@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast, get_args
@@ -37,7 +37,9 @@ from edgeinfer.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import is_draft_head
+from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
+from edgeinfer.sampling_defaults import default_params
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.placement import check_name
@@ -115,6 +117,8 @@ def load(
         if is_draft_head(file):
             raise UnsupportedModel(f"{place}: a draft head, which drafts for a model: name that one, and this with -md")
         n_tokens = Tokenizer.size_in(file)  # first: no backend helps where there is no vocabulary
+        if ignored := default_params(file)[1]:
+            warnings.warn(f"{place}: ignored are {'; '.join(ignored)}", RuntimeWarning, stacklevel=2)
         n_threads = devices.default_n_threads() if n_threads is None else n_threads
         n_threads = check_integer("n_threads", n_threads, 1, MAX_THREADS)
         draft_max = check_integer("draft_max", draft_max, 0)
@@ -299,8 +303,9 @@ class Engine:
     Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
 
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
-    memory_plan, device, backend (its name): as loaded.  speculator: makes and checks drafts; None, which may be set
-    between requests, decodes one by one.
+    memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
+    (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
+    which may be set between requests, decodes one by one.
     """
 
     def __init__(
@@ -322,8 +327,10 @@ class Engine:
         self.memory_plan = plan
         self.device = device
         self.backend = backend
+        self.default_params, _ = default_params(file)
         self._file = file
         self._opened = opened
+        self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
         self.speculator = speculator
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
@@ -362,8 +369,8 @@ class Engine:
 
         prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
         stop: texts that end the completion and are left out of it; a special token is written by its name
-        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, changed by
-        `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
+        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`; changed
+        by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
         prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
         model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
@@ -375,10 +382,13 @@ class Engine:
         room = self.n_ctx - len(tokens)
         limit = room if max_tokens is None else min(check_integer("max_tokens", max_tokens, 0), room)
         if params is None:
-            params = SamplingParams()
+            params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
         chosen = replace(params, **sampling).with_seed()
+        if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
+            n_vocab = self.tokenizer.n_vocab
+            raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output)
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
@@ -478,6 +488,9 @@ class Engine:
                     record.end(piece.finish_reason)
                     return piece
                 yield piece
+                if record.repeats:
+                    reason = "repetition"
+                    break
         except Interrupted:
             reason = "interrupted"
         except (GeneratorExit, KeyboardInterrupt):
@@ -500,16 +513,17 @@ class Engine:
         """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
         tally = Tally()
         logits = self._evaluate(prompt, record, progress, tally)
-        text = list(prompt)
+        text, params = list(prompt), record.params
+        breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
 
         def draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
-            return sample(logits[: self.tokenizer.n_vocab], record.params, len(text), text)
+            return sample(logits[: self.tokenizer.n_vocab], params, len(text), text, breakers)
 
         text.append(draw(logits, text))
         if self.speculator is not None:
-            is_plain = record.params.is_greedy and not record.params.has_penalties
-            job = Job(text, limit - 1, draw, record.params.is_greedy, self.tokenizer.stop_ids, is_plain)
+            is_plain = params.is_greedy and not params.changes_logits
+            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain)
             record.tally = tally
             yield from self.speculator.tokens(job, logits, tally)
             return

@@ -3,6 +3,7 @@
 // and no library's log, exp or sum may take their place.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -20,6 +22,8 @@ using namespace nb::literals;
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Changed = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Tokenized = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15, kMix1 = 0xBF58476D1CE4E5B9, kMix2 = 0x94D049BB133111EB;
 constexpr int kMantissaBits = 52, kBias = 1023;
@@ -245,6 +249,58 @@ uint32_t drawn_of(const Tokens& tokens, float largest, double temperature, uint6
     return drawn;
 }
 
+// Makes the logits of the tokens seen lately less likely, as edgeinfer.sampling.penalize says.
+void penalize(float* logits, uint32_t n, std::vector<int32_t> recent, double repeat, double frequency,
+              double presence) {
+    std::sort(recent.begin(), recent.end());
+    for (size_t first = 0, end; first < recent.size(); first = end) {
+        for (end = first + 1; end < recent.size() && recent[end] == recent[first]; end++) {
+        }
+        if (recent[first] < 0 || static_cast<uint32_t>(recent[first]) >= n) continue;
+        float& logit = logits[recent[first]];
+        const double seen = static_cast<double>(logit);
+        const double scaled = seen <= 0.0 ? seen * repeat : seen / repeat;
+        const double taken = static_cast<double>(end - first) * frequency;
+        logit = static_cast<float>(scaled - (taken + presence));
+    }
+}
+
+// How many of the last tokens stand at the end of each beginning of a text too: found[i] for the one that ends with token
+// i, but not for the whole text; none counts more than `most`. This is the Z algorithm, from the end.
+std::vector<uint32_t> repeats_of(const int32_t* text, size_t n, uint32_t most) {
+    const auto back = [&](size_t i) { return text[n - 1 - i]; };
+    std::vector<size_t> lengths(n, 0);  // of the text read backwards
+    size_t first = 0, end = 0;          // the match that reaches furthest is first..end - 1
+    for (size_t i = 1; i < n; i++) {
+        size_t length = i < end ? std::min(end - i, lengths[i - first]) : 0;
+        while (i + length < n && back(length) == back(i + length)) length++;
+        lengths[i] = length;
+        if (i + length > end) {
+            first = i;
+            end = i + length;
+        }
+    }
+    std::vector<uint32_t> found(n, 0);
+    for (size_t i = 0; i + 1 < n; i++) found[i] = static_cast<uint32_t>(std::min<size_t>(lengths[n - 1 - i], most));
+    return found;
+}
+
+// The tokens that would continue a repetition of at least `least` tokens, and how many the longest one has.
+std::vector<std::pair<int32_t, uint32_t>> continuations_of(const int32_t* text, size_t n, uint32_t least,
+                                                           uint32_t most) {
+    const std::vector<uint32_t> repeats = repeats_of(text, n, most);
+    std::vector<std::pair<int32_t, uint32_t>> all;
+    for (size_t i = 0; i + 1 < n; i++) {
+        if (repeats[i] >= least) all.emplace_back(text[i + 1], repeats[i]);
+    }
+    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
+        return a.first != b.first ? a.first < b.first : a.second > b.second;
+    });
+    const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
+    all.erase(std::unique(all.begin(), all.end(), same), all.end());
+    return all;
+}
+
 }  // namespace
 
 NB_MODULE(_sampler, m) {
@@ -266,6 +322,22 @@ NB_MODULE(_sampler, m) {
     m.def(
         "noise", [](uint32_t id, uint64_t key) { return gumbel(noise_bits(id, key)); }, "id"_a, "key"_a,
         "The noise of an id; see edgeinfer.sampling.");
+    m.def(
+        "penalize",
+        [](Changed logits, std::vector<int32_t> recent, double repeat, double frequency, double presence) {
+            penalize(logits.data(), static_cast<uint32_t>(logits.size()), std::move(recent), repeat, frequency,
+                     presence);
+        },
+        "logits"_a, "recent"_a, "repeat"_a, "frequency"_a, "presence"_a,
+        "Changes the logits (n,) of recent tokens; see edgeinfer.sampling.penalize.");
+    m.def(
+        "continuations",
+        [](Tokenized text, uint32_t least, uint32_t most) {
+            return continuations_of(text.data(), text.size(), least, most);
+        },
+        "text"_a, "least"_a, "most"_a,
+        "(token, n): tokens that would continue a repetition of the last n tokens of a text, n in least..most, the "
+        "largest n of each token; longer repetitions count as `most`. text: (n_tokens,).");
     m.def(
         "draw",
         [](Floats logits, int64_t top_k, double top_p, double min_p, double temperature, uint64_t key) {

@@ -1,7 +1,7 @@
 """From logits to a token: `SamplingParams` and `sample`.
 
-The chain is llama.cpp's default one: penalties, top_k, top_p, min_p, temperature, draw. So top_p and min_p look at the
-probabilities at temperature 1, whatever the temperature is.
+The chain is llama.cpp's default one: logit_bias, penalties, DRY, top_k, top_p, min_p, temperature, draw. So top_p and
+min_p look at the probabilities at temperature 1, whatever the temperature is.
 
 The draw is Gumbel-max: the token with the largest (logit - largest logit) / temperature + noise, which follows the
 softmax (Maddison et al., arXiv:1411.0030). The noise of a token is a function of (seed, position, token id) alone:
@@ -22,19 +22,21 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer import _sampler
-from edgeinfer.arguments import check_integer, check_number
+from edgeinfer.arguments import MAX_INT32, check_integer, check_number, check_text, shown
 from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
+from edgeinfer.repetition import Breakers, dry_penalties
 
 Logits: TypeAlias = NDArray[np.float32]  # (n_vocab,) or (m,)
 Ids: TypeAlias = NDArray[np.intp]
+LogitBias: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]]  # token id: what is added to its logit
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -52,6 +54,13 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    logit_bias: LogitBias
+    loop_guard: int
     seed: int | None
 
 
@@ -65,6 +74,14 @@ class SamplingParams:
     repeat_penalty: positive logits of tokens seen lately are divided by it, negative ones multiplied; 1 is off.
     frequency_penalty, presence_penalty: taken off the logit, once for each time seen and once in all; 0 is off.
     penalty_last_n: how many tokens back "lately" reaches, prompt included; 0 switches the penalties off, -1 is all.
+    dry_multiplier: DRY ("don't repeat yourself") takes dry_multiplier * dry_base ** (n - dry_allowed_length) off the
+    logit of a token that would continue a repetition of n tokens, where n >= dry_allowed_length; 0 is off.
+    dry_penalty_last_n: how many tokens back DRY looks, prompt included; 0 is off, -1 is all.  dry_sequence_breakers:
+    texts that no repetition reaches over.
+    logit_bias: token ids and what is added to their logits before all else, as a mapping or as pairs; -inf or False
+    bans a token.  Kept as a tuple of pairs, sorted by id.
+    loop_guard: an answer whose last `loop_guard` tokens or more only repeat themselves ends, "repetition"; at least 64,
+    or 0 for off. How many more: see edgeinfer.repetition.LoopGuard.
     seed: 0..2**64 - 1; None means that one is drawn for each request.
     """
 
@@ -77,6 +94,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     penalty_last_n: int = 64
     seed: int | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    logit_bias: LogitBias = ()
+    loop_guard: int = 512
 
     def __post_init__(self) -> None:
         self._check(check_number, "temperature", 0.0, 1e6)
@@ -89,6 +113,14 @@ class SamplingParams:
         self._check(check_integer, "penalty_last_n", -1, 1 << 31)
         if self.seed is not None:
             self._check(check_integer, "seed", 0, _WORD)
+        self._check(check_number, "dry_multiplier", 0.0, 1e6)
+        self._check(check_number, "dry_base", 1.0, 1e6)
+        self._check(check_integer, "dry_allowed_length", 0, 1 << 31)
+        self._check(check_integer, "dry_penalty_last_n", -1, 1 << 31)
+        object.__setattr__(self, "dry_sequence_breakers", _checked_breakers(self.dry_sequence_breakers))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.loop_guard != 0 or isinstance(self.loop_guard, bool):
+            self._check(check_integer, "loop_guard", 64, 1 << 31)
 
     def _check(self, check: Callable[..., float], name: str, least: float, most: float) -> None:
         object.__setattr__(self, name, check(name, getattr(self, name), least, most))
@@ -108,22 +140,51 @@ class SamplingParams:
         neutral = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
         return self.penalty_last_n != 0 and not neutral
 
+    @property
+    def has_dry(self) -> bool:
+        """Whether DRY changes logits."""
+        return self.dry_multiplier != 0.0 and self.dry_penalty_last_n != 0
 
-def sample(logits: Logits, params: SamplingParams, position: int, previous: Sequence[int] = ()) -> int:
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the choice is among other logits than the model's own."""
+        return bool(self.logit_bias) or self.has_penalties or self.has_dry
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias as it is kept."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as JSON can hold them: logit_bias as {"id": bias}, with false for a banned token."""
+        banned = -math.inf
+        bias = {str(id): False if value == banned else value for id, value in self.biases}
+        return asdict(self) | {"dry_sequence_breakers": list(self.dry_sequence_breakers), "logit_bias": bias}
+
+
+def sample(
+    logits: Logits,
+    params: SamplingParams,
+    position: int,
+    previous: Sequence[int] = (),
+    breakers: Breakers | None = None,
+) -> int:
     """Id of the token at `position`, the index in the whole text of the token to be chosen.
 
-    logits: (n_vocab,) float32, not changed.  previous: the tokens before it, prompt included; only the penalties look
-    at them. Equal values are told apart by the lower id.
+    logits: (n_vocab,) float32, not changed.  previous: the tokens before it, prompt included; only the penalties and
+    DRY look at them.  breakers: dry_sequence_breakers as tokens. Equal values are told apart by the lower id.
     Raises NumericalError if the largest logit is not a finite number or any is NaN, ShapeError, and InvalidArgument if
-    a draw is wanted without a seed.
+    a draw is wanted without a seed or logit_bias bans every token.
     """
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise ShapeError(f"logits must be (n_vocab,) float32: found {logits.shape} {logits.dtype}")
-    if params.has_penalties:
-        logits = penalize(logits, params, previous)
+    if params.changes_logits:
+        logits = adjusted(logits, params, previous, breakers)
     likeliest = int(logits.argmax())  # the first NaN, if there is one
     largest = float(logits[likeliest])
     if not math.isfinite(largest):
+        if largest == -math.inf and len(params.biases) >= logits.size:
+            raise InvalidArgument(f"logit_bias bans every one of {logits.size} tokens: leave at least one")
         raise NumericalError(
             f"the largest of {logits.size} logits at position {position} is {largest} (token {likeliest}): the model "
             "file is damaged or does not fit its hyper-parameters"
@@ -136,6 +197,34 @@ def sample(logits: Logits, params: SamplingParams, position: int, previous: Sequ
     return _sampler.draw(row, params.top_k, params.top_p, params.min_p, params.temperature, key)
 
 
+def adjusted(
+    logits: Logits, params: SamplingParams, previous: Sequence[int], breakers: Breakers | None = None
+) -> Logits:
+    """The logits with what logit_bias, the penalties and DRY make of them; a copy where anything changes.
+
+    logits: (n_vocab,) float32, or a drafter's for the first tokens alone.
+    """
+    if params.biases:
+        ids, biases = (np.array(values) for values in zip(*params.biases, strict=True))
+        logits = _added(logits, ids, biases)
+    if params.has_penalties:
+        logits = penalize(logits, params, previous)
+    if params.has_dry:
+        length, last_n = params.dry_allowed_length, params.dry_penalty_last_n
+        penalties = dry_penalties(previous, params.dry_multiplier, params.dry_base, length, last_n, breakers or {})
+        if penalties:
+            logits = _added(logits, np.array(list(penalties)), -np.array(list(penalties.values())))
+    return logits
+
+
+def _added(logits: Logits, ids: Ids, changes: NDArray[np.float64]) -> Logits:
+    """Copy of the logits with changes (m,) added to those of ids (m,); ids past the end are left out."""
+    changed = logits.copy()
+    changes, ids = changes[ids < logits.size], ids[ids < logits.size]
+    changed[ids] = logits[ids] + changes  # in float64
+    return changed
+
+
 def penalize(logits: Logits, params: SamplingParams, previous: Sequence[int]) -> Logits:
     """Copy of the logits in which the last `penalty_last_n` tokens are less likely, as llama.cpp defines it.
 
@@ -144,13 +233,8 @@ def penalize(logits: Logits, params: SamplingParams, previous: Sequence[int]) ->
     recent = previous if params.penalty_last_n < 0 else previous[-params.penalty_last_n :]
     if len(recent) == 0:
         return logits
-    ids, counts = np.unique(np.asarray(recent, dtype=np.intp), return_counts=True)
-    ids, counts = ids[ids < logits.size], counts[ids < logits.size]
-    seen = logits[ids].astype(np.float64)
-    seen = np.where(seen <= 0.0, seen * params.repeat_penalty, seen / params.repeat_penalty)
-    seen = seen - (counts * params.frequency_penalty + params.presence_penalty)
-    penalized = logits.copy()
-    penalized[ids] = seen
+    penalized = np.array(logits)
+    _sampler.penalize(penalized, list(recent), params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
     return penalized
 
 
@@ -173,3 +257,29 @@ def _mix(x: int) -> int:
 def stream_key(seed: int, position: int) -> int:
     """Key of the noise at one position; see the module's docstring."""
     return _mix((_mix((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
+
+
+def _checked_breakers(breakers: object) -> tuple[str, ...]:
+    """Texts of at least one character, as a tuple; one text stands for itself."""
+    if isinstance(breakers, str):
+        breakers = (breakers,)
+    if not isinstance(breakers, Sequence) or isinstance(breakers, bytes):
+        raise InvalidArgument(f"dry_sequence_breakers must be several texts: found {shown(breakers)}")
+    if any(check_text("a sequence breaker", text) == "" for text in breakers):
+        raise InvalidArgument("a sequence breaker must have at least one character: found an empty text")
+    return tuple(breakers)
+
+
+def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs, sorted by id, of a mapping or of pairs."""
+    try:
+        entries = bias.items() if isinstance(bias, Mapping) else cast(Sequence[tuple[int, float]], bias)
+        pairs = [(id, value) for id, value in entries]
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"logit_bias must be token ids and their biases: found {shown(bias)}") from None
+    found = {}
+    for id, value in pairs:
+        is_ban = value is False or value == -math.inf
+        checked = -math.inf if is_ban else check_number("a bias of logit_bias", value, -1e6, 1e6)
+        found[check_integer("a token of logit_bias", id, 0, MAX_INT32)] = checked
+    return tuple(sorted(found.items()))

@@ -11,6 +11,7 @@ from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.reasoning import ToolCall
+from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.tokenizer import Tokenizer
@@ -113,12 +114,14 @@ class Record:
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
         self.failed = False
+        self.repeats = False  # whether the tokens so far end in a loop
         self.completion: Completion | None = None
         self.tally: Tally | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
         self._stops = stops
+        self._guard = LoopGuard(params.loop_guard, tokenizer) if params.loop_guard else None
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
@@ -133,6 +136,7 @@ class Record:
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
+        self.repeats = self._guard is not None and self._guard.push(token)
         reasoning, text, hidden = self._output.push(token)
         text = self._stops.push(text) + self._stops.push("", hidden)
         self._text.append(text)

@@ -18,6 +18,7 @@ from edgeinfer.errors import Interrupted
 if TYPE_CHECKING:
     from edgeinfer.completion import Completion, Piece, Timings
     from edgeinfer.engine import Engine
+    from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
 
 
@@ -103,6 +104,8 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> No
         show(json.dumps(as_record(engine, completion)))
     else:
         note_calls(completion)
+        if completion.finish_reason == "repetition":
+            note("stopped: the text only repeated itself; --loop-guard 0 lets it go on")
         note(figures(engine, completion))
     if completion.finish_reason == "interrupted":
         click.get_current_context().exit(Interrupted.exit_code)
@@ -119,6 +122,7 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "timings": _as_dict(completion.timings),
         "model": str(engine.path),
         "seed": completion.params.seed,
+        "params": completion.params.to_json(),
     }
 
 
@@ -141,6 +145,16 @@ def figures(engine: Engine, completion: Completion) -> str:
         f"{_drafts(timings.speculation)}"
         f"context {usage.prompt_tokens + usage.completion_tokens}/{engine.n_ctx}]"
     )
+
+
+def sampling_line(params: SamplingParams) -> str:
+    """How tokens were chosen: the usual fields, and of the others those that are not the general defaults."""
+    from edgeinfer.sampling import SamplingParams
+
+    default, always = SamplingParams().to_json(), ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    fields = params.to_json().items()
+    said = {name: value for name, value in fields if name in always or value != default[name]}
+    return ", ".join(f"{name} {value}" for name, value in said.items() if name != "seed")
 
 
 def _drafts(speculation: Speculation | None) -> str:

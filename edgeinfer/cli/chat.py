@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.answering import figures, finish_one_shot, note_calls, speculation_table, write_answer
+from edgeinfer.cli.answering import (
+    figures,
+    finish_one_shot,
+    note_calls,
+    sampling_line,
+    speculation_table,
+    write_answer,
+)
 from edgeinfer.cli.options import (
     json_option,
     max_tokens,
     model_options,
     open_engine,
     read_input,
+    sampling_given,
     sampling_options,
-    sampling_params,
     text_argument,
     text_or_prompt,
     variable_option,
@@ -69,9 +76,10 @@ def chat(
     message = _one_message(text_or_prompt(texts, prompt))
     if as_json and message is None:
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
-    params = sampling_params(flags)
+    sampling = sampling_given(flags)
     with open_engine(flags) as engine:
         conversation = engine.chat(system)
+        params = replace(engine.default_params, **sampling)
         if message is None:
             history = None if no_history else _history_file()
             repl = Repl(conversation, params, max_tokens(flags), history, show_reasoning)
@@ -232,6 +240,8 @@ class Repl:
             note(
                 f"{cut}: {'the context is full; /clear, /undo, or start with a larger -c' if full else '-n is reached'}"
             )
+        elif completion.finish_reason == "repetition":
+            note("stopped: the answer only repeated itself; /regen gives another one")
         note(figures(self.engine, completion))
 
     # ---- Commands ----------------------------------------------------------------------------------------------------
@@ -300,6 +310,7 @@ class Repl:
             note(f"drafts   {name} on {placed.where}{why}")
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
+            note(f"sampling {sampling_line(self._last.params)}")
             for line in [] if speculation is None else speculation_table(speculation):
                 note(line)
 

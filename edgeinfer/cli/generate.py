@@ -15,8 +15,8 @@ from edgeinfer.cli.options import (
     model_options,
     open_engine,
     read_input,
+    sampling_given,
     sampling_options,
-    sampling_params,
     text_argument,
     text_or_prompt,
 )
@@ -46,10 +46,10 @@ def generate(
     ("<|im_start|>") stand for those tokens. The completion goes to standard output, everything else to standard error.
     """
     text = _text(text_or_prompt(texts, prompt), file)
-    params = sampling_params(flags)
+    sampling = sampling_given(flags)
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
-        stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, params=params, progress=bar)
+        stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json)
 

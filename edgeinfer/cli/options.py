@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -20,7 +21,7 @@ from edgeinfer.errors import EdgeInferError, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
-    from edgeinfer.sampling import SamplingParams
+    from edgeinfer.sampling import SamplingOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -106,23 +107,68 @@ _SAMPLING_OPTIONS = (
     variable_option(
         "-n", "--predict", type=click.IntRange(-1), default=-1, help="Most tokens to make, -1: no limit.  [default: -1]"
     ),
-    variable_option("--temp", "temperature", type=click.FloatRange(0), help="0: the likeliest token.  [default: 0.8]"),
-    variable_option("--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: 40]"),
     variable_option(
-        "--top-p", type=click.FloatRange(0, 1), help="Of these the likeliest that hold p.  [default: 0.95]"
+        "--temp",
+        "temperature",
+        type=click.FloatRange(0),
+        help="0: the likeliest token.  [default: the model's, or 0.8]",
     ),
-    variable_option("--min-p", type=click.FloatRange(0, 1), help="Of these those above p * best.  [default: 0.05]"),
-    variable_option("--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: 1.0]"),
+    variable_option(
+        "--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: the model's, or 40]"
+    ),
+    variable_option(
+        "--top-p",
+        type=click.FloatRange(0, 1),
+        help="Of these the likeliest that hold p.  [default: the model's, or 0.95]",
+    ),
+    variable_option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        help="Of these those above p * best.  [default: the model's, or 0.05]",
+    ),
+    variable_option(
+        "--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: the model's, or 1.0]"
+    ),
     variable_option("--frequency-penalty", type=float, help="For each time seen, 0: off.  [default: 0.0]"),
     variable_option("--presence-penalty", type=float, help="For having been seen, 0: off.  [default: 0.0]"),
     variable_option(
-        "--repeat-last-n", "penalty_last_n", type=click.IntRange(-1), help="How far back, -1: all.  [default: 64]"
+        "--repeat-last-n",
+        "penalty_last_n",
+        type=click.IntRange(-1),
+        help="How far back, -1: all.  [default: the model's, or 64]",
+    ),
+    variable_option(
+        "--dry-multiplier", type=click.FloatRange(0), help="DRY, against repetitions, 0: off.  [default: 0.0]"
+    ),
+    variable_option(
+        "--dry-base", type=click.FloatRange(1), help="Its growth with each token repeated.  [default: 1.75]"
+    ),
+    variable_option("--dry-allowed-length", type=click.IntRange(0), help="Tokens repeated freely.  [default: 2]"),
+    variable_option("--dry-penalty-last-n", type=click.IntRange(-1), help="How far back, -1: all.  [default: -1]"),
+    variable_option(
+        "--dry-sequence-breaker",
+        "dry_sequence_breakers",
+        multiple=True,
+        help='Repetitions end at it; may be given several times, none: nowhere.  [default: new line, :, ", *]',
+    ),
+    variable_option(
+        "-l",
+        "--logit-bias",
+        multiple=True,
+        metavar="ID(+/-)BIAS",
+        help="Make a token likelier (15043+1), less likely (15043-1) or ban it (15043-inf), as often as wanted.",
+    ),
+    variable_option(
+        "--loop-guard",
+        type=click.IntRange(0),
+        metavar="N",
+        help="End an answer whose last N tokens (64 or more) only repeat themselves, 0: never.  [default: 512]",
     ),
     variable_option("-s", "--seed", type=click.IntRange(-1), help="-1: a new one each time.  [default: -1]"),
 )
 _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
-    *("penalty_last_n", "seed"),
+    *("penalty_last_n", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "loop_guard", "seed"),
 )
 text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
@@ -134,7 +180,7 @@ def model_options(command: Command) -> Command:
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds -n --temp --top-k and so on; see sampling_params and max_tokens."""
+    """Adds -n --temp --top-k and so on; see sampling_given and max_tokens."""
     return _with(command, _SAMPLING_OPTIONS)
 
 
@@ -190,14 +236,27 @@ def warnings_as_notes() -> Iterator[None]:
         note(str(warning.message))
 
 
-def sampling_params(flags: dict[str, Any]) -> SamplingParams:
-    """What the flags of sampling_options say about the choice of tokens. Raises InvalidArgument."""
+def sampling_given(flags: dict[str, Any]) -> SamplingOptions:
+    """What the flags of sampling_options say about the choice of tokens. Raises InvalidArgument, click.UsageError."""
     from edgeinfer.sampling import SamplingParams
 
-    given = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
+    given: dict[str, Any] = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
     if given.get("seed") == -1:
         del given["seed"]
-    return SamplingParams(**given)
+    if breakers := flags["dry_sequence_breakers"]:
+        given["dry_sequence_breakers"] = () if breakers == ("none",) else breakers
+    if flags["logit_bias"]:
+        given["logit_bias"] = dict(map(_bias, flags["logit_bias"]))
+    SamplingParams(**given)  # refuses what is out of range, before a model is loaded
+    return cast("SamplingOptions", given)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Token and bias of ID+BIAS or ID-BIAS. Raises click.UsageError."""
+    found = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|\.\d+|inf))", text)
+    if found is None or found[2] == "+inf":
+        raise click.UsageError(f"--logit-bias must be ID+BIAS or ID-BIAS (15043-1, 15043-inf): found {text:.80}")
+    return int(found[1]), float(found[2])
 
 
 def max_tokens(flags: dict[str, Any]) -> int | None:

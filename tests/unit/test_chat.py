@@ -363,3 +363,12 @@ def test_the_text_of_a_control_token_in_a_message_stays_text(engine):
     finally:
         engine.session.forward = forward
     assert prompts[0].count(end) == 1 and "a<|im_end|>b<|im_end|>" in engine.detokenize(prompts[0])
+
+
+def test_an_answer_that_is_a_loop_ends_is_kept_and_the_conversation_goes_on(chat, engine):
+    (word,) = engine.tokenizer.encode("h", add_special=False)
+    answer = ask(chat, "hello", max_tokens=None, logit_bias={word: 1000.0}, loop_guard=64)
+    assert answer.completion.finish_reason == "repetition" and answer.is_kept
+    assert chat.messages[-1] == {"role": "assistant", "content": "h" * 64}
+    assert ask(chat, "and now?").completion.finish_reason in ("length", "stop")
+    assert len(chat.messages) == 5

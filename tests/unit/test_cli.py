@@ -141,8 +141,11 @@ def test_the_defaults_in_the_help_are_those_of_the_parameters():
     command = cli.main.get_command(click.Context(cli.main), "generate")
     default = SamplingParams()
     for parameter in command.params:
-        if hasattr(default, parameter.name) and parameter.name != "seed":
-            assert f"[default: {getattr(default, parameter.name)}]" in parameter.help
+        if hasattr(default, parameter.name) and parameter.name not in ("seed", "logit_bias", "dry_sequence_breakers"):
+            value = re.escape(str(getattr(default, parameter.name)))
+            assert re.search(rf"\[default: (the model's, or )?{value}\]", parameter.help)
+    from_files = {"temperature", "top_k", "top_p", "min_p", "repeat_penalty", "penalty_last_n"}
+    assert {each.name for each in command.params if "the model's, or" in (each.help or "")} == from_files
 
 
 def test_the_package_runs_as_the_command_does():
@@ -190,14 +193,72 @@ def test_flags_reach_the_parameters(run, model):
     assert completion.text != completed(model, "hello", max_tokens=30, seed=5).text
 
 
+def test_flags_of_dry_bias_and_guard_reach_the_parameters(run, model):
+    flags = (
+        "--dry-multiplier 2 --dry-base 1.5 --dry-allowed-length 1 --dry-penalty-last-n 50 --dry-sequence-breaker one "
+        "--dry-sequence-breaker two --logit-bias 104+4.5 -l 111-2 -l 260-inf --loop-guard 100 -s 5 -n 30"
+    )
+    params = SamplingParams(
+        seed=5,
+        dry_multiplier=2,
+        dry_base=1.5,
+        dry_allowed_length=1,
+        dry_penalty_last_n=50,
+        dry_sequence_breakers=("one", "two"),
+        logit_bias={104: 4.5, 111: -2, 260: False},
+        loop_guard=100,
+    )
+    completion = completed(model, "hello", max_tokens=30, params=params)
+    record = json.loads(run("generate", "-p", "hello", "--json", *flags.split()).stdout)
+    assert record["text"] == completion.text and record["params"] == json.loads(json.dumps(params.to_json()))
+    assert completion.text != completed(model, "hello", max_tokens=30, seed=5).text
+    record = json.loads(run("generate", "-p", "x", "--json", "--dry-sequence-breaker", "none", "-n", "1").stdout)
+    assert record["params"]["dry_sequence_breakers"] == []
+
+
+@pytest.mark.parametrize("bias", ["104", "104+", "+104", "104+x", "104=1", "a+1", "104+inf", "104+nan", "104++1", ""])
+def test_a_bias_that_is_none_is_a_usage_error(run, bias):
+    assert "ID+BIAS" in run("generate", "-p", "hello", "-l", bias, code="usage").stderr
+
+
+@pytest.mark.parametrize("flags", [["--loop-guard", "63"], ["--dry-base", "0.5"], ["-l", "1+1e9"], ["-l", "9999999+1"]])
+def test_values_out_of_range_are_usage_errors(run, flags):
+    run("generate", "-p", "hello", *flags, code="usage")
+
+
+def test_a_loop_is_ended_and_one_line_says_so(run):
+    loop = ("--temp", "0", "-l", "104+1000", "--loop-guard", "64", "-p", "hello")
+    for command in ("generate", "chat"):
+        result = run(command, *loop)
+        assert len(result.stdout) < 80 and len(set(result.stdout.strip())) == 1
+        assert len([line for line in result.stderr.splitlines() if "repeated itself" in line]) == 1
+        record = json.loads(run(command, *loop, "--json").stdout)
+        assert record["finish_reason"] == "repetition" and record["usage"]["completion_tokens"] == 64
+        assert "repeated" not in run(command, *loop, "-n", "20").stderr
+
+
+def test_the_models_own_sampling_is_used_where_no_flag_says_otherwise(run, tmp_path):
+    own = {"general.sampling.temp": 0.3, "general.sampling.top_k": 7, "general.sampling.penalty_repeat": "much"}
+    path = str(write_tiny_model(tmp_path / "own.gguf", n_ctx_train=512, metadata=own))
+    for command in ("generate", "chat"):
+        flags = (command, "-m", path, "-p", "hello", "-n", "3", "--json")
+        result = run(*flags)
+        params = json.loads(result.stdout)["params"]
+        assert (params["temperature"], params["top_k"], params["repeat_penalty"]) == (0.3, 7, 1.0)
+        assert [line for line in result.stderr.splitlines() if line] != [] and "penalty_repeat" in result.stderr
+        params = json.loads(run(*flags, "--temp", "0.9").stdout)["params"]
+        assert (params["temperature"], params["top_k"]) == (0.9, 7)
+
+
 def test_json_is_one_object_with_the_promised_fields(run, model):
     for command in ("generate", "chat"):
         result = run(command, "-p", "hello", "-n", "5", "-s", "1", "--json")
         record = json.loads(result.stdout)
         assert set(record) == {
-            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed")
+            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed", "params")
         }
         assert record["reasoning"] is None and record["tool_calls"] == []
+        assert SamplingParams(**record["params"] | {"logit_bias": {}}) == SamplingParams(seed=1)
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
         assert set(record["timings"]) == {
             *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),

@@ -84,7 +84,14 @@ def pieces_text(pieces):
 # ---- What is said ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(seed=3, repeat_penalty=1.2)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3, repeat_penalty=1.2),
+        SamplingParams(seed=3, logit_bias={104: 4.0}, dry_multiplier=1.0, dry_sequence_breakers=()),
+    ],
+)
 def test_a_completion_is_what_one_forward_pass_a_token_gives(engine, fresh, params):
     completion = engine.generate(PROMPT, max_tokens=20, params=params)
     session, text = fresh().session, engine.tokenize(PROMPT)
@@ -135,6 +142,34 @@ def test_fields_of_the_parameters_can_be_given_one_by_one_over_params(engine):
     assert engine.generate(PROMPT, max_tokens=8, params=params, temperature=0.0).tokens == (
         engine.generate(PROMPT, max_tokens=8, **GREEDY).tokens
     )
+
+
+@exact
+def test_a_loop_ends_with_a_reason_and_with_the_text_that_a_stop_string_held_back(engine):
+    (word,) = engine.tokenizer.encode("h", add_special=False)
+    request = {"temperature": 0.0, "logit_bias": {word: 1000.0}, "loop_guard": 64}
+    stream = engine.stream(PROMPT, stop="hi", **request)  # each h might become one
+    pieces = list(stream)
+    assert stream.completion.finish_reason == pieces[-1].finish_reason == "repetition"
+    assert stream.completion.tokens == (word,) * 64 and stream.completion.text == pieces_text(pieces) == "h" * 64
+    assert engine.generate(PROMPT, max_tokens=63, **request).finish_reason == "length"
+    assert engine.generate(PROMPT, max_tokens=64, **request).finish_reason == "repetition"
+    stopped = engine.generate(PROMPT, stop="h" * 64, **request)
+    assert stopped.finish_reason == "stop" and stopped.text == ""
+
+
+@exact
+def test_the_prompt_is_no_part_of_a_loop(engine):
+    (word,) = engine.tokenizer.encode("h", add_special=False)
+    completion = engine.generate([word] * 100, temperature=0.0, logit_bias={word: 1000.0}, loop_guard=64)
+    assert completion.tokens == (word,) * 64
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_an_error(engine):
+    n_vocab = engine.tokenizer.n_vocab
+    engine.generate(PROMPT, max_tokens=1, logit_bias={n_vocab - 1: -1.0})
+    with pytest.raises(InvalidArgument, match=f"0..{n_vocab - 1}"):
+        engine.generate(PROMPT, max_tokens=1, logit_bias={n_vocab: -1.0})
 
 
 def test_a_text_and_its_tokens_are_the_same_prompt(engine):

@@ -15,7 +15,7 @@ ROWS = [  # a part may import from its own row and from those above it here
     },
     {"models"},
     {"backends"},
-    {"sampling", "memory", "offload", "drafters", "speculation"},
+    {"sampling", "sampling_defaults", "repetition", "memory", "offload", "drafters", "speculation"},
     {"completion", "stream", "engine", "chat", "bench", "profile", "exporters", "training"},
     {"cli", "__main__"},
 ]

@@ -1,6 +1,7 @@
 """Sampling: filters by hand, the distribution by chi-squared, and bits that may not change on any machine."""
 
 import dataclasses
+import json
 import math
 from decimal import Decimal, localcontext
 
@@ -10,7 +11,7 @@ import sampling_reference as reference
 
 from edgeinfer import _sampler
 from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
-from edgeinfer.sampling import SamplingParams, candidates, penalize, sample
+from edgeinfer.sampling import SamplingParams, adjusted, candidates, penalize, sample
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
@@ -94,6 +95,40 @@ def test_penalties_change_the_greedy_choice_and_not_the_logits_given():
     logits = np.array([1.0, 3.0, 2.0], dtype=np.float32)
     assert sample(logits, params(temperature=0.0, presence_penalty=1.5), 1, [1]) == 2
     assert logits.tolist() == [1.0, 3.0, 2.0]
+
+
+def test_logit_bias_is_added_before_all_else_and_bans():
+    logits = np.array([1.0, 3.0, 2.0, 0.0], dtype=np.float32)
+    assert sample(logits, params(temperature=0.0, logit_bias={0: 2.5}), 0) == 0
+    assert sample(logits, params(temperature=0.0, logit_bias={1: -math.inf}), 0) == 2
+    assert sample(logits, params(temperature=0.0, logit_bias={1: False, 2: -5}), 0) == 0
+    # before the penalties: 2 * 1.5 is still below 4 * 1.5 / 2
+    biased = adjusted(logits, params(logit_bias={1: 1.0}, repeat_penalty=2.0), [1])
+    assert biased.tolist() == [1.0, 2.0, 2.0, 0.0] and logits.tolist() == [1.0, 3.0, 2.0, 0.0]
+
+
+def test_a_banned_token_is_never_drawn_and_others_keep_their_shares():
+    logits = logits_of([0.5, 0.3, 0.2])
+    drawn = [sample(logits, params(logit_bias={0: False}), position) for position in range(3000)]
+    assert set(drawn) == {1, 2} and 0.55 < drawn.count(1) / 3000 < 0.65
+
+
+def test_a_bias_of_tokens_that_a_drafter_lacks_is_left_out():
+    assert adjusted(np.zeros(3, np.float32), params(logit_bias={1: 2.0, 7: 3.0}), []).tolist() == [0.0, 2.0, 0.0]
+
+
+def test_to_ban_every_token_is_an_error_that_says_so():
+    with pytest.raises(InvalidArgument, match="bans every"):
+        sample(np.zeros(3, np.float32), params(logit_bias=dict.fromkeys(range(3), False)), 0)
+
+
+def test_dry_makes_the_greedy_choice_leave_a_loop():
+    logits = np.array([0.0, 3.0, 2.0, 1.0], dtype=np.float32)
+    text = [2, 1, 3, 1, 3, 1, 2, 1, 3]
+    assert sample(logits, params(temperature=0.0), 9, text) == 1
+    assert sample(logits, params(temperature=0.0, dry_multiplier=0.8), 9, text) == 2
+    assert sample(logits, params(temperature=0.0, dry_multiplier=0.8, dry_penalty_last_n=0), 9, text) == 1
+    assert sample(logits, params(temperature=0.0, dry_multiplier=0.8), 9, text, {3: [()]}) == 1  # a breaker
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------
@@ -321,11 +356,29 @@ def test_exp_gives_the_same_for_long_and_short_arrays(rng):
         {"seed": 2**64},
         {"seed": True},
         {"temperature": "warm"},
+        {"dry_multiplier": -0.1},
+        {"dry_base": 0.9},
+        {"dry_allowed_length": -1},
+        {"dry_penalty_last_n": -2},
+        {"dry_sequence_breakers": ["a", ""]},
+        {"dry_sequence_breakers": 3},
+        {"dry_sequence_breakers": [b"a"]},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: True}},
+        {"logit_bias": {"one": 1.0}},
+        {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": [1, 2]},
+        {"logit_bias": 7},
+        {"loop_guard": -1},
+        {"loop_guard": 63},
+        {"loop_guard": False},
     ],
 )
 def test_a_parameter_out_of_range_is_named(wrong):
     (name,) = wrong
-    with pytest.raises(InvalidArgument, match=name):
+    with pytest.raises(InvalidArgument, match="breaker" if name == "dry_sequence_breakers" else name):
         SamplingParams(**wrong)
 
 
@@ -334,3 +387,31 @@ def test_the_defaults_are_those_of_llama_cpp():
     assert (default.temperature, default.top_k, default.top_p, default.min_p) == (0.8, 40, 0.95, 0.05)
     assert (default.repeat_penalty, default.frequency_penalty, default.presence_penalty) == (1.0, 0.0, 0.0)
     assert default.penalty_last_n == 64 and default.seed is None and not default.has_penalties
+    assert (default.dry_multiplier, default.dry_base, default.dry_allowed_length) == (0.0, 1.75, 2)
+    assert default.dry_penalty_last_n == -1 and default.dry_sequence_breakers == ("\n", ":", '"', "*")
+    assert default.logit_bias == () and not default.changes_logits and default.loop_guard == 512
+
+
+def test_parameters_are_values_however_they_are_given():
+    bias = {7: 1, np.int64(3): np.float32(-2.5), 5: False}
+    chosen = SamplingParams(logit_bias=bias, dry_sequence_breakers=["a", "b"], seed=1)
+    assert chosen.logit_bias == ((3, -2.5), (5, -math.inf), (7, 1.0))
+    assert chosen == SamplingParams(logit_bias=list(bias.items()), dry_sequence_breakers=("a", "b"), seed=1)
+    assert hash(chosen) == hash(dataclasses.replace(chosen)) and {chosen: 1}[dataclasses.replace(chosen)] == 1
+    bias[9] = 1.0
+    assert chosen.logit_bias == ((3, -2.5), (5, -math.inf), (7, 1.0))
+
+
+def test_parameters_go_through_json_and_back():
+    chosen = SamplingParams(temperature=0.3, logit_bias={7: 1.5, 5: False}, dry_sequence_breakers=("x",), seed=2)
+    written = json.loads(json.dumps(chosen.to_json(), allow_nan=False))
+    assert written["logit_bias"] == {"5": False, "7": 1.5} and written["loop_guard"] == 512
+    written["logit_bias"] = {int(id): bias for id, bias in written["logit_bias"].items()}
+    assert SamplingParams(**written) == chosen
+
+
+@pytest.mark.parametrize("changes", [{"logit_bias": {1: 0.5}}, {"dry_multiplier": 0.8}, {"repeat_penalty": 1.1}])
+def test_what_changes_the_choice_says_so(changes):
+    assert params(**changes).changes_logits
+    assert not params(dry_multiplier=0.8, dry_penalty_last_n=0).changes_logits
+    assert not params(loop_guard=0).changes_logits

@@ -43,6 +43,9 @@ REQUESTS = [
     {"temperature": 0.0, "repeat_penalty": 1.3, "frequency_penalty": 0.2},
     {"temperature": 0.9, "seed": 4, "presence_penalty": 0.7, "penalty_last_n": 8},
     {"temperature": 2.0, "seed": 5, "top_k": 0, "min_p": 0.0},
+    {"temperature": 0.0, "dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["one"]},
+    {"temperature": 0.7, "seed": 6, "dry_multiplier": 0.8, "logit_bias": {261: 3.0, 262: False, 270: -1.5}},
+    {"temperature": 0.0, "logit_bias": {104: 6.0, 111: 6.0, 260: False}},
 ]
 
 
@@ -805,3 +808,23 @@ def test_the_draft_model_reads_nothing_twice(opened, model, draft_model, monkeyp
     wrong = completion.timings.speculation.wasted
     assert sum(n for _, n in fed) <= n_text + wrong
     assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
+
+
+# ---- Loops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["auto", ["suffix"], ["FILE"]], ids=str)
+@pytest.mark.parametrize("request_", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 1}], ids=str)
+def test_a_loop_ends_at_the_same_token_with_drafts_and_without(opened, plain, model, draft_model, draft, request_):
+    engine = opened(
+        model, draft=draft if isinstance(draft, str) else [str(draft_model) if draft == ["FILE"] else "suffix"]
+    )
+    engine.speculator.costs = FixedCosts()
+    (word,) = engine.tokenizer.encode("h", add_special=False)
+    for n in (64, 70, 101):
+        request = request_ | {"logit_bias": {word: 1000.0}, "loop_guard": n}
+        mine, theirs = (one.generate(PROMPT, **request) for one in (engine, plain))
+        assert mine.tokens == theirs.tokens == (word,) * n
+        assert mine.finish_reason == theirs.finish_reason == "repetition" and mine.text == theirs.text == "h" * n
+    assert mine.timings.speculation.tokens_per_step > 1.5
+    assert engine.generate(PROMPT, max_tokens=150, **request | {"loop_guard": 0}).tokens == (word,) * 150
