@@ -10,15 +10,18 @@ from types import ModuleType
 import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
-from parts import missing
+from parts import missing, required
 
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.errors import BackendUnavailable
 
+pytest_plugins = ["time_limits", "scheduling"]
+
 
 def pytest_configure() -> None:
     """Started in the background of a script, a process is deaf to Ctrl-C; the tests of Ctrl-C are not."""
+    required()  # fails early where it is wrong
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

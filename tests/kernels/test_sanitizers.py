@@ -18,6 +18,8 @@ TESTS += ["tests/backends/test_native.py", "tests/backends/test_draft_head.py"]
 TESTS += ["tests/unit/test_arrays.py", "tests/unit/test_gguf.py", "tests/unit/test_tokenizer.py"]
 TESTS += ["tests/unit/test_sampling.py"]
 
+pytestmark = pytest.mark.timeout(1500)  # it compiles the engine, and runs many tests slowly
+
 
 @pytest.fixture(scope="module")
 def sanitized() -> Path:
