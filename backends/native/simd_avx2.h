@@ -21,9 +21,9 @@ constexpr int kColumnsAtOnce = 2;
 #else
 constexpr int kColumnsAtOnce = 4;  // of a matrix product: their sums stay in registers
 #endif
-constexpr int kGroupsAtOnce = 1;   // row groups that share the loading of an activation
-constexpr int kRowsAtOnce = 2;     // of attention, likewise
-constexpr int kValuesAtOnce = 2;   // pieces of 16 numbers of a value, likewise
+constexpr int kGroupsAtOnce = 1;  // row groups that share the loading of an activation
+constexpr int kRowsAtOnce = 2;    // of attention, likewise
+constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
 
 struct F32 {
     __m256 a, b;

@@ -12,7 +12,7 @@ SLOWEST = ("kernels/test_sanitizers.py",)
 class FileScheduling(LoadFileScheduling):
     """The scheduling of `--dist loadfile` in pytest-xdist 3.8, which goes on behind a crash.
 
-    xdist's own gives the test that crashed to the next process, which crashes too, until no more are started. It hands out
+    xdist's own gives the test that crashed to the next process, which crashes too, until none is started. It hands out
     files again that are done, and a single test to a process that begins none before it knows the next: both wait for
     ever. And it gives work to processes that are still importing.
     """
