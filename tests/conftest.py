@@ -10,7 +10,7 @@ from types import ModuleType
 import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
-from parts import missing
+from parts import missing, required
 from peer import llama_cpp_crashes
 from peer_build import has_amx, this_cpu
 from tiny_models import write_tiny_model
@@ -19,9 +19,12 @@ from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.errors import BackendUnavailable
 
+pytest_plugins = ["time_limits", "scheduling"]
+
 
 def pytest_configure() -> None:
     """Started in the background of a script, a process is deaf to Ctrl-C; the tests of Ctrl-C are not."""
+    required()  # fails early where it is wrong
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

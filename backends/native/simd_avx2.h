@@ -16,10 +16,14 @@
 
 namespace {
 
+#if defined(EI_FEW_AT_ONCE)
+constexpr int kColumnsAtOnce = 2;
+#else
 constexpr int kColumnsAtOnce = 4;  // of a matrix product: their sums stay in registers
-constexpr int kGroupsAtOnce = 1;   // row groups that share the loading of an activation
-constexpr int kRowsAtOnce = 2;     // of attention, likewise
-constexpr int kValuesAtOnce = 2;   // pieces of 16 numbers of a value, likewise
+#endif
+constexpr int kGroupsAtOnce = 1;  // row groups that share the loading of an activation
+constexpr int kRowsAtOnce = 2;    // of attention, likewise
+constexpr int kValuesAtOnce = 2;  // pieces of 16 numbers of a value, likewise
 
 struct F32 {
     __m256 a, b;

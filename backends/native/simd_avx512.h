@@ -23,18 +23,24 @@ namespace {
 
 // Of a matrix product: the sums of so many columns of so many row groups stay in registers. Where two dot products are
 // done in a cycle, an activation can be loaded but once for two of them. In 16 bits they leave fewer registers.
-#if defined(__AVX512VNNI__) && !defined(__SANITIZE_ADDRESS__)  // which would compile for many minutes
+#if defined(EI_FEW_AT_ONCE)
+constexpr int kColumnsAtOnce = 2;
+#elif defined(__AVX512VNNI__)
 constexpr int kColumnsAtOnce = 8;
 #else
 constexpr int kColumnsAtOnce = 4;
 #endif
-#if defined(__AVX512VNNI__) && !defined(EI_ZEN4) && (defined(__AVX512VBMI__) || !defined(__SANITIZE_ADDRESS__))
+#if defined(__AVX512VNNI__) && !defined(EI_ZEN4) && (defined(__AVX512VBMI__) || !defined(EI_FEW_AT_ONCE))
 constexpr int kGroupsAtOnce = 2;
 #else
 constexpr int kGroupsAtOnce = 1;
 #endif
+#if defined(EI_FEW_AT_ONCE)
+constexpr int kRowsAtOnce = 2, kValuesAtOnce = 2;
+#else
 constexpr int kRowsAtOnce = 6;    // of attention, likewise
 constexpr int kValuesAtOnce = 4;  // pieces of 16 numbers of a value, likewise
+#endif
 
 using F32 = __m512;
 using I32 = __m512i;

@@ -13,11 +13,12 @@
 namespace {
 
 // Columns of a matrix product, rows of attention, pieces of 16 numbers of a value, and row groups of a product: several, as
-// on AVX-512, so that every machine tests them, but no more than compile in a minute or, with sanitizers, in some.
-#ifdef __SANITIZE_ADDRESS__
-constexpr int kColumnsAtOnce = 2, kRowsAtOnce = 2, kValuesAtOnce = 2, kGroupsAtOnce = 1;
+// on AVX-512, so that every machine tests them, but no more than compile in half a minute.
+constexpr int kColumnsAtOnce = 2, kRowsAtOnce = 2, kValuesAtOnce = 2;
+#ifdef EI_FEW_AT_ONCE
+constexpr int kGroupsAtOnce = 1;
 #else
-constexpr int kColumnsAtOnce = 4, kRowsAtOnce = 6, kValuesAtOnce = 4, kGroupsAtOnce = 2;
+constexpr int kGroupsAtOnce = 2;
 #endif
 
 struct F32 {

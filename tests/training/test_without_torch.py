@@ -1,11 +1,13 @@
 """Where torch or matplotlib is not installed, the command says so before any work."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from parts import missing
 
 from edgeinfer.cli import main
 
@@ -27,7 +29,8 @@ def test_distill_names_the_extra_that_is_missing(arguments: list[str], monkeypat
 def test_the_plot_is_refused_before_anything_is_trained(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torch")
+    if importlib.util.find_spec("torch") is None:
+        missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
     monkeypatch.setattr("edgeinfer.cli.plotting.importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, [*arguments, "--plot", str(tmp_path / "h.png")])
     assert result.exit_code == 1 and "--plot needs matplotlib: pip install 'edgeinfer[plot]'" in result.stderr

@@ -1,12 +1,14 @@
 """The benchmark's arithmetic, and the commands `bench` and `pack` on a tiny model. No timing decides anything here."""
 
 import csv
+import importlib.util
 import io
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from parts import missing
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import MachineLimits
@@ -60,7 +62,8 @@ def test_bench_reports_in_every_form(model: Path, tmp_path: Path) -> None:
     )
     assert [row["n"] for row in rows] == ["1", "2", "3", "4", "6", "8", "12", "16", "512"]
 
-    pytest.importorskip("matplotlib")
+    if importlib.util.find_spec("matplotlib") is None:
+        missing("train", "matplotlib is not installed: pip install 'edgeinfer[plot]'")
     timeline = tmp_path / "timeline.png"
     flags = ["bench", str(model), "--rounds", "2", "--timeline", str(timeline), "-md", str(model), "-t", "1"]
     run = CliRunner().invoke(main, flags)

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -23,7 +24,7 @@ def engine(request, model):
     try:
         open_backend(request.param)
     except BackendUnavailable as error:
-        pytest.skip(str(error))
+        missing(request.param, str(error))
     with edgeinfer.load(model, backend=request.param) as engine:
         engine.tokenizer.stop_ids = frozenset()  # a random model draws them at random
         yield engine

