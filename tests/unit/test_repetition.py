@@ -82,6 +82,26 @@ def test_a_counter_hides_no_loop(tokenizer, line):
     assert GUARD <= end_of(tokenizer, text) <= 2 * GUARD + 100
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "A:",
+        "- 1 100g pancake\n",
+        "!",
+        " 0",
+        "\n \n",
+        "|---",
+        "ha ",
+        "生命是一条河。",
+        "Она продолжает. ",
+        "🙂",
+        "\t}\n",
+    ],
+)
+def test_a_loop_of_anything_ends(tokenizer, unit):
+    assert end_of(tokenizer, tokenizer.encode(unit, add_special=False) * 4 * GUARD) <= 3 * GUARD + 12
+
+
 def test_two_lines_that_take_turns_by_chance_are_a_loop(tokenizer):
     chance, lines = random.Random(1), ["A journey of life\n\n", "In a lifetime, a river is more\n\n"]
     assert end_of(tokenizer, "".join(chance.choice(lines) for _ in range(600))) is not None
