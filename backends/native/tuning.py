@@ -21,7 +21,7 @@ from edgeinfer.kept import folder_of, keep_record, key_of, read_record
 
 MOST_TOKENS = 8  # of a pass that is tuned
 LEAST_BYTES = 32 << 20  # of weights: smaller ones are read from caches, not from memory
-BUDGET_SECONDS = 0.6
+BUDGET_SECONDS = 0.8
 VARIABLE = "EDGEINFER_TUNE"
 Wanted = Literal["auto", "off", "again"]
 _KIND, _FORMAT = "tuning", 1
@@ -29,9 +29,9 @@ _ORIGINS = {"known": "on known CPUs", "measured": "measured now", "kept": "measu
 
 GAIN = 0.04  # of a pass's time, for which a choice is changed
 _GAIN_OF_LARGER = 0.015  # for which a pass is made as a larger one is
-_TURNS, _TURNS_AT_LAST = 3, 5
+_TURNS, _TURNS_OF_OTHERS, _TURNS_AT_LAST = 3, 2, 5
 _LEFT = 4  # candidates that are tried again
-_FOR_ONE, _FOR_OTHERS = 0.5, 0.8  # of the budget, for what ends then
+_FOR_ONE, _FOR_OTHERS = 0.4, 0.85  # of the budget, for what ends then
 _PART_BYTES, _THREAD_BYTES = 48 << 20, 12 << 20  # that one trial reads at least, and each thread of it
 _LEAST_ELAPSED = 0.02  # seconds of trials, before it is said that they were disturbed
 _LEAST_BUSY = 0.8  # of the threads' time must be spent at work, else others had the cores
@@ -227,10 +227,10 @@ class Search:
         started = self._clock()
         self._deadline = started + _FOR_ONE * self._budget
         found = self._descend(1, self.better(1, known[1], self._diverse(1, known[1])))
-        chosen[1] = self.better(1, known[1], [found], turns=_TURNS_AT_LAST)
         self._deadline = started + _FOR_OTHERS * self._budget
+        chosen[1] = self.better(1, known[1], [found], GAIN / 2, _TURNS_AT_LAST)
         for n in (size for size in (2, 4, 3, 8, 6, 5, 7) if size in known):
-            chosen[n] = self.better(n, chosen[n], self._of_others(n, chosen))
+            chosen[n] = self.better(n, chosen[n], self._of_others(n, chosen), turns=_TURNS_OF_OTHERS)
         self._deadline = started + self._budget
         self._make_rise(chosen)
         return chosen
@@ -238,7 +238,7 @@ class Search:
     def better(
         self, n: int, current: Stream, others: Iterable[Stream], gain: float = GAIN, turns: int = _TURNS
     ) -> Stream:
-        """The best of the others where it gains so much, and something in each turn; else the current one."""
+        """The best of the others if it gains so much by the median of some turns, else the current one."""
         left = [each for each in dict.fromkeys(others) if each != current]
         ratios: dict[Stream, list[float]] = {each: [] for each in left}
         for turn in range(turns):
@@ -249,8 +249,8 @@ class Search:
                 return current
             for each in left:
                 ratios[each].append(seconds[each] / seconds[current])
-            left = [each for each in left if max(ratios[each]) < 1.0 - gain / 2]
-            left = sorted(left, key=lambda each: statistics.median(ratios[each]))[:_LEFT]
+            medians = {each: statistics.median(ratios[each]) for each in left}
+            left = sorted((each for each in left if medians[each] < 1.0 - gain / 2), key=medians.__getitem__)[:_LEFT]
         if left and statistics.median(ratios[left[0]]) < 1.0 - gain:
             return left[0]
         return current
@@ -289,12 +289,11 @@ class Search:
         return streams
 
     def _of_others(self, n: int, chosen: Mapping[int, Stream]) -> list[Stream]:
-        """The choices of the other sizes, with as many columns and groups as this one can have."""
+        """What was chosen for one token and for neighbours, with as many row groups as this size can have."""
         most = max(self._sides(n), default=1)
-        streams = [each._replace(at_once=min(each.at_once, most)) for each in chosen.values()]
-        of_one = chosen[1]._replace(at_once=min(chosen[1].at_once, most))
-        sides = [of_one._replace(at_once=side) for side in self._sides(n)]
-        return [*streams, *sides, of_one._replace(task=0, tasks_each=1)]
+        near = [chosen[size] for size in (1, n - 1, n + 1) if size in chosen]
+        streams = [each._replace(at_once=min(each.at_once, most)) for each in near]
+        return [*streams, streams[0]._replace(at_once=most), streams[0]._replace(at_once=most, task=0, tasks_each=1)]
 
     def _sides(self, n: int) -> list[int]:
         """Numbers of row groups beside one that n columns can have at once."""

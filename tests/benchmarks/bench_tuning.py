@@ -1,6 +1,6 @@
 """Whether tuning finds its way back from a bad start, as on a CPU that nobody has measured.
 
-    python tests/benchmarks/bench_tuning.py MODEL.gguf ... [--threads 2] [--rounds 7]
+    python tests/benchmarks/bench_tuning.py MODEL.gguf ... [--threads 2] [--rounds 7] [--start NAME ...]
 
 For each model: the values that are known for this CPU, and starts that are wrong on purpose. From each the search is
 run as at a first load; then passes of 1 to 8 tokens are timed in turns with the known values, the bad start and what
@@ -89,7 +89,7 @@ def compare(session: NativeSession, choices: Mapping[str, Streams], rounds: int)
     }
 
 
-def bench(path: Path, n_threads: int, rounds: int) -> dict[str, Any]:
+def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> dict[str, Any]:
     with ModelFile.open(path) as file:
         spec, backend = read_spec(file), NativeBackend()
         plan = backend.plan(file, spec, 2 * N_BATCH, N_BATCH, n_threads)
@@ -97,6 +97,7 @@ def bench(path: Path, n_threads: int, rounds: int) -> dict[str, Any]:
         decoder = session.decoder()
         known = {n: Stream(*decoder.stream(False, n)) for n in SIZES}
         starts = {"known": known, **bad_starts(known)}
+        starts = {name: start for name, start in starts.items() if not wanted or name in wanted}
         result: dict[str, Any] = {"model": path.name, "n_threads": n_threads, "starts": {}}
         for name, start in starts.items():
             use(session, start)
@@ -130,8 +131,9 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--start", action="append", help="only this one, by its name in the report; may be repeated")
     arguments = parser.parse_args()
-    results = [bench(path, arguments.threads, arguments.rounds) for path in arguments.models]
+    results = [bench(path, arguments.threads, arguments.rounds, arguments.start) for path in arguments.models]
     print(json.dumps({"benchmark": "tuning", "machine": machine(), "results": results}))
 
 

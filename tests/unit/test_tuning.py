@@ -40,7 +40,7 @@ class Machine:
         self.now += elapsed
         return elapsed
 
-    def search(self, known: Stream = KNOWN, budget_seconds: float = 0.6) -> dict[int, Stream]:
+    def search(self, known: Stream = KNOWN, budget_seconds: float = 0.8) -> dict[int, Stream]:
         at_once = min(2, self._streams_at_once)
         search = Search(self.seconds, self._streams_at_once, at_once, budget_seconds, lambda: self.now)
         many = known._replace(at_once=at_once, task=0, tasks_each=1)
