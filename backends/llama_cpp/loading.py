@@ -78,7 +78,7 @@ def load(wanted: Wanted, process: Process, progress: Progress | None = None) -> 
         f"llama.cpp crashes on this machine with its extra buffers (AMX, repacked weights): {crash}; "
         "it runs without them, more slowly",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=5,  # who calls edgeinfer.load
     )
     return loaded
 

@@ -106,6 +106,17 @@ def test_where_extra_buffers_crash_it_runs_without_them_and_remembers(stage: Sta
     assert np.array_equal(again.forward(TOKENS, logits="all").logits, logits)
 
 
+def test_an_engine_without_extra_buffers_says_so_once(stage: Stage, model: Path) -> None:
+    stage.play(CRASH_WITH_EXTRA_BUFFERS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = edgeinfer.load(model, backend="llama.cpp", n_threads=1)
+    (warning,) = caught
+    assert warning.category is RuntimeWarning and warning.filename == __file__
+    with engine:
+        assert len(engine.generate("hello", max_tokens=5, temperature=0.0).tokens) > 0
+
+
 def test_what_crashed_is_remembered_for_that_library_alone(stage: Stage, model: Path) -> None:
     stage.play(CRASH_WITH_EXTRA_BUFFERS)
     with pytest.warns(RuntimeWarning, match="extra buffers"):
