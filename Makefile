@@ -48,7 +48,7 @@ bench: setup .venv/.dev .venv/.llama
 
 # The model is fetched while the engine is compiled; it shares no file with what is installed meanwhile.
 setup: .venv/.created
-	@$(MAKE) --no-print-directory -j 2 .venv/.installed .venv/.model
+	@$(MAKE) --silent --no-print-directory -j 2 .venv/.installed .venv/.model
 
 .venv/.created:
 	@echo "== making .venv"
