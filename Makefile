@@ -24,7 +24,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 comma := ,
 REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
 required = $(filter all $(1),$(REQUIRED))
-PARTS := $(if $(and $(ARGS),$(if $(call required,demo),,1)),,.venv/.model) \
+PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx),.venv/.onnx) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train)
 
