@@ -54,9 +54,7 @@ MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a 
 MAX_LENGTH = 4 << 20  # characters of the conversation, and of any text on the way
 MAX_MEMORY_BYTES = 128 << 20  # of all that is made on the way, kept or not
 MAX_STEPS = 1_000_000
-STEPS_A_PAIR = (
-    8  # more, and as much more time, for each ordered pair of messages: some templates look from each at all others
-)
+STEPS_A_PAIR = 8  # more steps, and time in proportion, for each two messages: some templates compare all with all
 MAX_DEPTH = 64  # of lists and mappings in each other, and of macros that call macros
 MAX_INT_BITS = 1 << 14
 
