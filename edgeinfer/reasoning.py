@@ -28,7 +28,6 @@ _REASONING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<reasoning>", "</reasoning>"),
     ("<thinking>", "</thinking>"),
@@ -41,7 +40,6 @@ _REASONING_TAGS = (
 # Around the answer, directly behind the reasoning or first of all; no part of it.
 _ANSWER_TAGS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ("<|begin_of_solution|>", "<|end_of_solution|>"),
     ("<response>", "</response>"),
     ("<answer>", "</answer>"),
@@ -564,18 +562,18 @@ class _Channels(_Machine):
             self._open_body(self._format.text(self._rest[:end]))
             self._take("mark", end + len(mark))
             return True
-        body = self._rest.lstrip(" ")
-        is_other = self._is_first and not any(
-            body.startswith(mark) or mark.startswith(body)
-            for mark in (self._channel, self._message, "to=", "<|constrain|>")
-        )
-        is_other = is_other and not (body and self._format.is_special(body[0]))
-        if is_other or len(self._rest) > _MAX_HEADER:
+        if (self._is_first and not self._is_header(self._rest.lstrip(" "))) or len(self._rest) > _MAX_HEADER:
             self._kind, self._recipient, self._step = "answer", "", self._body
             return True
         if self._is_last:
             self._take("mark", len(self._rest))
         return False
+
+    def _is_header(self, text: str) -> bool:
+        """Whether the first header may go on so; a model that marks nothing answers at once."""
+        marks = (self._channel, self._message, "to=")
+        is_begun = text.startswith(marks) or any(map(self._format.is_special, text[:1]))
+        return is_begun or self._may_begin(text, marks)
 
     def _open_body(self, header: str) -> None:
         recipient = re.search(r"to=([^\s<]+)", header)

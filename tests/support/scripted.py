@@ -31,7 +31,7 @@ class Script:
         self.prompts.append(list(prompt))
         return self._draw(prompt, *rest)
 
-    def _sample(self, logits: object, params: object, position: int, previous: object) -> int:
+    def _sample(self, logits: object, params: object, position: int, *rest: object) -> int:
         place = position - len(self.prompts[-1])
         return self.tokens[place] if place < len(self.tokens) else int(self.engine.tokenizer.eos_id or 0)
 

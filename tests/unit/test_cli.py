@@ -72,14 +72,14 @@ def crashing_decode(context, batch):
 
 llama_cpp.llama_decode = crashing_decode
 """
-# The same one, which thinks, answers, and then says nothing but stars.
+# The same one, which thinks, answers, and then counts.
 THINKING_MAIN = f"""
 import edgeinfer.engine
 SAYS = "<think>hm, hm, hm, hm, hm</think>Yes."
 draw = edgeinfer.engine.Engine._draw
 def drawing(engine, prompt, *rest):
-    says = list(map(ord, SAYS)) + [42] * 4000  # a token of these is a character
-    edgeinfer.engine.sample = lambda logits, params, position, previous: says[position - len(prompt)]
+    says = SAYS + " ".join(map(str, range(2000)))  # a token of it is a character
+    edgeinfer.engine.sample = lambda logits, params, position, *rest: ord(says[position - len(prompt)])
     return draw(engine, prompt, *rest)
 edgeinfer.engine.Engine._draw = drawing
 {SLOW_MAIN}
