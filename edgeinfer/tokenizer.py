@@ -793,12 +793,22 @@ class Tokenizer:
     def split_special(self, text: str, *, parse_special: bool) -> list[int | str]:
         """The text with special tokens replaced by their ids; what is left between two of them is one string."""
         parts: list[int | str] = [_SURROGATE.sub("\ufffd", text)] if text else []
-        for special in self._specials:  # a longer one goes first, wherever in the text it stands
-            if special.text in text and (parse_special or not special.only_if_parsed):
+        for special in self._specials_in(text):  # a longer one goes first, wherever in the text it stands
+            if parse_special or not special.only_if_parsed:
                 parts = [
                     piece for part in parts for piece in ([part] if isinstance(part, int) else _cut(part, special))
                 ]
         return parts
+
+    def _specials_in(self, text: str) -> Iterator[_Special]:
+        """Those that are in a text. Some vocabularies have thousands, most of which begin alike: "<unused17>"."""
+        begins: dict[str, bool] = {}
+        for special in self._specials:
+            head = special.text[:4]
+            if head not in begins:
+                begins[head] = head in text
+            if begins[head] and special.text in text:
+                yield special
 
     def token_bytes(self, id: int) -> bytes:
         """What the token adds to a text; a special token its name, an unused one nothing. Raises TokenizerError."""
