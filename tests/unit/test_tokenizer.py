@@ -439,6 +439,7 @@ _runs = st.lists(
         lambda text, n: text * n,
         st.sampled_from(
             [
+                *(" \n" * 6),
                 *" \t\n\r\u00a0\u3000aAbZé日ｱ가7٣!'/.¡ǅ",
                 "\r\n",
                 "a\u0301",
