@@ -345,7 +345,8 @@ def test_a_model_with_a_broken_template_refuses_to_chat_and_still_completes(mode
 
 def test_a_message_the_template_refuses_is_not_kept(model):
     with edgeinfer.load(model, backend="reference") as engine:
-        engine.tokenizer.chat_template = "{{ raise_exception('no systems here') if messages[0].role == 'system' }}a"
+        refuses = "{{ raise_exception('no systems here') if messages[0].role == 'system' }}"
+        engine.tokenizer.chat_template = refuses + "{{ messages[-1].content }}"
         chat = engine.chat("be brief")
         with pytest.raises(TemplateError, match="no systems here"):
             chat.send("hello")

@@ -439,6 +439,7 @@ _runs = st.lists(
         lambda text, n: text * n,
         st.sampled_from(
             [
+                *(" \n" * 6),
                 *" \t\n\r\u00a0\u3000aAbZé日ｱ가7٣!'/.¡ǅ",
                 "\r\n",
                 "a\u0301",
@@ -470,7 +471,7 @@ def test_what_is_quick_on_long_runs_cuts_as_the_plain_expressions_do(patterns: t
 
 @pytest.mark.parametrize("patterns", FAMILIES, ids=[NAME_OF[patterns] for patterns in FAMILIES])
 @settings(max_examples=40, deadline=None)
-@given(text=_runs | st.text(max_size=40), at_once=st.integers(0, 9))
+@given(text=_runs | st.text(max_size=40), at_once=st.integers(1, 9))
 def test_a_text_is_cut_the_same_piece_by_piece(patterns: tuple[str, ...], text: str, at_once: int) -> None:
     whole = list(cut(NAME_OF[patterns], text))
     with pytest.MonkeyPatch.context() as patch:
