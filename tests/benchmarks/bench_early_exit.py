@@ -69,7 +69,9 @@ def answers(arguments: argparse.Namespace) -> Texts:
         messages = ([{"role": "user", "content": prompt["turns"][0]}] for prompt in asked)
         prompts = [engine.template.encode(engine.tokenizer, one, add_generation_prompt=True) for one in messages]
         for tokens in [one for one in prompts if len(one) <= n_most][:: arguments.every]:
-            completion = engine.generate(tokens, max_tokens=arguments.tokens, temperature=0.0)
+            completion = engine.generate(
+                tokens, max_tokens=arguments.tokens, params=edgeinfer.SamplingParams(temperature=0.0)
+            )
             texts.ids.append([*tokens, *completion.tokens])
             texts.begins.append(len(tokens))
     return texts

@@ -85,7 +85,7 @@ def record(engine: Engine, model: ModelDrafter | None, prompt: dict[str, Any], n
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
     asked = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
     engine.speculator = None
-    answer = list(engine.generate(asked, max_tokens=n_tokens, temperature=0.0).tokens)
+    answer = list(engine.generate(asked, max_tokens=n_tokens, params=edgeinfer.SamplingParams(temperature=0.0)).tokens)
     found = Answer(prompt["category"].split(":")[0])
     if len(answer) < 2:
         return found
