@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from edgeinfer import devices
 from edgeinfer.errors import InvalidArgument
@@ -55,18 +55,32 @@ class Stream(NamedTuple):
     eager: bool
 
 
+Fields: TypeAlias = tuple[int, bool, int, int, int, int, int, bool]
+
+
 class Tunable(Protocol):
     """What of the C++ decoder is tuned."""
 
-    streams_at_once: int
-    groups_at_once: int
-    weight_bytes: int
+    @property
+    def streams_at_once(self) -> int:
+        """See Search."""
+        ...
 
-    def stream(self, is_ternary: bool, n: int) -> tuple[Any, ...]:
+    @property
+    def groups_at_once(self) -> int:
+        """See Search."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all packed weights."""
+        ...
+
+    def stream(self, is_ternary: bool, n: int) -> Fields:
         """The fields of the choice for n tokens."""
         ...
 
-    def set_stream(self, is_ternary: bool, n: int, fields: tuple[Any, ...]) -> None:
+    def set_stream(self, is_ternary: bool, n: int, fields: Fields) -> None:
         """Make another choice. Raises ValueError for one that does not exist."""
         ...
 
