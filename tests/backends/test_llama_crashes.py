@@ -410,13 +410,16 @@ def test_without_memfd_and_with_no_room_in_dev_shm_it_runs(
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+
+    def forbidden(*args: object) -> int:
+        return os.open(tmp_path / "nowhere" / "x", os.O_RDONLY)
+
     for memfd in ("missing", "forbidden"):
         with monkeypatch.context() as patch:
             if memfd == "missing":
                 patch.delattr(os, "memfd_create", raising=False)
             else:
-                nowhere = tmp_path / "nowhere" / "x"
-                patch.setattr(os, "memfd_create", lambda *args: os.open(nowhere, os.O_RDONLY), raising=False)
+                patch.setattr(os, "memfd_create", forbidden, raising=False)
             session = open_session(model)
             assert list(folder.iterdir()) == []
             assert np.array_equal(session.forward(TOKENS, logits="all").logits, expected)
