@@ -355,8 +355,12 @@ def _counted(function: Any, weighs: bool = False) -> Callable[..., Any]:
             args = tuple(map(_weighed, args))
             kwargs = {name: _weighed(value) for name, value in kwargs.items()}
         result = function(*args, **kwargs)
+        if not isinstance(result, Iterator):
+            return _made(result)
+        for text in (arg for arg in args if isinstance(arg, str)):
+            _fits(16 * len(text))  # as _listed has it: its characters are the elements
         # Generators would run later, unseen, and chains of them crash Python when they are freed.
-        return iter(_listed(result)) if isinstance(result, Iterator) else _made(result)
+        return iter(_listed(result))
 
     return run
 

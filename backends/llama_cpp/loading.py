@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
 import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.errors import BackendCrashed
+from edgeinfer.kept import folder_of, keep_record, read_record
 from edgeinfer.models import ModelSizes
 from edgeinfer.types import CacheType, MemoryUse
+
+_KIND = "llama.cpp"  # of what is remembered
 
 
 @dataclass(frozen=True)
@@ -98,24 +97,15 @@ def sizes_of(record: dict[str, Any]) -> ModelSizes:
 
 def uses_extra_buffers(build: str) -> bool:
     """Whether llama.cpp is to use extra buffers: unless it crashed with them on this CPU."""
-    try:
-        return bool(json.loads(_note(build).read_bytes())["extra_buffers"])
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError):
-        return True
+    record = read_record(folder_of(_KIND), _key(build))
+    return not (isinstance(record, dict) and record.get("extra_buffers") is False)
 
 
 def remember_crash(build: str) -> None:
     """Note that it crashed with them; where that cannot be written, it is found out each time."""
-    with contextlib.suppress(OSError, RuntimeError, KeyError):
-        path = _note(build)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"extra_buffers": False, "build": build, "cpu": devices.cpu_name()}))
-        written.replace(path)
+    record = {"extra_buffers": False, "build": build, "cpu": devices.cpu_name()}
+    keep_record(folder_of(_KIND), _key(build), record)
 
 
-def _note(build: str) -> Path:
-    import platformdirs
-
-    key = hashlib.sha256(repr((build, devices.cpu_name())).encode()).hexdigest()[:32]
-    return platformdirs.user_cache_path("edgeinfer") / "llama.cpp" / f"{key}.json"
+def _key(build: str) -> str:
+    return hashlib.sha256(repr((build, devices.cpu_name())).encode()).hexdigest()[:32]

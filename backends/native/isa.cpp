@@ -106,8 +106,9 @@ bool is_amd_from_zen5() {
 // not around its L3. Zen 4's own prefetchers do better at one and two columns; up to six, one long stream around its L3
 // takes up to a quarter less time than several at once.
 const Reading known_reading = [] {
-    constexpr int kShort = 192 << 10, kLong = 800 << 10;
+    constexpr int kShort = 192 << 10;
 #if defined(__x86_64__)
+    constexpr int kLong = 800 << 10;
     __builtin_cpu_init();
     if (is_amd_from_zen5()) return reading_of(7104, true, Hint::AroundL3, 4, kLong, 2);
     if (__builtin_cpu_is("znver3")) return reading_of(4736, true, Hint::All, 6, kShort, 2);

@@ -6,6 +6,7 @@ EDGEINFER_REQUIRE is a list with commas between, or "all". Run as a program this
 import importlib.util
 import os
 import shutil
+import sys
 from typing import NoReturn
 
 import pytest
@@ -44,7 +45,8 @@ def missing(part: str, why: str) -> NoReturn:
 
 def is_there(part: str) -> bool:
     modules, commands = PARTS[part]
-    return all(map(importlib.util.find_spec, modules)) and all(map(shutil.which, commands))
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return all(map(importlib.util.find_spec, modules)) and all(shutil.which(command, path=path) for command in commands)
 
 
 def main() -> None:

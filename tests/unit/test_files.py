@@ -413,12 +413,12 @@ def test_every_writer_of_the_package_goes_through_links_and_keeps_modes(tmp_path
     real = tmp_path / "real"
     weights = np.zeros(64, np.uint8)
     model = write_tiny_model(tmp_path / "tiny.gguf")
-    with edgeinfer.load(model, backend="reference") as engine:
+    with edgeinfer.load(model, backend="reference") as engine, ModelFile.open(model) as file:
         chat = engine.chat("be brief")
         writers = {
             "chat": chat.save,
             "gguf": lambda path: write_gguf(path, {"a": 1}, []),
-            "packed": lambda path: write_packed(path, model, weights, "2"),
+            "packed": lambda path: write_packed(path, file, weights, "2"),
         }
         for name, write in writers.items():
             link = tmp_path / f"link to {name}"
