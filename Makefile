@@ -83,10 +83,10 @@ setup: .venv/.created
 
 # It has no binary packages and compiles for some minutes. Runs what the native engine lacks, and is the oracle and the
 # peer of tests and benchmarks: where it cannot be had, what needs it is skipped and says so. peer_build.py knows the
-# CPUs on which it crashes if it is compiled for all that they have.
+# CPUs on which it crashes if it is compiled for all that they have. Images are not needed, which saves compiling.
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
-	@CMAKE_ARGS="$$($(BIN)/python tests/support/peer_build.py)" $(PIP) install --quiet '$(LLAMA)' \
+	@export CMAKE_ARGS="-DLLAVA_BUILD=OFF $$CMAKE_ARGS"; CMAKE_ARGS="$$($(BIN)/python tests/support/peer_build.py)" $(PIP) install --quiet '$(LLAMA)' \
 	    || echo "== llama-cpp-python cannot be had here; its tests are skipped"
 	@touch $@
 

@@ -13,8 +13,9 @@ from edgeinfer.backends.native import available_isas
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitize"
-# What compares with other engines runs the same code as what compares the bits.
-LEFT_OUT = "reference or 200_tokens or 200_damaged"
+# What compares with other engines runs the same code as what compares the bits, pre-tokenisers are another library's,
+# and the longest text takes long.
+LEFT_OUT = "reference or 200_tokens or 200_damaged or those_of_llama_cpp or pre_tokenisers or (long_texts and qwen2)"
 TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_ternary.py"]
 TESTS += ["tests/backends/test_native.py", "tests/backends/test_draft_head.py"]
 TESTS += ["tests/unit/test_arrays.py", "tests/unit/test_gguf.py", "tests/unit/test_tokenizer.py"]
