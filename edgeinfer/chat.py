@@ -263,9 +263,14 @@ class Conversation:
 
     def _least_tokens(self, messages: list[Message]) -> int:
         """A number of tokens that the prompt has at least, in little time however long the messages are."""
+        from edgeinfer.template import MAX_LENGTH
+
         least_tokens = self.engine.tokenizer.least_tokens
-        if sum(least_tokens(message["content"]) for message in messages) < self.engine.n_ctx:
+        n_least = sum(least_tokens(message["content"]) for message in messages)
+        if n_least < self.engine.n_ctx:
             return 0
+        if sum(len(message["content"]) for message in messages) > MAX_LENGTH:
+            return n_least  # more than a template is given
         return least_tokens(self._template.render(messages))  # a template may leave out what does not fit
 
     def _last_question(self) -> int:

@@ -10,6 +10,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.engine import open_backend
 from edgeinfer.errors import BackendUnavailable, ContextOverflow, InvalidArgument, NumericalError, TemplateError
+from edgeinfer.template import MAX_LENGTH
 
 SHORT = {"max_tokens": 12, "seed": 1}
 
@@ -189,6 +190,14 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_tokenised(chat, en
     monkeypatch.setattr(engine.tokenizer, "encode", lambda *a, **k: pytest.fail("tokenised"))
     with pytest.raises(ContextOverflow, match=r"^at least \d+ tokens do not fit into a context of 512; .*/undo"):
         chat.send(" " * 100_000)
+    assert chat.messages == before
+
+
+def test_a_message_longer_than_templates_may_be_given_does_not_fit_either(chat, monkeypatch):
+    monkeypatch.setattr(chat._template, "render", lambda *a, **k: pytest.fail("rendered"))
+    before = list(chat.messages)
+    with pytest.raises(ContextOverflow, match=r"^at least \d+ tokens do not fit"):
+        chat.send(" " * (MAX_LENGTH + 1))
     assert chat.messages == before
 
 
