@@ -55,6 +55,8 @@ def check_file_name(name: str, value: object) -> Path:
     given = os.fsdecode(value)
     try:
         return expanded(given)
+    except OSError as error:
+        raise InvalidArgument(f"{name} {given}: there is no working directory: {error.strerror}") from None
     except LookupError as error:
         raise InvalidArgument(f"{name} {given}: {error}; a file that is called so is ./{given}") from None
 

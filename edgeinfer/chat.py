@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -127,9 +128,12 @@ class Conversation:
 
     @property
     def n_past(self) -> int:
-        """Tokens of the context that the messages take; there are `engine.n_ctx`."""
+        """Tokens of the context that the messages take, of `engine.n_ctx`; a lower bound where they do not fit."""
         if all(message["role"] == "system" for message in self.messages):
             return 0  # a template may refuse a system message alone
+        n_least = self._least_tokens(self.messages)
+        if n_least > self.engine.n_ctx:
+            return n_least  # they do not fit: how many more there are would take long to say
         return len(self._encode(self.messages, add_generation_prompt=False))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -146,7 +150,10 @@ class Conversation:
 
         Of an answer that a model with another vocabulary gave the tokens are left out.
         """
-        lines = enumerate(check_file_name("path", path).read_bytes().splitlines(), start=1)
+        place = check_file_name("path", path)
+        if not stat.S_ISREG(place.stat().st_mode):  # what is none may have no end
+            raise InvalidArgument(f"{path} is no regular file: name one that was saved")
+        lines = enumerate(place.read_bytes().splitlines(), start=1)
         messages = [
             self._fitted(_read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
         ]
@@ -211,6 +218,9 @@ class Conversation:
                 return render([self._for_template(message, form) for message in messages])
             except TemplateError as error:
                 refused = refused or error
+        if self._format.uses_channels and any(_MARK in part for answer in answers for part in _texts(answer)):
+            # gpt-oss's template takes an answer that writes about its marks for one that was not split.
+            return render([self._for_template(_with_broken_marks(message), forms[0]) for message in messages])
         raise cast(TemplateError, refused)
 
     def _for_template(self, message: Message, form: CallForm) -> dict[str, Any]:
@@ -341,6 +351,23 @@ class Answer(Iterator[Piece]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+_MARK, _BROKEN_MARK = "<|channel|>", "<|channel\u200b|>"
+
+
+def _texts(answer: Message) -> tuple[str, str]:
+    return answer["content"], answer.get("reasoning", "")
+
+
+def _with_broken_marks(message: Message) -> Message:
+    """The message, an answer with a space of no width in each mark that it spells."""
+    if message["role"] != "assistant":
+        return message
+    broken = cast(Message, {**message, "content": message["content"].replace(_MARK, _BROKEN_MARK)})
+    if "reasoning" in message:
+        broken["reasoning"] = message["reasoning"].replace(_MARK, _BROKEN_MARK)
+    return broken
 
 
 def _answer_message(output: OutputParser, length: int, tokens: Sequence[int]) -> Message:

@@ -184,10 +184,18 @@ def joined(parts: Iterable[str], separator: str = "") -> str:
 def replaced(text: str, old: str, new: str, count: SupportsIndex = -1) -> str:
     """The text as str.replace makes it; what comes in has the trust of `new`."""
     written = plain(text).replace(old, new, count)
-    if (type(text) is str and type(new) is str) or text.count(old) > _MAX_PARTS:
+    if type(text) is str and type(new) is str:
         return written
     if old:
-        return joined(text.split(old, count), new)
+        whole, mask, own = plain(text), _mask_of(text), _mask_of(new)
+        masks: list[bytes] = []
+        start, left = 0, count.__index__()
+        while left and (found := whole.find(old, start)) >= 0:
+            masks += (mask[start:found], own)
+            start, left = found + len(old), left - 1
+        return _masked(written, b"".join([*masks, mask[start:]]))
+    if len(text) > _MAX_PARTS:
+        return written
     n = count.__index__()
     places = range(len(text) + 1 if n < 0 else min(n, len(text) + 1))
     return joined([part for place in places for part in (new, text[place : place + 1])] + [text[len(places) :]])

@@ -346,7 +346,8 @@ class OutputParser:
                 parts.append(part)
             elif kind != "break":
                 parts.append(self._format.emitted(coded))
-        return joined(parts)
+        # Cut within its reasoning: a template finds what to take out only by the mark at the end.
+        return joined([*parts, self._format.text(self._machine.unclosed)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +373,11 @@ class _Machine:
     def is_reasoning(self) -> bool:
         """Whether what comes next belongs to the reasoning."""
         raise NotImplementedError
+
+    @property
+    def unclosed(self) -> str:
+        """The mark that ends the reasoning, while that goes on and has one."""
+        return ""
 
     def open(self, text: str) -> None:
         """Begin with what the prompt has opened."""
@@ -438,6 +444,11 @@ class _Tags(_Machine):
     def is_reasoning(self) -> bool:
         """See _Machine."""
         return self._step == self._reason
+
+    @property
+    def unclosed(self) -> str:
+        """See _Machine."""
+        return self._closing if self.is_reasoning else ""
 
     def _begin(self) -> bool:
         """Before the answer: only white space so far, or a part with reasoning and an end tag."""

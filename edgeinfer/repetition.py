@@ -104,27 +104,40 @@ class LoopGuard:
         self._of_alike = [_Window(k * n, _RUN, _OFTEN, of_words=True) for k in (1, 2)]
         self._of_exact = [_Window(3 * n, _RUN, _OFTEN)]
         self._of_long = [_Window(k * n, _LONG_RUN, _OFTEN_IF_LONG, of_words=k == 2) for k in (2, 4, 6)]
-        self._in_number = False
+        self._number = ""  # digits of one that may go on
+        self._recent: deque[int] = deque(maxlen=6)  # numbers
 
     def push(self, token: int) -> bool:
         """Whether the answer repeats itself with this token as its last one."""
         is_number, is_word = self._kind(token)
         added = [(self._exact.push(token), self._of_exact), (self._long.push(token), self._of_long)]
-        if not (is_number and self._in_number):  # 1, 23 and 456 may have one, two and three tokens
-            added.append((self._alike.push(_NUMBER if is_number else token), self._of_alike))
-        self._in_number = is_number
         repeats = False
+        if is_number:  # 1, 23 and 456 may have one, two and three tokens
+            self._number += self._tokenizer.token_bytes(token).decode(errors="ignore").strip()
+        else:
+            if self._number:
+                run = self._alike.push(self._counted(int(self._number[-18:])))
+                repeats = any([window.push(run, False) for window in self._of_alike])
+                self._number = ""
+            added.append((self._alike.push(token), self._of_alike))
         for run, windows in added:
             for window in windows:
                 repeats |= window.push(run, is_word)
         return repeats
+
+    def _counted(self, number: int) -> int:
+        """What stands for a number: the same for all that repeat a recent one or count on from it. Data does not, and
+        what counts down ends by itself."""
+        goes_on = number in self._recent or number - 1 in self._recent
+        self._recent.append(number)
+        return _NUMBER if goes_on else -3 - number
 
     def _kind(self, token: int) -> tuple[bool, bool]:
         """(whether a token is a number or a part of one, whether it has a letter)"""
         kind = self._kinds.get(token)
         if kind is None:
             text = self._tokenizer.token_bytes(token).decode(errors="ignore")
-            kind = self._kinds[token] = text.strip().isdigit(), any(map(str.isalpha, text))
+            kind = self._kinds[token] = text.strip().isdecimal(), any(map(str.isalpha, text))
         return kind
 
 

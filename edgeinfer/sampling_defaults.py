@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
@@ -82,10 +83,12 @@ def _read(name: str, value: object) -> object:
     if not isinstance(value, Real) or isinstance(value, bool):
         return value  # which is refused
     with np.errstate(over="ignore"):  # what no float32 holds is infinite, and refused
-        number = float(str(np.float32(value)))
-    if name == "top_k" and number < 0:
-        return 0  # all, as llama.cpp takes it
-    return int(number) if isinstance(getattr(SamplingParams(), name), int) and number.is_integer() else number
+        number = value if isinstance(value, int) else float(str(np.float32(value)))
+    if name in ("temperature", "top_k", "min_p") and -math.inf < number < 0:
+        return 0  # as llama.cpp takes it: greedy, all, off
+    if name == "top_p" and 1 < number < math.inf:
+        return 1.0
+    return int(number) if isinstance(getattr(SamplingParams(), name), int) and float(number).is_integer() else number
 
 
 def _steps_off(sequence: object) -> dict[str, Any]:

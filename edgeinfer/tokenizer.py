@@ -248,6 +248,11 @@ _END_TEXTS = (
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
     "<｜end▁of▁sentence｜> [e~["
 ).split()
+# Keys of tokens that have a role; no user writes one.
+_NAMED_KEYS = (
+    "bos unknown seperator separator padding mask cls fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep prefix suffix "
+    "middle"
+).split()
 _FILL_TEXTS = {
     ("fim_pre", "prefix"): (
         "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>"
@@ -267,7 +272,9 @@ _SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # g
 # What parts of a conversation begin and end with, whatever type a file gives it: <|im_start|>, <turn|>, [/INST],
 # <start_of_turn>, <SPECIAL_10>.
 _TURN_MARK = re.compile(
-    r"<\|.+>|<.+\|>|<\uff5c.+\uff5c>|\[/?[A-Z][A-Z0-9_]*\]|</?[a-z]+_of_[a-z]+>|<[A-Z]+_[A-Z0-9_]+>", re.DOTALL
+    r"<\|.+>|<.+\|>|\[\|.+\|\]|<\uff5c.+\uff5c>|\[/?[A-Z][A-Z0-9_]*\]|</?[a-z]+_of_[a-z]+>|<[A-Z]+_[A-Z0-9_]+>"
+    r"|[<\[]/?(?:assistant|system|user|tool|function|model|human|gpt|bot)[>\]]",
+    re.DOTALL,
 )
 _WORD_AND_SIGN = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w\s])", re.DOTALL)  # no white space, digits, emoji or lone word
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -731,6 +738,8 @@ class Tokenizer:
         self.chat_template = metadata.chat_template()
         self._tokens, self._attributes = vocabulary.tokens, vocabulary.attributes
         self._specials = vocabulary.specials()
+        named = [metadata.get(f"{key}_token_id") for key in _NAMED_KEYS]
+        self._named_ids = {id for id in named if isinstance(id, int) and not isinstance(id, bool)}
         self._protected: dict[str, frozenset[int]] = {}
         self._merger = _merger(vocabulary, model, pre)
         vocabulary.hide_controls()
@@ -816,6 +825,8 @@ class Tokenizer:
                 for special in self._specials
                 if special.only_if_parsed
                 or special.id in self.stop_ids
+                or special.id in self._named_ids
+                and _WORD_AND_SIGN.match(special.text)
                 or _TURN_MARK.fullmatch(special.text)
                 or (special.text[-2:] in pairs and _WORD_AND_SIGN.match(special.text))
                 and _tags_alike(special.text) in named
@@ -839,7 +850,7 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, found without tokenising it: 0 where nothing is known."""
-        if any(special.strips_left or special.strips_right for special in self._specials):
+        if any((special.strips_left or special.strips_right) and special.text in text for special in self._specials):
             text = "".join(text.split())
         return -(-self._merger.length(text) // self._longest) if self._longest else 0
 

@@ -179,7 +179,7 @@ def _read_safetensors(path: Path) -> dict[str, _Stored]:
         header = json.loads(data[8 : 8 + length].tobytes())
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return {name: _stored(path, name, entry, data[8 + length :]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(f"{path}: broken header: {error!r:.200}") from error
 
 
@@ -198,7 +198,7 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
         return default
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ModelFileError(f"{path}: must be a JSON object")

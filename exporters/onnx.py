@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from edgeinfer import devices
 from edgeinfer.backends.head_output import read_head_beside
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.gguf import ModelFile
+from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import is_draft_head, read_head
 
@@ -41,9 +43,16 @@ def export_onnx(
     path: of the file, or a folder for a model.onnx.  n_ctx: positions that it has rotations for.  style: with operators
     of ONNX Runtime, or those of the standard alone.  beside: weights in a file of their own beside it, as above 1 GiB.
     The vocabulary is not in it. What is written is checked and run before it gets its name.
-    Raises UnsupportedModel, InvalidArgument, BackendUnavailable without onnx and onnxruntime, OSError.
+    Raises UnsupportedModel, InvalidArgument, BudgetExceeded, BackendUnavailable without onnx and onnxruntime, OSError.
     """
     graph = _graph(source, draft_target, n_ctx, style)
+    # Tables of rotations are made in double precision, and rounded.
+    tables = graph.constant_bytes - _graph(source, draft_target, 1, style).constant_bytes
+    if 5 * tables > (available := devices.available_memory()):
+        raise BudgetExceeded(
+            f"{source.path}: tables of rotations for {n_ctx} positions take {human_bytes(5 * tables)} while they are "
+            f"made, available are {human_bytes(available)}: a smaller context is needed (-c)"
+        )
     path = behind_links(path / "model.onnx" if path.is_dir() else path)
     beside = beside or graph.constant_bytes > MAX_WITHIN_BYTES
     with folder_beside(path) as folder:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgeinfer.arguments import check_integer
 from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
 from edgeinfer.cli.streams import Command, check_stdout
@@ -74,11 +75,11 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
     from edgeinfer import bench as benchmark
     from edgeinfer import devices
     from edgeinfer.backends.native import best_isa
-    from edgeinfer.engine import default_model
+    from edgeinfer.engine import MAX_THREADS, default_model
     from edgeinfer.gguf import ModelFile
     from edgeinfer.types import Device
 
-    n_threads = threads or devices.default_n_threads()
+    n_threads = check_integer("n_threads", threads or devices.default_n_threads(), 1, MAX_THREADS)
     with ExitStack() as opened, ProgressBar("loading") as bar:
         file = opened.enter_context(ModelFile.open(default_model() if model is None else model))
         engines = _engines(file, n_threads, against)

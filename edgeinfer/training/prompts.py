@@ -56,7 +56,7 @@ def held_out(prompts: Sequence[Prompt], n: int) -> tuple[list[Prompt], list[Prom
 def _read_prompt(line: bytes, place: str) -> Prompt:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{place} is no JSON: {error}") from None
     turns = value.get("turns", [value.get("prompt")]) if isinstance(value, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):

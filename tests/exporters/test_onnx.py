@@ -16,7 +16,7 @@ from edgeinfer.backends.onnx import choose_provider
 from edgeinfer.backends.onnx import files as files_module
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import open_reference_head
-from edgeinfer.errors import ModelFileError
+from edgeinfer.errors import BudgetExceeded, ModelFileError
 from edgeinfer.exporters import onnx as exporter
 from edgeinfer.exporters.onnx import export_onnx
 from edgeinfer.gguf import ModelFile
@@ -205,3 +205,10 @@ def test_options_of_another_target_are_refused(arguments: list[str], words: str,
     filled = [str(source) if each == "SOURCE" else each for each in arguments]
     result = run("export", source, "-o", tmp_path / "b.onnx", *filled)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_tables_of_rotations_that_memory_cannot_hold_are_refused_at_once(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf")) as file:
+        with pytest.raises(BudgetExceeded, match="2147483647 positions take .* available are"):
+            export_onnx(file, tmp_path / "m.onnx", n_ctx=2**31 - 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf"]

@@ -54,6 +54,7 @@ def test_prompts_are_read_once_each(tmp_path: Path) -> None:
     "line, words",
     [
         ("{", "line 2 is no JSON"),
+        ("[" * 60_000, "line 2 is no JSON"),
         ('{"turns": []}', 'line 2 must have "turns", a list of texts, or "prompt", a text'),
         ('{"turns": ["a", 3]}', "line 2 must have"),
         ('{"turns": [" "]}', "line 2 must have"),

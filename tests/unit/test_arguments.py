@@ -8,6 +8,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
+from edgeinfer.arguments import check_file_name
 from edgeinfer.errors import InvalidArgument, ModelNotFound
 from edgeinfer.sampling import SamplingParams
 
@@ -136,3 +137,12 @@ def test_a_file_of_messages_keeps_a_lone_surrogate_and_says_where_it_is_no_json(
     with pytest.raises(InvalidArgument, match="deep.jsonl, line 2 is no JSON"):
         other.load(tmp_path / "deep.jsonl")
     assert other.messages == conversation.messages
+
+
+def test_without_a_working_directory_a_name_says_so(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidArgument, match="there is no working directory"):
+        check_file_name("path", "./~x")

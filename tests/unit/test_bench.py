@@ -88,3 +88,9 @@ def test_pack_writes_beside_the_model_and_chat_uses_it(model: Path) -> None:
     broken = CliRunner().invoke(main, ["generate", "-m", str(model), "-p", "a", "-n", "5"])
     assert broken.exit_code == 3
     assert "not a file of packed weights" in broken.stderr
+
+
+def test_a_number_of_threads_that_cannot_be_is_refused(tmp_path):
+    model = write_tiny_model(tmp_path / "m.gguf")
+    result = CliRunner().invoke(main, ["bench", str(model), "-t", "3000"])
+    assert result.exit_code == 2 and "n_threads must be an integer in 1..1024" in result.output

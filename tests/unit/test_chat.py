@@ -383,3 +383,17 @@ def test_an_answer_that_is_a_loop_ends_is_kept_and_the_conversation_goes_on(chat
     assert chat.messages[-1]["role"] == "assistant" and chat.messages[-1]["content"] == "h" * 64
     assert ask(chat, "and now?").completion.finish_reason in ("length", "stop")
     assert len(chat.messages) == 5
+
+
+def test_a_file_without_an_end_is_not_loaded(chat, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for place in (pipe, "/dev/zero"):
+        with pytest.raises(InvalidArgument, match="no regular file"):
+            chat.load(place)
+
+
+def test_how_much_of_the_context_a_long_conversation_takes_is_said_without_tokenising_it(chat, engine, monkeypatch):
+    chat.messages = [{"role": "user", "content": " " * 100_000}, {"role": "assistant", "content": "x"}]
+    monkeypatch.setattr(engine.tokenizer, "encode_rendered", lambda *a, **k: pytest.fail("tokenised"))
+    assert chat.n_past > engine.n_ctx

@@ -508,7 +508,7 @@ def test_an_answer_that_was_cut_in_its_reasoning_does_not_end_a_chat_whose_templ
     script.emit("<think>hm, ")
     said(chat.send("one", max_tokens=11))
     said(chat.send("two"))
-    assert "<|im_start|>assistant\n<think>hm, <|im_end|>" in prompt_of(script)
+    assert "<|im_start|>assistant\n<think>hm, </think><|im_end|>" in prompt_of(script)
 
 
 def test_what_a_template_refuses_is_still_refused(scripted):
@@ -726,6 +726,9 @@ def test_whatever_a_model_emits_can_be_split_and_read_again(open_model, model):
         assert "".join(reasoning for reasoning, _ in pieces) == (parser.reasoning or "")
         assert "".join(text for _, text in pieces) == parser.answer
         whole = parser.emitted(len(parser.answer))
+        unclosed = engine.output_format.text(parser._machine.unclosed)  # of reasoning that was cut: it is closed there
+        assert whole.endswith(unclosed)
+        whole = whole[: len(whole) - len(unclosed)]
         kept = tokenizer.encode_rendered(whole, engine.template.source)
         assert {*kept} & {*tokenizer.special_ids} <= {*tokens}
         # A control token outside of marks says nothing, and is not kept.
@@ -761,3 +764,23 @@ def test_the_backends_agree(native, scripted):
         engine, script = scripted("field", backend)
         found.append(talked(engine.chat(), script).messages)
     assert found[0] == found[1]
+
+
+def test_an_answer_that_writes_about_its_own_marks_does_not_end_the_chat(scripted):
+    engine, script = scripted("channels")
+    chat = engine.chat()
+    script.emit("<|channel|>final<|message|>Use ~<|channel|>final~<|message|> so.")
+    assert said(chat.send("one")).text == "Use <|channel|>final<|message|> so."
+    script.emit("<|channel|>final<|message|>Yes.")
+    assert said(chat.send("two")).text == "Yes."
+    assert "Use <|channel\u200b|>final" in prompt_of(script)
+
+
+def test_reasoning_that_was_cut_is_taken_out_of_history_as_any_other(scripted):
+    engine, script = scripted("opened")
+    chat = engine.chat()
+    script.emit("hm, cut")
+    said(chat.send("one", max_tokens=7))
+    script.emit("no</think>Yes.")
+    said(chat.send("two"))
+    assert "hm, cut" not in prompt_of(script)

@@ -175,6 +175,19 @@ def refrain(n):
 
 ROWS = range(1, 21)
 HARD = {
+    "a song that counts down": "\n\n".join(
+        f"{n} bottles of beer on the wall, {n} bottles of beer.\nTake one down and pass it around, "
+        f"{n - 1} bottles of beer on the wall."
+        for n in range(99, 0, -1)
+    ),
+    "degrees": "\n".join(f"{c} degrees Celsius is equal to {c * 1.8 + 32:.1f} degrees Fahrenheit." for c in range(101)),
+    "scores": "\n".join(f"Student {i} scored {i * 37 % 61 + 40} points in the exam." for i in range(100)),
+    "a diary of numbers": "\n".join(
+        f"On day {i} the temperature was {i * 53 % 29} degrees and it rained {i * 31 % 17} mm." for i in range(60)
+    ),
+    "populations": "\n".join(
+        f"In {1900 + i}, the population of the town was {9000 + i * 137 + i * i} people." for i in range(100)
+    ),
     "a multiplication table": "\n".join(" ".join(f"{a * b:4}" for a in ROWS) for b in ROWS),
     "a multiplication table in words": "\n".join(
         f"{a} times {b} is {a * b}." for a in range(1, 11) for b in range(1, 11)

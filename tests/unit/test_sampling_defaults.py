@@ -89,12 +89,9 @@ def test_the_params_of_a_completion_say_the_same_again(with_keys):
     "key, value",
     [
         ("temp", "warm"),
-        ("temp", -0.5),
         ("temp", True),
         ("temp", [0.5, 0.6]),
         ("top_k", 2.5),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
         ("penalty_repeat", 0.0),
         ("penalty_last_n", [1, 2]),
         ("mirostat", 2),
@@ -114,6 +111,21 @@ def test_what_is_of_no_use_is_ignored_with_one_line(with_keys, key, value):
         expected = {"min_p" if key != "min_p" else "top_p": 0.125}
         assert engine.default_params == dataclasses.replace(SamplingParams(), **expected)
         assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("temp", -1.0, {"temperature": 0.0}),
+        ("top_p", 1.5, {"top_p": 1.0}),
+        ("min_p", -0.1, {"min_p": 0.0}),
+        ("top_k", -1, {"top_k": 0}),
+        ("top_k", 2**31 - 1, {"top_k": 2**31 - 1}),
+    ],
+)
+def test_what_llama_cpp_takes_for_greedy_or_off_is_that(key, value, expected):
+    params, ignored = default_params(SimpleNamespace(metadata={f"general.sampling.{key}": value}))
+    assert params == dataclasses.replace(SamplingParams(), **expected) and ignored == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
