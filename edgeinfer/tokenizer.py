@@ -273,7 +273,7 @@ _SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # g
 # <start_of_turn>, <SPECIAL_10>.
 _TURN_MARK = re.compile(
     r"<\|.+>|<.+\|>|\[\|.+\|\]|<\uff5c.+\uff5c>|\[/?[A-Z][A-Z0-9_]*\]|</?[a-z]+_of_[a-z]+>|<[A-Z]+_[A-Z0-9_]+>"
-    r"|[<\[]/?(?:assistant|system|user|tool|function|model|human|gpt|bot)[>\]]",
+    r"|[<\[]/?(?:assistant|system|user|model|human|gpt|bot)[>\]]",
     re.DOTALL,
 )
 _WORD_AND_SIGN = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w\s])", re.DOTALL)  # no white space, digits, emoji or lone word
