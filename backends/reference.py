@@ -25,10 +25,10 @@ from edgeinfer.backends.base import (
     check_tokens,
     common_length,
 )
-from edgeinfer.backends.dequantize import check_type, dequantize
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
+from edgeinfer.models.formats.dequantize import check_type, dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 Floats = NDArray[np.float32]

@@ -16,8 +16,8 @@ from edgeinfer.backends.reference import (
     scale,
     silu,
 )
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
-    from edgeinfer.reasoning import ToolCall
+    from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
@@ -82,7 +82,7 @@ _MODULES = {
     "chat": ("Answer", "Conversation"),
     "completion": ("Completion", "Piece", "Timings", "Usage"),
     "engine": ("Engine", "load"),
-    "reasoning": ("ToolCall",),
+    "models.reasoning": ("ToolCall",),
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),
     "stream": ("Stream",),

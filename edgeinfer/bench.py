@@ -14,8 +14,8 @@ from edgeinfer import devices
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import MachineLimits, NativeSession
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes, ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 What the model is given is always made anew from the messages, so an answer depends on them alone: a conversation that
 was saved and loaded goes on as if it had not been. The engine finds what of it is in the KV cache.
 
-Of an answer the tokens are kept, and what they were split into (edgeinfer.reasoning): the answer itself, the reasoning
-before it, calls of tools. A template gets of it what it expects in an earlier answer.
+Of an answer the tokens are kept, and what they were split into (edgeinfer.models.reasoning): the answer itself, the
+reasoning before it, calls of tools. A template gets of it what it expects in an earlier answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError
 from edgeinfer.files import write_whole
-from edgeinfer.reasoning import OutputParser, calls_for_template, reasoning_fields
+from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
 
@@ -273,7 +273,7 @@ class Conversation:
 
     def _least_tokens(self, messages: list[Message]) -> int:
         """A number of tokens that the prompt has at least, in little time however long the messages are."""
-        from edgeinfer.template import MAX_LENGTH
+        from edgeinfer.models.chat_template import MAX_LENGTH
 
         least_tokens = self.engine.tokenizer.least_tokens
         n_least = sum(least_tokens(message["content"]) for message in messages)

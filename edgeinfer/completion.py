@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from edgeinfer.reasoning import ToolCall
+from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Speculation
 

@@ -33,10 +33,11 @@ from edgeinfer.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from edgeinfer.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import is_draft_head
+from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
@@ -45,14 +46,13 @@ from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.placement import check_name
 from edgeinfer.speculation.stats import Tally
 from edgeinfer.stream import Output, Record, StopStrings, Stream
-from edgeinfer.tokenizer import Tokenizer
 from edgeinfer.types import CacheType, Device, Logits, MemoryPlan, TernaryBits
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
-    from edgeinfer.reasoning import OutputFormat
-    from edgeinfer.speculation.opening import DraftPlan
-    from edgeinfer.template import ChatTemplate
+    from edgeinfer.models.chat_template import ChatTemplate
+    from edgeinfer.models.reasoning import OutputFormat
+    from edgeinfer.speculation.plan import DraftPlan
 
 BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]
 Prompt: TypeAlias = str | Sequence[int]
@@ -291,7 +291,7 @@ def _plan_drafters(
                 stacklevel=3,
             )
         return None
-    from edgeinfer.speculation.opening import plan_drafters
+    from edgeinfer.speculation.plan import plan_drafters
 
     budget = devices.available_memory()
     return plan_drafters(draft, loadable.file, n_tokens, loadable.plan, n_threads, budget, draft_device)
@@ -395,14 +395,14 @@ class Engine:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template of the file, which only a chat needs. Raises TemplateError if there is none that works."""
-        from edgeinfer.template import ChatTemplate
+        from edgeinfer.models.chat_template import ChatTemplate
 
         return ChatTemplate.from_file(self._file, self.tokenizer)
 
     @cached_property
     def output_format(self) -> OutputFormat:
         """How the model marks reasoning and calls of tools in a chat. Raises TemplateError as `template` does."""
-        from edgeinfer.reasoning import OutputFormat
+        from edgeinfer.models.reasoning import OutputFormat
 
         template = self.template
         return OutputFormat(

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from edgeinfer import _sampler
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.tokenizer import Tokenizer
 
 Breakers: TypeAlias = Mapping[int, Sequence[tuple[int, ...]]]
 """Sequence breakers as tokens: the first token of each, and what may follow it, which is () for a breaker of one."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgeinfer.arguments import shown
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.gguf import ModelFile
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 
 _KEY = "general.sampling."

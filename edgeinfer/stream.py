@@ -10,11 +10,11 @@ from typing import Protocol, cast
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.reasoning import ToolCall
+from edgeinfer.models.reasoning import ToolCall
+from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Tally
-from edgeinfer.tokenizer import Tokenizer
 
 
 class Stream(Iterator[Piece]):
@@ -59,7 +59,7 @@ class Stream(Iterator[Piece]):
 
 
 class Output(Protocol):
-    """What makes text of the tokens of a request: an edgeinfer.reasoning.OutputParser, or RawOutput."""
+    """What makes text of the tokens of a request: an edgeinfer.models.reasoning.OutputParser, or RawOutput."""
 
     def push(self, token: int) -> tuple[str, str, str]:
         """What a token adds to the reasoning and to the text, and its name if it is special and not shown."""

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from edgeinfer.exporters.trits import TernaryMatrix, Trits
-from edgeinfer.gguf import GGMLType
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats.trits import TernaryMatrix, Trits
+from edgeinfer.models.gguf import GGMLType
 
 Floats = NDArray[np.float32]
 

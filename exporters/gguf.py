@@ -1,4 +1,4 @@
-"""A GGUF file from metadata and the bytes of tensors; edgeinfer.gguf has the format."""
+"""A GGUF file from metadata and the bytes of tensors; edgeinfer.models.gguf has the format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.arrays import Array
 from edgeinfer.files import written_whole
-from edgeinfer.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
+from edgeinfer.models.arrays import Array
+from edgeinfer.models.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
 Metadata: TypeAlias = Mapping[str, MetadataValue]
 Progress: TypeAlias = Callable[[float], None]

@@ -10,14 +10,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import ModelFileError, ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
-from edgeinfer.exporters.quantize import quantize
-from edgeinfer.exporters.trits import PACK, TernaryMatrix
 from edgeinfer.exporters.vocabulary import read_vocabulary
-from edgeinfer.gguf import GGMLType, MetadataValue, ModelFile
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats.trits import PACK, TernaryMatrix
+from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 
 Bytes = NDArray[np.uint8]
 Format = Literal["i2_s", "tq1_0", "tq2_0"]

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import tokenizers
 
-from edgeinfer import tokenizer
 from edgeinfer.errors import ModelFileError, TokenizerError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import read_json
 from edgeinfer.exporters.gguf import write_gguf
-from edgeinfer.gguf import MetadataValue, ModelFile
+from edgeinfer.models import tokenizer
+from edgeinfer.models.gguf import MetadataValue, ModelFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")

@@ -1,13 +1,8 @@
-"""Architectures: one file each, named as GGUF's `general.architecture` if it can be, holding one `ARCHITECTURE`."""
+"""What a model file says: its tensors, tokenizer, chat template and layers. Nothing here runs a model."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from functools import cache
-
-from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
+from edgeinfer.models.architectures import read_spec, supported_architectures
 from edgeinfer.models.reader import Architecture
 from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
@@ -45,28 +40,3 @@ __all__ = [
     "read_spec",
     "supported_architectures",
 ]
-
-_SHARED = {"draft_head", "reader", "rope", "spec"}  # the files beside those of the architectures
-_NAMES = {"bitnet_25": "bitnet-25", "bitnet_b158": "bitnet-b1.58"}  # of architectures that no file can have, by file
-
-
-def supported_architectures() -> list[str]:
-    """Names of the architectures that have a file here, sorted."""
-    return sorted(_files())
-
-
-def read_spec(file: ModelFile) -> ModelSpec:
-    """Spec of a model file. Raises UnsupportedModel if its architecture is unknown or its tensors do not fit."""
-    name, files = file.metadata.get("general.architecture"), _files()
-    if not isinstance(name, str) or name not in files:
-        known = ", ".join(supported_architectures())
-        raise UnsupportedModel(f"{file.path}: architecture {name!r:.80} is not supported; supported: {known}")
-    architecture: Architecture = importlib.import_module(f"edgeinfer.models.{files[name]}").ARCHITECTURE
-    return architecture.read(file)
-
-
-@cache
-def _files() -> dict[str, str]:
-    """The files of the architectures, without `.py`, by architecture."""
-    files = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
-    return {_NAMES.get(file, file): file for file in files}

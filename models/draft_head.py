@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.arrays import Array, Strings
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models.arrays import Array, Strings
+from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
 from edgeinfer.models.spec import CombineTensors, GateTensors, ModelSizes, ModelSpec, PairTensors
 

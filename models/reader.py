@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
-from edgeinfer.arrays import Array
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import rope
+from edgeinfer.models.arrays import Array
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import (
     AttentionSpec,
     LayerTensors,

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,8 +15,10 @@ from peer import llama_cpp_crashes
 from peer_build import has_amx, this_cpu
 from tiny_models import write_tiny_model
 
+import edgeinfer
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
+from edgeinfer.engine import Engine, open_backend
 from edgeinfer.errors import BackendUnavailable
 
 pytest_plugins = ["time_limits", "scheduling"]
@@ -80,3 +82,33 @@ def default_model() -> Path:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20240607)
+
+
+@pytest.fixture(scope="module")
+def native() -> None:
+    """For tests that need the native engine."""
+    try:
+        open_backend("native")
+    except BackendUnavailable as error:
+        missing("native", str(error))
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Engine]]:
+    """Loads engines without stop tokens, which a random model draws at random, and closes them."""
+    engines: list[Engine] = []
+
+    def load(path, **options) -> Engine:
+        engines.append(edgeinfer.load(path, **options))
+        engines[-1].tokenizer.stop_ids = frozenset()
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def plain(opened: Callable[..., Engine], model: object) -> Engine:
+    """The engine of a module's model, without drafts."""
+    return opened(model, draft="none")

@@ -11,8 +11,8 @@ from edgeinfer.backends.llama_cpp.loading import Wanted, crashed, load, sizes_of
 from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.backends.llama_cpp.session import LlamaCppSession
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSizes
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse
 
 MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits

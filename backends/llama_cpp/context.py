@@ -16,7 +16,7 @@ from edgeinfer.backends.llama_cpp.log import log, mebibytes, quote, refuse
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.shared import Writable
 from edgeinfer.errors import BackendLost, Interrupted, UnsupportedModel
-from edgeinfer.gguf import GGMLType
+from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import CacheType, Logits, TokenIds
 
 Rows: TypeAlias = NDArray[np.int32] | NDArray[np.intp]  # (m,), ascending

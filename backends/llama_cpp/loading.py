@@ -11,8 +11,8 @@ from edgeinfer import devices
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.errors import BackendCrashed
-from edgeinfer.kept import folder_of, keep_record, read_record
 from edgeinfer.models import ModelSizes
+from edgeinfer.record_cache import folder_of, keep_record, read_record
 from edgeinfer.types import CacheType, MemoryUse
 
 _KIND = "llama.cpp"  # of what is remembered

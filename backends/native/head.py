@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import check_features, check_pending, check_tokens
 from edgeinfer.backends.native.session import NativeDecoder, NativeSession, decoder_config, packed_bytes, parts_of
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 

@@ -29,14 +29,14 @@
 //
 // Ternary, codes one above the weights, lines of 16 inputs
 //   line i, byte 4*row + c: bits 2j, 2j+1 = code at k = 16i + 4j + c                                  (j, c = 0..3)
-//   I2_S:          f32 scale[16] | lines (edgeinfer.backends.ternary.packing, two bits)
+//   I2_S:          f32 scale[16] | lines (edgeinfer.models.formats.ternary_packing, two bits)
 //   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 16 lines | 16
 //                  lines
 //   Q2_0:          for each two blocks of 64 inputs  f16 d[16] of the first | f16 d[16] of the second | 4 lines | 4 lines
 //
 // Ternary in base three, lines of 20 inputs, five weights a byte, v = their sum times 1, 3, 9, 27, 81
 //   line i, byte 4*row + c: bit 7 = v < 0, bits 0..6 = |v|, the weights at k = 20i + 4j + c            (j = 0..4, c = 0..3)
-//   I2_S:          f32 scale[16] | lines (edgeinfer.backends.ternary.packing)
+//   I2_S:          f32 scale[16] | lines (edgeinfer.models.formats.ternary_packing)
 //   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 13 lines | 13
 //                  lines
 //   Inputs behind the last one have weights of -1, whose code is 0: it does not matter what their activations are.

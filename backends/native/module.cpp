@@ -22,7 +22,7 @@
 #include <utility>
 
 #include "decoder.h"
-#include "likeliest.h"
+#include "top_k.h"
 #include "machine_limits.h"
 #include "packing.h"
 

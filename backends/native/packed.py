@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BadPack
 from edgeinfer.files import written_whole
-from edgeinfer.gguf import ModelFile
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"

@@ -36,8 +36,8 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
+from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.types import (
     CacheType,
     Device,

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from edgeinfer import devices
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.gguf import ModelFile
-from edgeinfer.kept import folder_of, keep_record, key_of, read_record
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
 
 MOST_TOKENS = 8  # of a pass that is tuned
 LEAST_BYTES = 32 << 20  # of weights: smaller ones are read from caches, not from memory

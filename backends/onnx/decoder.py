@@ -28,8 +28,8 @@ from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx.graph import CONTRIB, Dims, Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Blocks, Constant, Floats, part_of, vector_of, weights_of
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import GateTensors, ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.models.gguf import ModelFile
 
 HIDDEN = -30000.0  # an additive mask that half floats have too; exp of it is 0
 _INT8_ACTIVATIONS = 4  # of MatMulNBits: inputs may be rounded to 8 bits by block

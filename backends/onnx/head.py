@@ -12,8 +12,8 @@ from edgeinfer.backends.onnx.library import ProviderInfo, Style, choose_provider
 from edgeinfer.backends.onnx.runtime import Program
 from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graph
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Output
 
 

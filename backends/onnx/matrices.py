@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.dequantize import check_type, codes_of, dequantize
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import TensorRef, TensorRows
+from edgeinfer.models.formats.dequantize import check_type, codes_of, dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Array = NDArray[np.generic]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.onnx.library import ProviderInfo, list_providers, open_onnx
 from edgeinfer.backends.onnx.runtime import check_provider
-from edgeinfer.backends.probing import ask_apart
 from edgeinfer.errors import EdgeInferError
 
 _REMEDY = "install another build of onnxruntime"

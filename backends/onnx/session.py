@@ -21,8 +21,8 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_bytes
 from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more

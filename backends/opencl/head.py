@@ -13,8 +13,8 @@ from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import ModelParts
 from edgeinfer.backends.opencl.session import OpenCLDecoder, plan_parts
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Nodes, Output
 
 

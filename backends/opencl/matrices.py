@@ -6,9 +6,9 @@ Codes of 2, 4 or 8 bits lie in lines of 64 bytes, a word of 4 bytes a row::
     byte b of a row's word in line i, B bits a code, L = 32 / B inputs a line:
         bits B*f .. B*f + B - 1: code of k = L*i + 4*f + b, f = 0 .. 8/B - 1             b = 0..3
 
-With two bits that is the format of backends/ternary/packing.py. Scales are half floats, [tile][block][row], behind
-each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and floats
-are kept as they are, [tile][k][row].
+With two bits that is the format of models/formats/ternary_packing.py. Scales are half floats, [tile][block][row],
+behind each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and
+floats are kept as they are, [tile][k][row].
 
 Codes of 5 and 6 bits take 8. Q8_0, Q5_0, Q4_0, Q4_1, Q5_1, TQ1_0, TQ2_0 and I2_S have the weights of the file. Scales
 of Q4_K, Q5_K and Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at most, or
@@ -24,11 +24,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.dequantize import Codes, codes_of, dequantize
 from edgeinfer.backends.opencl.device import Buffer, OpenCLDevice
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 from edgeinfer.models import TensorRef, TensorRows
+from edgeinfer.models.formats.dequantize import Codes, codes_of, dequantize
+from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 
 ROWS = 16  # of a tile
 RUN = 32  # activations that share a scale

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vector_of
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
 from edgeinfer.models.draft_head import read_head
+from edgeinfer.models.gguf import ModelFile
 
 TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
 MAX_NODES = 128  # of a tree that it chooses

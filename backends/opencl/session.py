@@ -29,8 +29,8 @@ from edgeinfer.errors import (
     InvalidArgument,
     ShapeError,
 )
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 

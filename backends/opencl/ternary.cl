@@ -1,5 +1,5 @@
 // Products of trits and int8 activations: integers, exact in any order. The matrix is in the two-bit format of
-// backends/ternary/packing.py without its scales: tiles of 16 rows, in them lines of 64 bytes, a word of 4 bytes a row.
+// models/formats/ternary_packing.py without its scales: tiles of 16 rows, in them lines of 64 bytes, a word of 4 bytes a row.
 //
 // All kernels: lines (n_tiles, n_lines, 16) words; activations (n_tokens, 16 n_lines) int8, zero past n_in;
 // out (n_tokens, n_out). A work-item sums one row; SLICES of them share it, each every SLICES-th line.

@@ -21,7 +21,7 @@ from edgeinfer.errors import InvalidArgument
 if TYPE_CHECKING:
     from edgeinfer.bench import Report
     from edgeinfer.engine import Loadable
-    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models.gguf import ModelFile
 
 _ROUNDS = 8  # of a timeline
 
@@ -76,7 +76,7 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
     from edgeinfer import devices
     from edgeinfer.backends.native import best_isa
     from edgeinfer.engine import MAX_THREADS, default_model
-    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models.gguf import ModelFile
     from edgeinfer.types import Device
 
     n_threads = check_integer("n_threads", threads or devices.default_n_threads(), 1, MAX_THREADS)

@@ -96,7 +96,7 @@ def export(
 def _export_ternary(source: Path, out: Path, format: Format, head: Head, bar: ProgressBar) -> list[Path]:
     from edgeinfer.exporters.checkpoint import Checkpoint
     from edgeinfer.exporters.ternary import export_ternary
-    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models.gguf import ModelFile
 
     if source.is_dir():
         export_ternary(Checkpoint.open(source), out, format, head, progress=bar)
@@ -112,7 +112,7 @@ def _export_onnx(
     from contextlib import ExitStack
 
     from edgeinfer.exporters.onnx import export_onnx, trained_context
-    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models.gguf import ModelFile
 
     with ExitStack() as opened:
         file = opened.enter_context(ModelFile.open(source))

@@ -15,7 +15,7 @@ from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import show, visible
 
 if TYPE_CHECKING:
-    from edgeinfer.gguf import MetadataValue, ModelFile, TensorInfo
+    from edgeinfer.models.gguf import MetadataValue, ModelFile, TensorInfo
 
 _LONGEST_ARRAY = 16  # elements in the JSON document; longer ones are cut
 _WIDEST_VALUE = 80  # characters in the text
@@ -32,7 +32,7 @@ def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
 
     Any file of a split model stands for all of them.
     """
-    from edgeinfer.gguf import ModelFile
+    from edgeinfer.models.gguf import ModelFile
 
     with warnings_as_notes():
         opened = ModelFile.open(file)

@@ -36,8 +36,8 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool)
     """
     from edgeinfer.backends.native import NativeBackend
     from edgeinfer.backends.native.packed import packed_path, verify_packed
-    from edgeinfer.gguf import ModelFile
     from edgeinfer.models import read_spec
+    from edgeinfer.models.gguf import ModelFile
 
     with warnings_as_notes(), ModelFile.open(model) as file, ProgressBar("packing") as bar:
         target = packed_path(file.paths[0])

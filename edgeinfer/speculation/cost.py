@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.gguf import ModelFile
-from edgeinfer.kept import folder_of, keep_record, key_of, read_record
 from edgeinfer.models import ModelSizes
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
 from edgeinfer.types import LogitsRows, Output
 
 MAX_TOKENS = 32  # of a batch whose cost is known

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
 from edgeinfer.errors import BackendLost, EdgeInferError, Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
+from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
 from edgeinfer.speculation.policy import (
     ChanceTable,
     Choice,

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from edgeinfer import devices
-from edgeinfer.drafters.ahead import drafting_ahead
-from edgeinfer.drafters.base import CostlyDrafter
-from edgeinfer.drafters.chains import Chains
-from edgeinfer.drafters.worker import Worker, watched
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
+from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.device_drafting import Chains
+from edgeinfer.speculation.drafters.overlapped import drafting_ahead
+from edgeinfer.speculation.drafters.watchdog import Worker, watched
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 if TYPE_CHECKING:

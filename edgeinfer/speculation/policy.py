@@ -48,7 +48,7 @@ class Reward:
 
 
 class ChanceTable:
-    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.drafters.base).
+    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.speculation.drafters.base).
 
     mean: share of the nodes of a chain that were right elsewhere, where that is known.
     """

@@ -20,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer import devices, engine
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
-from edgeinfer.exporters.quantize import quantize
 from edgeinfer.files import write_whole
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, DraftHeadSpec, check_target, fingerprint, read_head
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from edgeinfer import engine
-from edgeinfer.backends.dequantize import dequantize
-from edgeinfer.backends.head_output import read_head_beside
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.author import NativeAuthor, tree_rows
 from edgeinfer.training.batches import Batches
 from edgeinfer.training.corpus import Corpus, Mix, Report, Text

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training.features import Taps
 from edgeinfer.training.target import Rotation, Turns, turned

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.quantize import Q4_0_STEPS
-from edgeinfer.gguf import GGMLType
+from edgeinfer.models.formats.quantize import Q4_0_STEPS
+from edgeinfer.models.gguf import GGMLType
 
 
 @torch.no_grad()
 def rounded(weights: torch.Tensor, type: GGMLType) -> torch.Tensor:
-    """What reading back exporters.quantize's bytes of weights (..., n_in) gives, n_in a multiple of the block: the same
+    """What reading back formats.quantize's bytes of weights (..., n_in) gives, n_in a multiple of the block: the same
     shape, float32, on the same device. Where two scales fit as well it may take the other.
 
     Raises UnsupportedModel for types other than F16, Q8_0 and Q4_0.

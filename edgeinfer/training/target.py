@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
 from edgeinfer.types import TokenIds
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.exporters.draft_head import HeadTypes
 from edgeinfer.files import write_whole
-from edgeinfer.gguf import GGMLType
+from edgeinfer.models.gguf import GGMLType
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report
 from edgeinfer.training.objective import Objective

@@ -16,9 +16,9 @@ from edgeinfer.backends.native import NativeBackend, NativeHead, available_isas,
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, TokenIds
 
 

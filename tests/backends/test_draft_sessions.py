@@ -16,11 +16,11 @@ from tiny_models import Architecture, write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.drafters.model import ModelDrafter
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import measure_costs
+from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
 

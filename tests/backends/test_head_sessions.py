@@ -17,7 +17,6 @@ import edgeinfer
 from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
-from edgeinfer.drafters.head import HeadDrafter
 from edgeinfer.errors import (
     BackendLost,
     ContextOverflow,
@@ -27,9 +26,10 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Features, TokenIds
 

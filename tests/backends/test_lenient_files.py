@@ -16,8 +16,8 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.gguf import ModelFile
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 TEXTS = ["hello world", "the theatre", "a  b\n\ncé日", "<|im_start|>user\nhi<|im_end|>"]
 N_BPE, N_SPM = 300, 400

@@ -13,8 +13,8 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx import ProviderInfo
 from edgeinfer.backends.opencl import OpenCLDevice
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 
 N_CTX = 2**31 - 1
 GIB = 1 << 30

@@ -31,8 +31,8 @@ from edgeinfer.backends.reference import (
     soft_cap,
 )
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec, read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 IN_LLAMA_CPP = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]

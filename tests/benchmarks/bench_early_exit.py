@@ -40,8 +40,8 @@ import edgeinfer
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.session import DRAFT_TOKENS
 from edgeinfer.backends.reference import Floats, ReferenceBackend, ReferenceSession, scale, visible_slots
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import CostModel, measure_costs
 from edgeinfer.types import Device
 

@@ -33,8 +33,8 @@ from machine import machine
 
 from edgeinfer.backends.native import MachineLimits, NativeBackend, best_isa
 from edgeinfer.bench import work_of_a_token
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 N_BATCH = 512

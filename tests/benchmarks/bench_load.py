@@ -24,8 +24,8 @@ from machine import machine
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.packed import packed_path
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 
 MEASURED = r"""
 import json, re, sys, time
@@ -39,7 +39,8 @@ print(json.dumps([seconds, int(peak[1]) / 1024]))
 """
 FILLED = "import numpy; numpy.ones(2 << 30, numpy.uint8)"
 OURS = MEASURED.format(
-    imports="import edgeinfer.engine, edgeinfer.backends.native, edgeinfer.models.llama, edgeinfer.models.qwen2",
+    imports="import edgeinfer.engine, edgeinfer.backends.native\n"
+    "from edgeinfer.models.architectures import llama, qwen2",
     work="""engine = edgeinfer.load(path, n_ctx=4096, n_threads=n_threads, backend="native", draft="none")
 engine.session.forward(tokens).logits.argmax()""",
 )

@@ -25,7 +25,7 @@ import numpy as np
 from machine import machine
 
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.head_output import read_head_beside
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.opencl import (
     OpenCLBackend,
@@ -37,11 +37,11 @@ from edgeinfer.backends.opencl import (
     measure_ways,
 )
 from edgeinfer.devices import default_n_threads
-from edgeinfer.drafters.choices import choices
-from edgeinfer.drafters.head import USUAL_WIDTH
 from edgeinfer.engine import default_model
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.drafters.candidates import choices
+from edgeinfer.speculation.drafters.head import USUAL_WIDTH
 from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8, 16)

@@ -31,10 +31,10 @@ import edgeinfer
 from edgeinfer.backends.base import Session
 from edgeinfer.bench import TIMELINE_PROMPT
 from edgeinfer.cli.plotting import draw_timeline
-from edgeinfer.drafters.ahead import drafting_ahead
-from edgeinfer.drafters.base import CostlyDrafter
 from edgeinfer.engine import Engine, default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.overlapped import drafting_ahead
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.timeline import Timeline
 

@@ -24,7 +24,7 @@ from edgeinfer.backends.llama_cpp.context import Context
 from edgeinfer.backends.llama_cpp.library import open_library
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.passes import Passes
-from edgeinfer.gguf import ModelFile
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 N_CTX = 512

@@ -44,7 +44,7 @@ from machine import machine
 from edgeinfer.backends.native import MachineLimits, _core, best_isa
 from edgeinfer.backends.native.session import BASE_THREE
 from edgeinfer.exporters.gguf import Tensor, write_gguf
-from edgeinfer.gguf import I2_S_TAIL_BYTES, GGMLType, MetadataValue
+from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, MetadataValue
 from edgeinfer.types import TernaryBits
 
 SHAPES = [(2560, 2560), (640, 2560), (640, 2560), (2560, 2560), (6912, 2560), (6912, 2560), (2560, 6912)]

@@ -24,8 +24,8 @@ from machine import machine
 
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.tuning import AROUND_L3, MOST_TOKENS, Search, Stream, Trials
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 N_CONTEXT, N_BATCH = 64, 128

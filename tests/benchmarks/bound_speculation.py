@@ -29,12 +29,12 @@ from bench_speculation import SYSTEM
 from machine import machine
 
 import edgeinfer
-from edgeinfer.drafters.base import Context, Drafter
-from edgeinfer.drafters.model import ModelDrafter
-from edgeinfer.drafters.recycling import RecyclingDrafter
-from edgeinfer.drafters.suffix import SuffixDrafter
 from edgeinfer.engine import Engine
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, MAX_TOKENS
+from edgeinfer.speculation.drafters.base import Context, Drafter
+from edgeinfer.speculation.drafters.model import ModelDrafter
+from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
+from edgeinfer.speculation.drafters.suffix import SuffixDrafter
 from edgeinfer.speculation.policy import rate_of_chain
 from edgeinfer.speculation.tree import DraftTree
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from exactness import comparisons  # noqa: E402
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas  # noqa: E402
-from edgeinfer.gguf import ModelFile  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
-from edgeinfer.tokenizer import Tokenizer  # noqa: E402
+from edgeinfer.models.gguf import ModelFile  # noqa: E402
+from edgeinfer.models.tokenizer import Tokenizer  # noqa: E402
 from edgeinfer.types import CacheType, Device  # noqa: E402
 
 

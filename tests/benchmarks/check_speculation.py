@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
-from edgeinfer.drafters.base import Drafter  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel  # noqa: E402
+from edgeinfer.speculation.drafters.base import Drafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 
 REQUESTS: list[dict[str, Any]] = [

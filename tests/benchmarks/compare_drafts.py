@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
 from edgeinfer.backends.base import Backend
-from edgeinfer.backends.head_output import read_head_beside
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, plan_head
 from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.types import Device
 
 N_CTX, STEP, DEVICE = 512, 10, Device(2)

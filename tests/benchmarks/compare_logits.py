@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]

@@ -23,8 +23,8 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from edgeinfer.gguf import ModelFile
-from edgeinfer.tokenizer import PRE_TOKENIZERS, Tokenizer
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import PRE_TOKENIZERS, Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 

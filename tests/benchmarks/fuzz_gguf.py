@@ -34,9 +34,9 @@ from tiny_models import write_tiny_model  # noqa: E402
 from edgeinfer import engine  # noqa: E402
 from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
 from edgeinfer.errors import BackendCrashed, EdgeInferError, InvalidGGUF, ModelFileError  # noqa: E402
-from edgeinfer.gguf import ModelFile  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
-from edgeinfer.tokenizer import Tokenizer  # noqa: E402
+from edgeinfer.models.gguf import ModelFile  # noqa: E402
+from edgeinfer.models.tokenizer import Tokenizer  # noqa: E402
 
 TIME_LIMIT_SECONDS = 2.0
 LLAMA_CPP_SECONDS = 6.0  # more where llama.cpp is asked too, in up to two processes: 0.25 s each on a quiet machine

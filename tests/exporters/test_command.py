@@ -12,11 +12,11 @@ from numpy.testing import assert_array_equal
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import InvalidGGUF, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
-from edgeinfer.gguf import GGMLType, ModelFile
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 
 
 def run(*arguments: str | Path) -> Result:

@@ -9,13 +9,13 @@ import pytest
 from numpy.testing import assert_array_equal
 from tiny_models import write_tiny_model
 
-from edgeinfer.arrays import Strings
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.arrays import Strings
 from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
 
 
 def test_a_head_has_the_keys_and_tensors_that_it_was_given(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -19,9 +19,9 @@ from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import BudgetExceeded, ModelFileError
 from edgeinfer.exporters import onnx as exporter
 from edgeinfer.exporters.onnx import export_onnx
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("onnx_provider")

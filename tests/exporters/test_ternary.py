@@ -12,15 +12,15 @@ from checkpoints import BITLINEAR, packed, write_safetensors
 from numpy.testing import assert_array_equal
 from parts import missing
 
-from edgeinfer.backends.dequantize import dequantize
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import export_ternary
-from edgeinfer.exporters.trits import PACK, TernaryMatrix
-from edgeinfer.gguf import GGMLType, ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats.trits import PACK, TernaryMatrix
+from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
 AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers, processors
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.exporters.vocabulary import read_vocabulary
-from edgeinfer.gguf import ModelFile
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog 12345 times.",

@@ -9,9 +9,9 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import check_target, fingerprint, is_draft_head, read_head
+from edgeinfer.models.gguf import ModelFile
 
 
 @pytest.fixture(scope="module")

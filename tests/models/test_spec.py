@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
-from edgeinfer.arrays import Numbers
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import (
     LongRope,
     ModelSpec,
@@ -24,6 +22,8 @@ from edgeinfer.models import (
     read_spec,
     supported_architectures,
 )
+from edgeinfer.models.arrays import Numbers
+from edgeinfer.models.gguf import ModelFile
 
 
 @pytest.fixture(scope="module")

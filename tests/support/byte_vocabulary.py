@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from edgeinfer.gguf import ModelFile
-from edgeinfer.template import CHATML
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.chat_template import CHATML
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 ALPHABET = [chr(byte) for byte in _PRINTABLE] + [chr(256 + i) for i in range(256 - len(_PRINTABLE))]

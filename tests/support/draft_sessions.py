@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Backend, HeadSession, Session
-from edgeinfer.backends.head_output import read_head_beside
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]

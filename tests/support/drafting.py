@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import HeadSession, Session
-from edgeinfer.drafters.base import Context
 from edgeinfer.speculation.cost import CostCurve, CostModel
+from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Features, Logits, Nodes, Output
 

@@ -1,4 +1,4 @@
-"""tests/kernels/dump_bits.cpp: how it is built, and what it prints."""
+"""tests/backends/native/kernels/dump_bits.cpp: how it is built, and what it prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def built_objects() -> list[Path]:
 
 def link_dump(program: Path, compiler: str, objects: Iterable[Path]) -> Path:
     """The program with the kernels that the installed engine has, which need not be compiled again."""
-    source = ROOT / "tests" / "kernels" / "dump_bits.cpp"
+    source = ROOT / "tests" / "backends" / "native" / "kernels" / "dump_bits.cpp"
     options = ["-std=c++20", "-O2", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'backends' / 'native'}"]
     subprocess.run([compiler, *options, source, *objects, "-o", program], check=True, capture_output=True)
     return program

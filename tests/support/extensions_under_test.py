@@ -8,7 +8,7 @@ import os
 import sys
 
 _NAMES = {
-    "EDGEINFER_TEST_STRINGS": "edgeinfer._strings",
+    "EDGEINFER_TEST_STRINGS": "edgeinfer.models._strings",
     "EDGEINFER_TEST_SAMPLER": "edgeinfer._sampler",
     "EDGEINFER_TEST_CORE": "edgeinfer.backends.native._core",
 }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.arrays import Array
 from edgeinfer.exporters.gguf import Tensor, write_gguf
-from edgeinfer.gguf import MetadataValue, ModelFile
+from edgeinfer.models.arrays import Array
+from edgeinfer.models.gguf import MetadataValue, ModelFile
 
 _BY_TOKEN = ("token_embd.weight", "output.weight")
 

@@ -8,21 +8,21 @@ from xdist.workermanage import WorkerController
 # By the processor time that they take; all others take less. But the process with the one test of the first file
 # keeps the third file waiting behind it, which is short.
 SLOWEST = (
-    "kernels/test_sanitizers.py",
-    "kernels/test_other_cpus.py",
-    "kernels/test_pool.py",
-    "unit/test_engine.py",
-    "unit/test_cli.py",
-    "backends/test_native.py",
-    "training/test_distill.py",
+    "backends/native/kernels/test_sanitizers.py",
+    "backends/native/kernels/test_other_cpus.py",
+    "backends/native/kernels/test_pool.py",
+    "edgeinfer/test_engine.py",
+    "edgeinfer/cli/test_cli.py",
+    "backends/native/test_native.py",
+    "edgeinfer/training/test_distill.py",
     "backends/test_head_sessions.py",
-    "unit/test_speculation.py",
-    "backends/test_opencl.py",
+    "edgeinfer/speculation/test_speculation.py",
+    "backends/opencl/test_opencl.py",
     "backends/test_reference.py",
-    "unit/test_ahead.py",
-    "unit/test_time_limits.py",
+    "edgeinfer/speculation/drafters/test_overlapped.py",
+    "repo/test_time_limits.py",
     "backends/test_draft_sessions.py",
-    "unit/test_typing.py",
+    "repo/test_typing.py",
 )
 
 

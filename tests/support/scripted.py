@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer import engine as engine_module
 from edgeinfer.engine import Engine
-from edgeinfer.tokenizer import Tokenizer
+from edgeinfer.models.tokenizer import Tokenizer
 
 
 class Script:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gguf_mutations import read_layout, with_values
 
-from edgeinfer.gguf import ModelFile, TensorInfo
+from edgeinfer.models.gguf import ModelFile, TensorInfo
 
 _ALIGNMENT = 32
 

@@ -10,9 +10,9 @@ import numpy as np
 from tiny_models import Floats, Value, add_bpe, add_keys, add_matrix
 
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession, rms_norm, silu
-from edgeinfer.gguf import ModelFile
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
+from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 _NOISE = 0.02  # of what the blocks add, against what a random block would

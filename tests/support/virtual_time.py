@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.backends.base import Session
-from edgeinfer.drafters.base import Context
-from edgeinfer.drafters.worker import Clock
 from edgeinfer.errors import Interrupted
+from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.watchdog import Clock
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
 

@@ -1,1 +1,0 @@
-"""Ternary matrices: the packed formats in plain numpy."""

@@ -1,0 +1,114 @@
+"""Drafts what the model once thought of: the likeliest successors of a token, from logits that were made anyway.
+
+Token Recycling (Luo et al., arXiv:2408.08696): a table from tokens to the ids that the target found likeliest behind
+them the last time; a tree is grown from the end of the text, the likeliest node first. Other than there, a successor is
+looked for behind the last two tokens first, which is right two to three times as often, and then behind the last one;
+and beside each stands how likely it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.backends.native import likeliest
+from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.tree import DraftTree, no_draft
+from edgeinfer.types import Logits
+
+_N_ROWS = 65_536
+_N_KEPT = 3  # successors in a row
+_AT_ROOT, _BELOW = 3, 2  # of them looked at
+# Kinds: by what was looked behind, the rank, and the class of the probability that the successor had, int(8 p). What is
+# believed of each before anything is learnt.
+_N_CLASSES = 8
+_BEHIND_ONE = _N_KEPT * _N_CLASSES
+_PRIORS = (
+    *((0.1, 0.12, 0.15, 0.25, 0.3, 0.3, 0.32, 0.5), (0.07,) * _N_CLASSES, (0.05,) * _N_CLASSES),
+    *((0.03, 0.07, 0.08, 0.13, 0.14, 0.15, 0.15, 0.2), (0.08,) * _N_CLASSES, (0.05,) * _N_CLASSES),
+)
+
+
+class RecyclingDrafter:
+    """Keeps its table from one conversation to the next."""
+
+    name = "recycling"
+
+    def __init__(self) -> None:
+        # Key of the row, successors, classes of their probabilities; keys that meet in one row take it from each other.
+        self._rows = np.full((_N_ROWS, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
+
+    @staticmethod
+    def memory() -> int:
+        """Bytes of the table."""
+        return 4 * _N_ROWS * (1 + 2 * _N_KEPT)
+
+    def start(self, context: Context) -> None:
+        """Nothing to do: there are no logits of the prompt but the last."""
+
+    def propose(self, context: Context, limit: int) -> DraftTree:
+        """The likeliest nodes of the tree of successors, best first."""
+        last = context.tokens[-1]
+        before = context.tokens[-2] if len(context.tokens) > 1 else -1
+        root = self._successors(before, last, _AT_ROOT)
+        if not root or limit == 0:
+            return no_draft()
+        chance, floor = context.outlook.chance, context.outlook.floor
+        tokens: list[int] = []
+        parents: list[int] = []
+        p: list[float] = []
+        kinds: list[int] = []
+        heap = [(-chance(kind, 0, _prior(kind)), token, -1, 0, kind, last) for token, kind in root]
+        heapq.heapify(heap)
+        while heap and len(tokens) < limit:
+            reach, token, parent, depth, kind, before = heapq.heappop(heap)
+            if -reach < floor and tokens:  # one at least, from which the policy learns, whatever it promises
+                break
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            p.append(_prior(kind))
+            kinds.append(kind)
+            if -reach >= floor:
+                depth += 1
+                for successor, kind in self._successors(before, token, _BELOW):
+                    below = reach * chance(kind, depth, _prior(kind))
+                    heapq.heappush(heap, (below, successor, node, depth, kind, token))
+        return DraftTree(tokens, parents, p, kinds)
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
+        """Note the likeliest ids of each row under the tokens that it follows."""
+        behind = context.tokens[-n_new - 2 : -1]
+        if len(behind) == n_new:  # the text has no token before the first of them
+            behind = [-1, *behind]
+        for before, last, logits in zip(behind[:-1], behind[1:], rows, strict=True):
+            found = likeliest(logits, _N_KEPT)
+            missing = [-1] * (_N_KEPT - len(found))
+            classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
+            successors = [*(id for id, _ in found), *missing, *classes, *missing]
+            for key in (_key(before, last), last):
+                self._rows[key % _N_ROWS] = [key, *successors]
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._rows[:] = -1
+
+    def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
+        """(id, kind) of the first n successors of two tokens, else of the last one, else none."""
+        for key, kind in ((_key(before, last), 0), (last, _BEHIND_ONE)):
+            owner, *values = self._rows[key % _N_ROWS].tolist()
+            if owner == key:
+                pairs = zip(values[:n], values[_N_KEPT:], strict=False)
+                return [(id, kind + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]
+        return []
+
+
+def _key(before: int, last: int) -> int:
+    """A number for two tokens, in 2**30..2**31 - 1: no token has it."""
+    return (before * 1_000_003 + last * 7919) & 0x3FFFFFFF | 0x40000000
+
+
+def _prior(kind: int) -> float:
+    return _PRIORS[kind // _N_CLASSES][kind % _N_CLASSES]

@@ -1,0 +1,209 @@
+"""A thread in which a drafter works, so that a device that hangs holds up nobody."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from time import perf_counter
+from typing import TypeVar
+
+from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, FeatureDrafter
+from edgeinfer.speculation.tree import DraftTree
+from edgeinfer.types import Features, Logits
+
+T = TypeVar("T")
+
+# A call may take this many times what was measured, and this many seconds at least: drivers compile, GPUs wake up.
+PATIENCE, LEAST_SECONDS = 20.0, 5.0
+
+
+class Clock:
+    """Time in seconds, and waiting for what another thread does."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return perf_counter()
+
+    def wait_for(self, is_true: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until something is true, for so long at most; gives whether it is. `notify` has it looked at."""
+        with self._changed:
+            return self._changed.wait_for(is_true, seconds)
+
+    def notify(self) -> None:
+        """Something that others may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Call:
+    function: Callable[[], None]
+    milliseconds: float  # that it should take
+    since: float = 0.0  # when it began, or last said how long it will take
+
+
+class Worker:
+    """Runs calls one after the other in its own thread. Whoever hands one over need not wait for it.
+
+    device: what they run on, for messages.  least_seconds: that a call may always take.
+    """
+
+    def __init__(self, name: str, device: str, clock: Clock | None = None, least_seconds: float | None = None) -> None:
+        self.clock = Clock() if clock is None else clock
+        self._device = device
+        self._least_seconds = LEAST_SECONDS if least_seconds is None else least_seconds
+        self._waiting: deque[_Call] = deque()
+        self._running: _Call | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        # A daemon: the program can end while a driver hangs.
+        self._thread = Thread(target=self._work, name=f"edgeinfer-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], None], milliseconds: float = 0.0) -> None:
+        """Run a call behind those that wait already. milliseconds: that it should take."""
+        self._waiting.append(_Call(function, milliseconds))
+        self.clock.notify()
+
+    def run(self, function: Callable[[], T], milliseconds: float = 0.0) -> T:
+        """What a call gives or raises; BackendLost where that takes far too long."""
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                results.append(function())
+            except BaseException as error:  # of the thread that waits for it
+                errors.append(error)
+
+        self.submit(call, milliseconds)
+        while not self.clock.wait_for(lambda: bool(results or errors), self._seconds_left()):
+            self.check()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def expect(self, milliseconds: float) -> None:
+        """The call that runs, which says so, should take so much from now on."""
+        if self._running is not None:
+            self._running = _Call(self._running.function, milliseconds, self.clock.now())
+
+    def check(self) -> None:
+        """Raises what a submitted call raised since the last time, and BackendLost if one takes far too long."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        running = self._running
+        seconds = 0.0 if running is None else self.clock.now() - running.since
+        if running is not None and seconds > self._limit(running):
+            raise BackendLost(
+                f"{self._device} has not answered for {seconds:.1f} s: it hangs; use another device or the CPU "
+                "(--draft-device)"
+            )
+
+    def close(self) -> bool:
+        """End the thread behind the call that runs. Gives whether it ended: one that hangs is left alone."""
+        self._waiting.clear()
+        self._is_closed = True
+        self.clock.notify()
+        ended = self.clock.wait_for(lambda: self._running is None, self._seconds_left())
+        if ended:
+            self._thread.join()
+        return ended
+
+    def _seconds_left(self) -> float:
+        """Until the call that runs has taken too long, or it is time to look again whether one does."""
+        running = self._running
+        if running is None:
+            return self._least_seconds
+        return max(0.0, running.since + self._limit(running) - self.clock.now()) + 0.01
+
+    def _limit(self, call: _Call) -> float:
+        return max(self._least_seconds, 1e-3 * PATIENCE * call.milliseconds)
+
+    def _work(self) -> None:
+        while True:
+            self.clock.wait_for(lambda: bool(self._waiting) or self._is_closed)
+            if self._is_closed:
+                return
+            call = self._waiting[0]
+            call.since = self.clock.now()
+            self._running = call
+            self._waiting.popleft()
+            try:
+                call.function()
+            except Interrupted:
+                pass
+            except BaseException as error:  # for `check`
+                self._error = error
+            self._running = None
+            self.clock.notify()
+
+
+class WatchedDrafter:
+    """A drafter whose calls run in another thread, each waited for, but no longer than a device that works can take."""
+
+    def __init__(self, drafter: CostlyDrafter, device: str) -> None:
+        self.name = drafter.name
+        self._drafter = drafter
+        self._worker = Worker(drafter.name, device)
+        self._cost = 0.0, 0.0
+
+    def start(self, context: Context) -> None:
+        """See Drafter."""
+        self._worker.run(lambda: self._drafter.start(context))
+
+    def propose(self, context: Context, limit: int) -> DraftTree:
+        """See Drafter."""
+        each, before = self._cost
+        return self._worker.run(lambda: self._drafter.propose(context, limit), before + limit * each)
+
+    def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
+        """See Drafter."""
+        self._worker.run(lambda: self._drafter.observe(context, n_new, rows))
+
+    def cost(self, context: Context) -> tuple[float, float]:
+        """See CostlyDrafter."""
+        self._cost = self._worker.run(lambda: self._drafter.cost(context))
+        return self._cost
+
+    def read(self, context: Context) -> None:
+        """See CostlyDrafter."""
+        self._worker.run(lambda: self._drafter.read(context), sum(self._cost))
+
+    def interrupt(self) -> None:
+        """See CostlyDrafter."""
+        self._drafter.interrupt()
+
+    def close(self) -> None:
+        """Close the drafter, and end the thread. Raises BackendLost where its device hangs: nothing is given back."""
+        try:
+            self._worker.run(self._drafter.close)
+        finally:
+            self._worker.close()
+
+
+class WatchedFeatureDrafter(WatchedDrafter):
+    """The same for a drafter that goes on from the target's hidden rows."""
+
+    def __init__(self, drafter: FeatureDrafter, device: str) -> None:
+        super().__init__(drafter, device)
+        self._follower = drafter
+        self.taps = drafter.taps
+
+    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+        """See FeatureDrafter."""
+        self._worker.run(lambda: self._follower.follow(text, first, features))
+
+
+def watched(drafter: CostlyDrafter, device: str) -> WatchedDrafter:
+    """That drafter, watched. device: what it runs on, for messages."""
+    if isinstance(drafter, FeatureDrafter):
+        return WatchedFeatureDrafter(drafter, device)
+    return WatchedDrafter(drafter, device)

@@ -1,0 +1,146 @@
+"""Ternary matrices apart from any format, and the formats of GGUF that they are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType
+
+Trits = NDArray[np.int8]
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+PART = 64  # weights that have one scale in every format that is read
+
+
+@dataclass(frozen=True)
+class TernaryMatrix:
+    """weight = trit * scale. trits: (n_out, n_in).
+
+    scales: (n_out, n_parts), of equal parts of each row; (1, 1) where the matrix has one.
+    """
+
+    trits: Trits
+    scales: Floats
+
+    @classmethod
+    def of_one_scale(cls, trits: Trits, scale: float) -> TernaryMatrix:
+        """A matrix whose weights are all -scale, 0 or scale."""
+        return cls(trits, np.array([[scale]], dtype=np.float32))
+
+    @classmethod
+    def of_weights(cls, name: str, weights: Floats) -> TernaryMatrix:
+        """The trits of weights (n_out, n_in) that are -s, 0 or s, with s for each 64 or the inputs of a row.
+
+        Raises UnsupportedModel, naming the tensor, for others.
+        """
+        n_out, n_in = weights.shape
+        parts = weights.reshape(n_out, -1, PART if n_in % PART == 0 else n_in)
+        magnitudes = np.abs(parts)
+        scales = magnitudes.max(axis=2)
+        if not ((magnitudes == scales[:, :, None]) | (magnitudes == 0)).all() or not np.isfinite(scales).all():
+            raise UnsupportedModel(
+                f"tensor {name}: each {parts.shape[2]} weights of a row must be -s, 0 or s: found others; this matrix "
+                f"is not ternary"
+            )
+        return cls(np.sign(weights).astype(np.int8), scales)
+
+    def one_scale(self, name: str) -> float:
+        """The scale of all. Raises UnsupportedModel where there are several."""
+        found = np.unique(self._in_use())
+        if len(found) > 1:
+            raise UnsupportedModel(
+                f"tensor {name}: i2_s has one scale a matrix: found {len(found)}; write tq1_0 or tq2_0, which have one "
+                f"for each 256 inputs"
+            )
+        return float(found[0]) if len(found) else 1.0
+
+    def scales_of(self, name: str, n_inputs: int) -> Floats:
+        """Scales (n_out, n_in / n_inputs), rounded to float16. Raises UnsupportedModel where that cannot be."""
+        n_out, n_in = self.trits.shape
+        if n_in % n_inputs:
+            raise UnsupportedModel(f"tensor {name}: rows must be a multiple of {n_inputs} inputs: found {n_in}")
+        used = np.where(self._uses(), self.scales, 0)
+        width = n_in // used.shape[1]
+        if width >= n_inputs and width % n_inputs == 0:
+            found = np.repeat(np.broadcast_to(used, (n_out, used.shape[1])), width // n_inputs, axis=1)
+        else:
+            found = self._joined(name, used, n_inputs // width)
+        with np.errstate(over="ignore"):
+            half = found.astype(np.float16).astype(np.float32)
+        if not np.isfinite(half).all() or ((half == 0) != (found == 0)).any():
+            raise UnsupportedModel(f"tensor {name}: scales must be float16 numbers: found {found.max()}, {found.min()}")
+        return half
+
+    def _joined(self, name: str, used: Floats, n_parts: int) -> Floats:
+        """The scales of runs of n_parts parts; those of parts without weights do not count."""
+        runs = used.reshape(len(used), -1, n_parts)
+        found: Floats = runs.max(axis=2)
+        if ((runs != found[:, :, None]) & (runs != 0)).any():
+            raise UnsupportedModel(f"tensor {name}: the scales of 256 inputs differ; tq1_0 and tq2_0 have one for them")
+        return found
+
+    def _uses(self) -> NDArray[np.bool_]:
+        """Whether a part has a weight that is not 0."""
+        if self.scales.size == 1:
+            return np.ones((1, 1), dtype=np.bool_)
+        n_out, n_parts = self.scales.shape
+        used: NDArray[np.bool_] = (self.trits != 0).reshape(n_out, n_parts, -1).max(axis=2)
+        return used
+
+    def _in_use(self) -> Floats:
+        return self.scales[self._uses()]
+
+
+def pack_i2_s(name: str, matrix: TernaryMatrix) -> Bytes:
+    """The bytes of an I2_S tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
+    if matrix.trits.shape[1] % GGMLType.I2_S.block_elements:
+        raise UnsupportedModel(
+            f"tensor {name}: i2_s needs rows of a multiple of 128 inputs: found {matrix.trits.shape[1]}"
+        )
+    codes = _codes(matrix).reshape(-1, 4, 32)
+    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
+    tail = np.zeros(I2_S_TAIL_BYTES // 4, dtype="<f4")
+    tail[0] = matrix.one_scale(name)
+    return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])
+
+
+def pack_tq1_0(name: str, matrix: TernaryMatrix) -> Bytes:
+    """The bytes of a TQ1_0 tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
+    scales = matrix.scales_of(name, 256)
+    codes = _codes(matrix).reshape(-1, 256)
+    runs = []
+    for first, last, n_digits in ((0, 160, 5), (160, 240, 5), (240, 256, 4)):
+        digits = codes[:, first:last].reshape(len(codes), n_digits, -1).astype(np.uint16)
+        powers = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:n_digits, None]
+        values = (digits * powers).sum(axis=1, dtype=np.uint16)
+        runs.append(((values * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8))
+    return np.hstack([*runs, _f16(scales)]).reshape(-1)
+
+
+def pack_tq2_0(name: str, matrix: TernaryMatrix) -> Bytes:
+    """The bytes of a TQ2_0 tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
+    scales = matrix.scales_of(name, 256)
+    codes = _codes(matrix).reshape(-1, 2, 4, 32)
+    packed = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
+    return np.hstack([packed.reshape(-1, 64), _f16(scales)]).reshape(-1)
+
+
+def _codes(matrix: TernaryMatrix) -> Bytes:
+    return (matrix.trits + np.int8(1)).view(np.uint8)
+
+
+def _f16(scales: Floats) -> Bytes:
+    return scales.astype("<f2").reshape(-1, 1).view(np.uint8)
+
+
+PACK: dict[GGMLType, Callable[[str, TernaryMatrix], Bytes]] = {
+    GGMLType.I2_S: pack_i2_s,
+    GGMLType.TQ1_0: pack_tq1_0,
+    GGMLType.TQ2_0: pack_tq2_0,
+}

@@ -1,0 +1,75 @@
+"""Kernels, packing, decoder, tables of texts and the sampler under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parts import missing, required
+
+from edgeinfer.backends.native import available_isas
+
+ROOT = Path(__file__).parents[4]
+BUILD = ROOT / "build" / "sanitize"
+# What compares with other engines runs the same code as what compares the bits, pre-tokenisers are another library's,
+# and the longest text takes long.
+LEFT_OUT = "reference or 200_tokens or 200_damaged or those_of_llama_cpp or pre_tokenisers or (long_texts and qwen2)"
+TESTS = ["tests/backends/native/kernels/test_matmul.py", "tests/backends/native/kernels/test_ternary.py"]
+TESTS += ["tests/backends/native/test_native.py", "tests/backends/test_draft_head.py"]
+TESTS += ["tests/models/test_arrays.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"]
+TESTS += ["tests/edgeinfer/test_sampling.py"]
+
+pytestmark = pytest.mark.timeout(1500)  # it compiles the engine, and runs many tests slowly
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Path:
+    """Folder of the extensions built with both sanitizers. Kept between runs: only what changed is compiled again."""
+    if "asan" not in required() and not BUILD.exists():
+        missing(
+            "asan", "the build with sanitizers takes minutes and is made where it is asked for: EDGEINFER_REQUIRE=asan"
+        )
+    import nanobind
+
+    compiler = shutil.which("g++")
+    if compiler is None or shutil.which("cmake") is None:
+        missing("asan", "g++ and cmake are needed to build with sanitizers")
+    configure = ["cmake", "-S", ROOT / "backends", "-B", BUILD, f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    configure += ["-DEI_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug"]
+    configure += [f"-DEI_SANITIZED_SETS={';'.join(available_isas())}"]
+    subprocess.run(configure, check=True, capture_output=True)
+    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "_sampler", "-j", "2"]
+    subprocess.run(build, check=True, capture_output=True)
+    return BUILD
+
+
+def library_of_the_compiler(name: str) -> str:
+    found = subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    path = found.stdout.strip()
+    if not Path(path).is_absolute():
+        missing("asan", f"the compiler has no {name}")
+    return path
+
+
+def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized: Path) -> None:
+    # libstdc++ too: the interceptors look for it when they load.
+    libraries = [library_of_the_compiler(name) for name in ("libasan.so", "libstdc++.so")]
+    environment = os.environ | {
+        "EDGEINFER_TEST_CORE": str(next(sanitized.glob("native/_core.*.so"))),
+        "EDGEINFER_TEST_STRINGS": str(next(sanitized.glob("models/_strings.*.so"))),
+        "EDGEINFER_TEST_SAMPLER": str(next(sanitized.glob("sampling/_sampler.*.so"))),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})", *TESTS],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[:4000]

@@ -1,0 +1,190 @@
+"""Chains that a draft model's device makes by itself: the drafts of single passes, where that is the cheaper way."""
+
+import numpy as np
+import pytest
+from drafting import FixedCosts, cost_model, let_draft
+from tiny_models import write_tiny_model
+
+from edgeinfer.backends.base import DraftingSession
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.errors import NumericalError
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.device_drafting import Chains
+from edgeinfer.speculation.drafters.overlapped import _Chain, _levels_of, drafting_ahead
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.placement import Draft, _chains_of
+from edgeinfer.speculation.plan import _levels_of_model
+from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.tree import DraftTree
+from edgeinfer.types import Device
+
+PROMPT = "hello world, there is the one, there is the one and hello"
+GREEDY = {"max_tokens": 60, "temperature": 0.0}
+PENALISED = {**GREEDY, "repeat_penalty": 1.3}
+DRAWN = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
+CHEAP = 0.3  # milliseconds of a level made with others; a pass takes 1
+
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
+
+
+@pytest.fixture
+def open_chains(opened, model, monkeypatch):
+    """An engine whose drafter is the model itself, and the numbers of levels asked for of chains at that price."""
+
+    monkeypatch.setattr(planning, "_costs", lambda *facts: FixedCosts())
+
+    def open_at(of_level, of_call=0.0):
+        engine = opened(model, draft=[str(model)], draft_device="cpu")
+        drafter = engine.speculator.drafters[-1]
+        asked = let_draft(drafter.session)
+        assert isinstance(drafter.session, DraftingSession)
+        drafter._costs = cost_model(lambda n: 1.0 + 0.01 * (n - 1))
+        drafter._chains = Chains(drafter.session, cost_model(lambda n: of_call + of_level * n))
+        for costs in (drafter._costs, drafter._chains.costs):  # as they are, whatever comes
+            costs.observe = lambda n, n_past, milliseconds: None
+        return engine, drafter, asked
+
+    return open_at
+
+
+def context_of(tokens, is_plain=True):
+    context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, is_plain=is_plain)
+    context.outlook = ChanceTable()
+    context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
+    return context
+
+
+@pytest.mark.parametrize("request_", [GREEDY, PENALISED, DRAWN], ids=str)
+def test_the_text_is_that_of_plain_decoding_and_only_plain_texts_are_drafted_so(open_chains, plain, request_):
+    engine, _, asked = open_chains(CHEAP)
+    for prompt in (PROMPT, PROMPT + " again"):
+        completion = engine.generate(prompt, **request_)
+        assert completion.tokens == plain.generate(prompt, **request_).tokens
+        speculation = completion.timings.speculation
+        assert speculation.dropped == {} and speculation.by_drafter["model"].accepted > 10
+    assert bool(asked) == (request_ is GREEDY) and min(asked, default=2) > 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 12, 31])
+def test_a_chain_made_at_once_is_the_one_of_single_passes(open_chains, limit):
+    _, at_once, asked = open_chains(CHEAP)
+    _, one_by_one, _ = open_chains(1.1)
+    text = list(range(20, 40))
+    for tokens in (text, [*text, 7, 8, 9], text[:12]):
+        a, b = (drafter.propose(context_of(tokens), limit) for drafter in (at_once, one_by_one))
+        n = min(len(a), len(b))  # either may have made a level more than was wanted
+        assert n >= min(limit, 2) and a.tokens[:n] == b.tokens[:n] and a.parents[:n] == b.parents[:n]
+        np.testing.assert_allclose(a.p[:n], b.p[:n], rtol=1e-4)
+        assert len(a) <= limit and at_once._tokens[: len(tokens)] == tokens
+    assert bool(asked) == (limit > 1)
+
+
+def test_what_was_made_and_is_not_text_is_forgotten(open_chains):
+    _, used, _ = open_chains(CHEAP)
+    _, fresh, _ = open_chains(CHEAP)
+    text = list(range(20, 40))
+    drafted = used.propose(context_of(text), 8)
+    came = [*text, drafted.tokens[0], 3, 4]
+    assert used.propose(context_of(came), 8) == fresh.propose(context_of(came), 8)
+    assert used.session.n_past == len(used._tokens[: used.session.n_past])
+
+
+@pytest.mark.parametrize("of_level, is_used", [(0.3, True), (0.6, True), (0.95, False), (1.2, False)])
+def test_levels_are_made_at_once_where_those_that_will_be_right_cost_less(open_chains, of_level, is_used):
+    """With 85 % of the levels right, two give 1.85 for the price of two."""
+    _, drafter, asked = open_chains(of_level)
+    context = context_of(range(20, 40))
+    assert (drafter.n_at_once(context, 1e9) > 1) == is_used
+    assert drafter.cost(context)[0] == pytest.approx(of_level if is_used else 1.0)
+    drafter.propose(context, 8)
+    assert bool(asked) == is_used
+    assert drafter.n_at_once(context_of(range(20, 40), is_plain=False), 1e9) == 1
+    assert drafter.n_at_once(context, 2.5 * of_level) <= 2
+
+
+def test_no_more_levels_are_made_than_will_be_wanted(open_chains):
+    _, drafter, asked = open_chains(0.1, of_call=0.5)
+    context = context_of(range(20, 40))
+    assert drafter.n_at_once(context, 1e9) > 3
+    context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)], room=3)
+    drafter.propose(context, 31)
+    assert asked == [3]
+
+
+def test_at_the_end_of_the_context_less_is_made(open_chains):
+    _, drafter, asked = open_chains(0.1, of_call=0.5)
+    for n in (256, 255, 254, 253):
+        tree = drafter.propose(context_of([*range(20, 40)] * 12 + [*range(n - 240)]), 31)
+        assert (len(tree) > 0) == (n < 256) and drafter.session.n_past <= 256
+    assert asked and max(asked) <= 3
+
+
+def test_a_session_whose_logits_are_no_numbers_is_dropped_with_the_reason(open_chains, plain):
+    engine, drafter, _ = open_chains(CHEAP)
+    draft = drafter.session.draft
+
+    def failing(*arguments, **options):
+        nodes = draft(*arguments, **options)
+        nodes.p[:] = np.nan
+        return nodes
+
+    drafter.session.draft = failing
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == plain.generate(PROMPT, **GREEDY).tokens
+    assert NumericalError.__name__ in completion.timings.speculation.dropped["model"]
+
+
+def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, plain, monkeypatch):
+    monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
+    engine, drafter, asked = open_chains(CHEAP)
+    ahead = drafting_ahead(drafter)
+    engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), engine.tokenizer.n_vocab, MAX_TOKENS - 1)
+    completion = engine.generate(PROMPT, **GREEDY)
+    assert completion.tokens == plain.generate(PROMPT, **GREEDY).tokens
+    assert completion.timings.speculation.by_drafter["model"].accepted > 10 and max(asked) > 1
+    ahead.close()
+
+
+@pytest.mark.parametrize("patience, n_levels", [(0.0, 1), (0.14, 2), (0.2, 5)])
+def test_a_call_made_ahead_takes_half_a_pass_of_the_target_at_most(open_chains, patience, n_levels):
+    """The patience is a tenth of a pass."""
+    _, drafter, _ = open_chains(0.1, of_call=0.5)
+    context = context_of(range(20, 40))
+    context.outlook.patience = patience
+    step = _Chain(context, [], 31).step(drafter.n_at_once)
+    assert step is not None and step[2] == n_levels
+    tree = drafter.propose(step[0], step[1])
+    assert len(_levels_of(tree)) == n_levels
+
+
+def test_levels_of_a_tree_follow_the_first_nodes():
+    tree = DraftTree([5, 6, 7, 8, 9], [-1, -1, 0, 2, 2], [0.9, 0.1, 0.8, 0.7, 0.2], [0, 1, 2, 3, 4])
+    assert _levels_of(tree) == [
+        DraftTree([5, 6], [-1, -1], [0.9, 0.1], [0, 1]),
+        DraftTree([7], [-1], [0.8], [2]),
+        DraftTree([8, 9], [-1, -1], [0.7, 0.2], [3, 4]),
+    ]
+    assert _levels_of(DraftTree([], [], [], [])) == []
+
+
+def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
+    with ModelFile.open(model) as file:
+        backend, spec = NativeBackend(for_drafts=True), read_spec(file)
+        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
+        draft = Draft(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
+        assert _chains_of(draft, session) is None
+        asked = let_draft(session)
+        chains = _chains_of(draft, session)
+        assert chains is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
+        of_chains = chains.costs.milliseconds(0)
+        assert 0 < of_chains[1] < of_chains[8]

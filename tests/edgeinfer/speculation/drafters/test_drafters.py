@@ -1,0 +1,191 @@
+"""What each drafter proposes, on texts small enough to know the answer."""
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+from drafting import cost_model
+
+from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
+from edgeinfer.speculation.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
+from edgeinfer.speculation.policy import ChanceTable, floor_of
+from edgeinfer.speculation.tree import checked
+
+
+def context_of(tokens, floor=0.0):
+    context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True)
+    context.outlook = ChanceTable()
+    context.outlook.floor = floor
+    return context
+
+
+# ---- Suffix ----------------------------------------------------------------------------------------------------------
+
+
+def longest_repeat(text):
+    """(length of the longest end of the text that occurs earlier, the ends of its earlier occurrences)."""
+    for length in range(len(text) - 1, 0, -1):
+        ends = [end for end in range(length - 1, len(text) - 1) if text[end - length + 1 : end + 1] == text[-length:]]
+        if ends:
+            return length, ends
+    return 0, []
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("n_symbols", [1, 2, 3, 8])
+def test_the_automaton_finds_what_a_search_of_the_whole_text_finds(seed, n_symbols):
+    chance, automaton, text = random.Random(seed), SuffixAutomaton(), []
+    for _ in range(120):
+        text.append(chance.randrange(n_symbols))
+        automaton.append(text[-1])
+        length, ends = longest_repeat(text)
+        assert automaton.match_length == length
+        if length:
+            assert automaton.match_end in ends
+            followers = {text[end + 1] for end in ends}
+            assert set(automaton.next[automaton.match]) == followers
+
+
+def test_the_automaton_stays_linear():
+    automaton = SuffixAutomaton()
+    for token in [1, 2] * 2000 + [1] * 2000:
+        automaton.append(token)
+    assert len(automaton.next) <= 2 * 6000 and sum(map(len, automaton.next)) <= 3 * 6000
+
+
+def test_what_followed_the_longest_match_is_drafted():
+    drafter = SuffixDrafter(256)
+    context = context_of([1, 2, 3, 4, 5, 6, 9, 9, 2, 3, 4])
+    drafter.start(context)
+    tree = drafter.propose(context, 3)
+    assert (tree.tokens, tree.parents) == ([5, 6, 9], [-1, 0, 1]) and tree.p[0] < tree.p[1]
+    assert checked(tree, 10, 3) == tree
+
+
+def test_a_repetition_goes_on_behind_the_end_of_the_text():
+    drafter = SuffixDrafter(256)
+    context = context_of([7, 1, 2, 3, 1, 2, 3])
+    drafter.start(context)
+    assert drafter.propose(context, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_two_followers_become_two_branches():
+    drafter = SuffixDrafter(256)
+    context = context_of([1, 2, 7, 1, 3, 9, 1])
+    drafter.start(context)
+    tree = drafter.propose(context, 8)
+    firsts = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]
+    assert sorted(firsts) == [2, 3]
+
+
+def test_a_new_text_has_no_draft_and_an_unlikely_chain_is_short():
+    drafter = SuffixDrafter(256)
+    context = context_of([1, 2, 3, 4])
+    drafter.start(context)
+    assert len(drafter.propose(context, 8)) == 0
+    likely = context_of([1, 2, 3, 4, 1], floor=0.29)
+    drafter = SuffixDrafter(256)
+    drafter.start(likely)
+    assert len(drafter.propose(likely, 8)) == 1
+
+
+def test_earlier_requests_are_remembered_and_never_joined_to_new_ones():
+    drafter = SuffixDrafter(256)
+    drafter.start(context_of([1, 2, 3, 4, 5, 6]))
+    other = context_of([9, 8, 3, 4])
+    drafter.start(other)
+    assert drafter.propose(other, 2).tokens == [5, 6]
+    third = context_of([9, 8, 3, 4, 7, 7, 5, 6])
+    drafter.start(third)  # begins with the last request: only the rest is read
+    assert drafter.propose(third, 4).tokens[:1] != [9]
+    assert all(token >= 0 for token in drafter.propose(third, 4).tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_of_requests_gives_valid_drafts_within_the_memory_of_the_plan(seed):
+    chance, drafter = random.Random(seed), SuffixDrafter(64)
+    for _ in range(60):
+        tokens = [chance.randrange(5) for _ in range(chance.randint(1, 64))]
+        context = context_of(tokens)
+        drafter.start(context)
+        for _ in range(5):
+            tree = drafter.propose(context, 6)
+            assert checked(tree, 5, 6) == tree
+            context.tokens.append(chance.randrange(5))
+        assert len(drafter._automaton.text) <= 256 + 64
+
+
+def test_the_automaton_keeps_to_the_bytes_that_the_plan_counts():
+    chance = random.Random(1)
+    words = [[chance.randrange(50000) for _ in range(chance.randint(1, 6))] for _ in range(400)]
+    text = [token for _ in range(2000) for token in chance.choice(words)]
+    tracemalloc.start()
+    automaton = SuffixAutomaton()
+    for token in text:
+        automaton.append(token)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.3 * BYTES_PER_TOKEN < held / len(text) < BYTES_PER_TOKEN
+
+
+# ---- Recycling -------------------------------------------------------------------------------------------------------
+
+
+def logits_with(n_vocab, *likely):
+    logits = np.full(n_vocab, -20.0, dtype=np.float32)
+    logits[list(likely)] = [5.0 - rank for rank in range(len(likely))]
+    return logits
+
+
+def test_the_successors_that_the_model_thought_of_become_a_tree():
+    drafter = RecyclingDrafter()
+    context = context_of([1, 2])
+    drafter.start(context)
+    assert len(drafter.propose(context, 8)) == 0
+    context.tokens.append(3)
+    drafter.observe(context, 1, [logits_with(50, 3, 4)])  # behind 1, 2
+    context.tokens.append(2)
+    drafter.observe(context, 1, [logits_with(50, 2, 7)])  # behind 2, 3
+    tree = drafter.propose(context, 8)  # behind 2: 3 or 4; behind 2, 3: 2 or 7
+    paths = set()
+    for node, token in enumerate(tree.tokens):
+        path, above = [token], tree.parents[node]
+        while above >= 0:
+            path, above = [tree.tokens[above], *path], tree.parents[above]
+        paths.add(tuple(path))
+    assert {(3,), (4,), (3, 2), (3, 7)} <= paths and checked(tree, 50, 8) == tree
+
+
+def test_two_tokens_are_looked_for_before_one():
+    drafter = RecyclingDrafter()
+    context = context_of([1, 2, 3])
+    drafter.observe(context, 1, [logits_with(50, 3)])  # behind 1, 2
+    context.tokens.extend([5, 2, 6])
+    drafter.observe(context, 1, [logits_with(50, 6)])  # behind 5, 2, and behind 2
+    assert drafter.propose(context_of([1, 2]), 1).tokens == [3]
+    assert drafter.propose(context_of([8, 2]), 1).tokens == [6]
+
+
+def test_the_table_stays_below_two_megabytes_whatever_it_sees():
+    drafter = RecyclingDrafter()
+    assert drafter._rows.nbytes == RecyclingDrafter.memory() < 2_000_000
+    rng, context = np.random.default_rng(1), context_of([0])
+    for token in rng.integers(0, 150_000, 300).tolist():
+        context.tokens.append(token)
+        drafter.observe(context, 1, [rng.standard_normal(150_000, dtype=np.float32)])
+        tree = drafter.propose(context, 12)
+        assert checked(tree, 150_000, 12) == tree
+    assert drafter._rows.nbytes == RecyclingDrafter.memory()
+
+
+def test_the_first_token_of_a_text_has_none_before_it():
+    drafter = RecyclingDrafter()
+    context = context_of([4, 5])
+    drafter.observe(context, 1, [logits_with(50, 5)])
+    assert drafter.propose(context_of([4]), 1).tokens == [5]
+
+
+def test_the_floor_is_what_a_further_token_costs_at_least():
+    assert floor_of(cost_model(lambda n: 10.0 + 2.0 * n).milliseconds(0)) == pytest.approx(2.0 / 12.0)

@@ -1,0 +1,159 @@
+"""Every run of tests ends, and names the test that crashed or did not come back."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from scheduling import SLOWEST, pytest_collection_modifyitems
+
+ROOT = Path(__file__).parents[2]
+HELPERS = """
+import ctypes, os, time
+import pytest
+
+def hang_in(library):
+    # A mutex that is locked twice: no signal ends it, as one would end pause() and sleep().
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+def keep_the_lock():
+    hang_in(ctypes.PyDLL(None))
+
+def release_the_lock():
+    hang_in(ctypes.CDLL(None))
+"""
+# What tests do, and whether the process ends with them.
+ENDINGS = {
+    "aborts": ("os.abort()", True),
+    "segfaults": ("ctypes.string_at(8)", True),
+    "exits": ("os._exit(0)", True),
+    "is_killed": ("os.kill(os.getpid(), 9)", True),
+    "hangs_in_python": ("time.sleep(600)", False),
+    "hangs_in_native_code_that_keeps_the_lock": ("keep_the_lock()", True),
+    "hangs_in_native_code_that_releases_the_lock": ("release_the_lock()", True),
+}
+PASSES = "def test_passes_{}(): pass\n"
+
+
+def run_suite(folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
+    """Exit status and output of a run of these files with the settings of this project, and shorter limits."""
+    for name, text in files.items():
+        (folder / name).write_text(HELPERS + text)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    for plugin in ("xdist.plugin", "pytest_timeout", "time_limits", "scheduling", "no:cacheprovider"):
+        command += ["-p", plugin]
+    command += ["-rA", *options, str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for name in ("PYTEST_ADDOPTS", "PYTEST_TIMEOUT", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        environment.pop(name, None)
+    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+    return run.returncode, run.stdout + run.stderr
+
+
+def in_processes(n: int) -> list[str]:
+    return ["-n", str(n), "--dist", "loadfile", "--no-loadscope-reorder"]
+
+
+def outcomes(output: str, outcome: str) -> list[str]:
+    """The tests of the summary with this outcome, FAILED for instance; one that is reported twice is there twice."""
+    return sorted(re.findall(rf"^{outcome} (\S+)", output, re.MULTILINE))
+
+
+def test_a_test_that_ends_its_process_is_a_failure_and_the_others_are_run(tmp_path: Path) -> None:
+    ends = "".join(
+        f"def test_{name}(): {what}\n{PASSES.format('behind_' + name)}" for name, (what, _) in ENDINGS.items()
+    )
+    files = {"test_a.py": PASSES.format(1) + PASSES.format(2), "test_b.py": ends, "test_c.py": PASSES.format(1)}
+    status, output = run_suite(tmp_path, files, *in_processes(2), "--timeout=2")
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert outcomes(output, "FAILED") == sorted(f"test_b.py::test_{name}" for name in ENDINGS), output
+    passed = ["test_a.py::test_passes_1", "test_a.py::test_passes_2", "test_c.py::test_passes_1"]
+    passed += [f"test_b.py::test_passes_behind_{name}" for name in ENDINGS]
+    assert outcomes(output, "PASSED") == sorted(passed), output
+    for name, (_, ends_the_process) in ENDINGS.items():
+        assert (f"crashed while running 'test_b.py::test_{name}'" in output) is ends_the_process, name
+    # The stacks of faulthandler.
+    assert "Fatal Python error: Aborted" in output and "Fatal Python error: Segmentation fault" in output
+    assert re.search(r"Timeout \(0:00:03\)!\nThread .*\n(.*\n)*?.* in test_hangs_in_native_code_that_keeps_", output)
+
+
+def test_processes_that_both_crash_leave_no_test_behind(tmp_path: Path) -> None:
+    """pytest-xdist's own loadfile waits for ever: for files that are done, and for a file of one test."""
+    files = {f"test_{i}.py": PASSES.format(1) + PASSES.format(2) for i in range(4)}
+    crashing = {f"test_{i}.py": "def test_aborts(): os.abort()\n" + PASSES.format(1) for i in range(4, 8)}
+    files |= crashing | {"test_8.py": PASSES.format(1), "test_9.py": "def test_aborts(): os.abort()\n"}
+    status, output = run_suite(tmp_path, files, *in_processes(2))
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert outcomes(output, "FAILED") == [f"{file}::test_aborts" for file in [*crashing, "test_9.py"]], output
+    assert len(outcomes(output, "PASSED")) == 4 * 2 + 4 + 1, output
+
+
+def test_a_fixture_that_ends_its_process_names_its_test(tmp_path: Path) -> None:
+    fixtures = ["os.abort(); yield", "yield; os.abort()", "keep_the_lock(); yield", "yield; keep_the_lock()"]
+    text = PASSES.format(1)
+    for i, fixture in enumerate(fixtures):
+        text += f"@pytest.fixture\ndef crashing_{i}(): {fixture}\ndef test_{i}(crashing_{i}): pass\n"
+    # A failure takes the limits of pytest-timeout away, so that a debugger can look at it.
+    text += "def test_fails(crashing_3): assert False\n" + PASSES.format(2)
+    status, output = run_suite(tmp_path, {"test_a.py": text}, *in_processes(1), "--timeout=2", "--max-worker-restart=5")
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    for name in ("test_0", "test_1", "test_2", "test_3", "test_fails"):
+        assert f"crashed while running 'test_a.py::{name}'" in output, output
+    assert {"test_a.py::test_passes_1", "test_a.py::test_passes_2"} <= set(outcomes(output, "PASSED")), output
+
+
+@pytest.mark.parametrize(
+    "module, processes",
+    [("keep_the_lock()", [*in_processes(2), "--max-worker-restart=1"]), ("os.abort()", []), ("keep_the_lock()", [])],
+    ids=["hangs in one of 2 processes", "crashes", "hangs"],
+)
+def test_a_module_that_ends_the_process_or_hangs_is_named(tmp_path: Path, module: str, processes: list[str]) -> None:
+    files = {"test_a.py": PASSES.format(1), "test_b.py": f"{module}\n{PASSES.format(1)}"}
+    status, output = run_suite(tmp_path, files, *processes, "--timeout=2")
+    assert status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), output
+    assert re.search(r'test_b.py", line \d+ in <module>', output), output
+
+
+def test_a_crash_without_a_test_is_a_failure(tmp_path: Path) -> None:
+    """Once, while modules are imported; then all tests pass."""
+    crash = "import pathlib\ntry: pathlib.Path('crashed').touch(exist_ok=False)\nexcept FileExistsError: pass\n"
+    files = {"test_a.py": crash + "else: os.abort()\n" + PASSES.format(1)}
+    status, output = run_suite(tmp_path, files, *in_processes(1))
+    assert status == pytest.ExitCode.TESTS_FAILED and outcomes(output, "PASSED") == ["test_a.py::test_passes_1"], output
+    assert "Test processes crashed outside of a test: 1" in output
+
+
+@pytest.mark.parametrize(
+    "hang, processes",
+    [("keep_the_lock()", in_processes(2)), ("time.sleep(600)", []), ("release_the_lock()", [])],
+    ids=["2 processes, native", "python", "native"],
+)
+def test_the_whole_run_has_a_limit(tmp_path: Path, hang: str, processes: list[str]) -> None:
+    files = {"test_a.py": PASSES.format(1) + f"def test_hangs(): {hang}\n", "test_b.py": PASSES.format(1)}
+    status, output = run_suite(tmp_path, files, *processes, "--timeout=0", "--session-timeout=6")
+    assert status == pytest.ExitCode.INTERRUPTED, output
+    assert re.search(r"The run takes too long .* Running: test_a.py::test_hangs \(for \d+ s\)", output), output
+
+
+def test_slow_files_are_run_first() -> None:
+    assert all((ROOT / "tests" / file).exists() for file in SLOWEST)
+    files = ["models/test_gguf.py", *reversed(SLOWEST), "models/test_spec.py", "models/test_gguf.py"]
+    items = [SimpleNamespace(path=ROOT / "tests" / file) for file in files]
+    pytest_collection_modifyitems(items)
+    behind = ["models/test_gguf.py", "models/test_spec.py", "models/test_gguf.py"]
+    assert [item.path for item in items] == [ROOT / "tests" / file for file in [*SLOWEST, *behind]]
+
+
+def test_a_test_can_have_a_limit_of_its_own(tmp_path: Path) -> None:
+    longer = "@pytest.mark.timeout(60)\ndef test_takes_longer(): ctypes.PyDLL(None).usleep(3_000_000)\n"
+    shorter = "@pytest.mark.timeout(1)\ndef test_takes_too_long(): keep_the_lock()\n"
+    status, output = run_suite(tmp_path, {"test_a.py": longer + shorter}, *in_processes(1), "--timeout=0.5")
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert outcomes(output, "PASSED") == ["test_a.py::test_takes_longer"], output
+    assert outcomes(output, "FAILED") == ["test_a.py::test_takes_too_long"], output
