@@ -1,10 +1,13 @@
 """A plugin of pytest: which process of pytest-xdist runs which files; slow files first, and on behind a crash."""
 
+from pathlib import Path
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+_TESTS = Path(__file__).parents[1]
 # By the processor time that they take; all others take less. But the process with the one test of the first file
 # keeps the third file waiting behind it, which is short.
 SLOWEST = (
@@ -68,4 +71,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileSch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first: what begins last should be short."""
     ranks = {file: rank for rank, file in enumerate(SLOWEST)}
-    items.sort(key=lambda item: ranks.get("/".join(item.path.parts[-2:]), len(ranks)))
+    items.sort(key=lambda item: ranks.get(_inside_tests(item.path), len(ranks)))
+
+
+def _inside_tests(path: Path) -> str:
+    """Name of a file below the folder `tests`, or its last part elsewhere."""
+    return path.relative_to(_TESTS).as_posix() if path.is_relative_to(_TESTS) else path.name
