@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from edgeinfer.backends.native import _core
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import DraftHeadSpec, check_target, read_head
+from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 _AT_ONCE = 256  # rows that are gathered before they are rewritten
 
 
-def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> DraftHeadSpec:
+def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> HeadSpec:
     """Spec of a head, once it is known to be one for this target, whose rows its file then has while both are open.
 
     Raises UnsupportedModel.
