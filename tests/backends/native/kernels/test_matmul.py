@@ -7,7 +7,7 @@ import pytest
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.backends.native.session import BASE_THREE
+from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.native.tuning import Stream
 from edgeinfer.backends.reference import round_activations
 from edgeinfer.models.formats.dequantize import dequantize
