@@ -115,6 +115,12 @@ struct Decoder::Buffers {
     }
 };
 
+TextSizes DecoderConfig::text_sizes() const {
+    TextSizes sizes{kv_type, n_ctx, n_batch, {}};
+    for (const LayerAttention& layer : attention) sizes.layers.push_back({n_kv_heads, head_dim, layer.window});
+    return sizes;
+}
+
 struct Decoder::Pass {
     const int32_t *tokens, *parents;
     int n, n_pending;
@@ -141,7 +147,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels& kernels, int n_thre
       pool_(beside && beside->pool_->size() == n_threads ? beside->pool_ : std::make_shared<Pool>(n_threads)),
       weights_(packed ? 0 : weight_bytes),
       activations_(activation_bytes(config, n_threads), false),
-      cache_(config.kv_sizes()),
+      text_(config.text_sizes()),
       weight_bytes_(weight_bytes),
       packed_(packed),
       layers_(static_cast<size_t>(std::max(1, config.n_layers))) {
@@ -278,7 +284,7 @@ bool Decoder::forward(const int32_t* tokens, const int32_t* parents, int n, int 
         return poll();
     };
     pass.poll = &seldom;
-    cache_.reserve(pass.slot(n));
+    text_.reserve(pass.slot(n));
     pool_->run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
 }
@@ -317,7 +323,7 @@ double Decoder::seconds_of_part(int n, int n_parts, int part) {
     const std::function<bool()> never = [] { return false; };  // it is over soon
     const Pass pass{tokens.data(), parents.data(), n, 0,       n_past(),  true,  nullptr, rows.data(), n,
                     logits.data(), nullptr,        0, nullptr, size_t{0}, &never};
-    cache_.reserve(pass.slot(n));
+    text_.reserve(pass.slot(n));
     stop_.store(false, std::memory_order_relaxed);
     const auto started = std::chrono::steady_clock::now();
     pool_->run([&](int thread) {
@@ -638,7 +644,7 @@ void Decoder::rotate_and_store(const Pass& pass, int thread, const LayerWeights&
         }
         const float scale = config_.query_scales[static_cast<size_t>(b.position[c] / config_.positions_per_scale)];
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        kernels_.store_key_value(cache_.head(index, kv_head), pass.slot(c), k, b.v + column * b.ld_kv + kv_head * dim);
+        kernels_.store_key_value(text_.head(index, kv_head), pass.slot(c), k, b.v + column * b.ld_kv + kv_head * dim);
     });
 }
 
@@ -664,7 +670,7 @@ void Decoder::attend(const Pass& pass, int thread, int index) {
         const int first_token = task / tasks_each * tokens_each;
         const int last_token = std::min(pass.n, first_token + tokens_each);
         Attention a;
-        a.kv = cache_.head(index, kv_head);
+        a.kv = text_.head(index, kv_head);
         a.soft_cap = config_.attention_soft_cap;
         a.n_rows = 0;
         for (int c = first_token; c < last_token; c++) {

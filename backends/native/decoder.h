@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "kernels.h"
-#include "kv_cache.h"
 #include "platform.h"
 #include "pool.h"
+#include "text_state.h"
 
 // The angles of a rotary embedding; pair i turns by frequencies[i] radians a position.
 struct Rope {
@@ -51,7 +51,7 @@ struct DecoderConfig {
     int n_normed = 0;    // of these, that are normed together
 
     bool has_features() const { return gated || paired; }
-    KvSizes kv_sizes() const { return {kv_type, n_layers, n_kv_heads, head_dim, n_ctx}; }
+    TextSizes text_sizes() const;
 };
 
 // Norms and biases are null where the model has none.
@@ -170,10 +170,10 @@ public:
 
     // The committed text. commit moves these rows of the last forward, a path, to where sequential decoding would have
     // put them.
-    KvCache& cache() { return cache_; }
-    const KvCache& cache() const { return cache_; }
-    void commit(const int32_t* path, int n) { cache_.commit(path, n); }
-    int n_past() const { return cache_.n_past(); }
+    TextState& text() { return text_; }
+    const TextState& text() const { return text_; }
+    void commit(const int32_t* path, int n) { text_.commit(path, n); }
+    int n_past() const { return text_.n_past(); }
 
     void interrupt() { stop_.store(true, std::memory_order_relaxed); }
 
@@ -182,7 +182,7 @@ public:
     const uint8_t* weights() const { return packed_ ? packed_ : weights_.data(); }
     bool is_mapped() const { return packed_ != nullptr; }
     size_t weight_bytes() const { return weight_bytes_; }
-    size_t kv_bytes() const { return cache_.used_bytes(); }
+    size_t kv_bytes() const { return text_.used_bytes(); }
     size_t activation_bytes() const { return activations_.size(); }
 
     static size_t activation_bytes(const DecoderConfig& config, int n_threads);
@@ -229,7 +229,7 @@ private:
     Reading reading_ = known_reading;
     std::shared_ptr<Pool> pool_;
     Memory weights_, activations_;
-    KvCache cache_;
+    TextState text_;
     size_t weight_bytes_, weights_taken_ = 0;
     const uint8_t* packed_;
     std::vector<LayerWeights> layers_;

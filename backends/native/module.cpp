@@ -22,9 +22,9 @@
 #include <utility>
 
 #include "decoder.h"
-#include "top_k.h"
 #include "machine_limits.h"
 #include "packing.h"
+#include "top_k.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -202,9 +202,9 @@ bool forward(Decoder& decoder, Ints tokens, Ints parents, int n_pending, Ints ro
     const int n_taps = static_cast<int>(layers.size());
     const size_t n_embd = static_cast<size_t>(config.n_embd);
     if (n < 1 || n > config.n_batch || n_pending < 0 || parents.size() != tokens.size() + n_pending ||
-        decoder.n_past() + n_pending + n > config.n_ctx || logits.shape(0) < rows.size() ||
-        logits.shape(1) != static_cast<size_t>(config.n_logits) || taps.shape(0) < layers.size() ||
-        config.has_features() != features.has_value() ||
+        decoder.n_past() + n_pending + n > config.n_ctx || !decoder.text().has_room(decoder.n_past() + n_pending + n) ||
+        logits.shape(0) < rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
+        taps.shape(0) < layers.size() || config.has_features() != features.has_value() ||
         (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
@@ -250,8 +250,9 @@ std::optional<bool> forward_lists(Decoder& decoder, nb::handle tokens, nb::handl
     for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
     if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
     if (n < 1 || n > config.n_batch || links.size() != static_cast<size_t>(n_pending + n) ||
-        decoder.n_past() + n_pending + n > config.n_ctx || n_rows > n ||
-        logits.shape(1) != static_cast<size_t>(config.n_logits) || config.has_features() != features.has_value() ||
+        decoder.n_past() + n_pending + n > config.n_ctx || !decoder.text().has_room(decoder.n_past() + n_pending + n) ||
+        n_rows > n || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
+        config.has_features() != features.has_value() ||
         (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
         (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
         !is_tree(config, ids, links)) {
@@ -287,9 +288,14 @@ void commit(Decoder& decoder, const std::vector<int32_t>& path) {
     decoder.commit(path.data(), n);
 }
 
-void truncate_to(Decoder& decoder, int n_past) {
+int truncate_to(Decoder& decoder, int n_past) {
     if (n_past < 0 || n_past > decoder.n_past()) throw nb::value_error("truncate: no such position");
-    decoder.cache().truncate(n_past);
+    return decoder.text().truncate(n_past);
+}
+
+int reach(const Decoder& decoder, int n_past) {
+    if (n_past < 0 || n_past > decoder.n_past()) throw nb::value_error("reach: no such position");
+    return decoder.text().reach(n_past);
 }
 
 using StreamFields = std::tuple<int, bool, int, int, int, int, int, bool>;
@@ -599,7 +605,7 @@ NB_MODULE(_core, m) {
         .def_rw("n_combined", &DecoderConfig::n_combined)
         .def_rw("n_normed", &DecoderConfig::n_normed)
         .def_rw("normed_residual", &DecoderConfig::normed_residual)
-        .def("kv_bytes", [](const DecoderConfig& config) { return KvCache::n_bytes(config.kv_sizes()); })
+        .def("kv_bytes", [](const DecoderConfig& config) { return TextState::n_bytes(config.text_sizes()); })
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, int n_threads) { return Decoder::activation_bytes(config, n_threads); },
@@ -641,17 +647,27 @@ NB_MODULE(_core, m) {
              "taps"_a.none(), "features"_a.none())
         .def("combine", &combine, "rows"_a, "features"_a)
         .def("commit", &commit, "path"_a)
-        .def("truncate", &truncate_to, "n_past"_a)
+        .def("truncate", &truncate_to, "n_past"_a,
+             "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
         .def(
-            "put_aside", [](Decoder& decoder) { return decoder.cache().put_aside(); },
+            "has_room", [](const Decoder& decoder, int n) { return decoder.text().has_room(n); }, "n_tokens"_a,
+            "Whether so many tokens can be there, those behind n_past not committed.")
+        .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
+        .def(
+            "park", [](Decoder& decoder) { return decoder.text().park(); },
             "Remember the committed text, as long as its memory is not needed; gives its number.")
         .def(
-            "resume", [](Decoder& decoder, int number, int n_past) { return decoder.cache().resume(number, n_past); },
-            "number"_a, "n_past"_a, "Commit the first n_past tokens of a text put aside, and only them.")
+            "reach_parked",
+            [](const Decoder& decoder, int number, int n_past) { return decoder.text().reach_parked(number, n_past); },
+            "number"_a, "n_past"_a, "The length that resume would reach; 0 for a text that is forgotten.")
         .def(
-            "forget", [](Decoder& decoder, int number) { decoder.cache().forget(number); }, "number"_a)
+            "resume", [](Decoder& decoder, int number, int n_past) { return decoder.text().resume(number, n_past); },
+            "number"_a, "n_past"_a,
+            "Commit the first n_past tokens of a parked text, or fewer, and only them; gives how many.")
         .def(
-            "aside", [](const Decoder& decoder) { return decoder.cache().aside(); }, "Numbers of the texts put aside.")
+            "forget", [](Decoder& decoder, int number) { decoder.text().forget(number); }, "number"_a)
+        .def(
+            "parked", [](const Decoder& decoder) { return decoder.text().parked(); }, "Numbers of the parked texts.")
         .def("interrupt", &Decoder::interrupt)
         .def(
             "stream",

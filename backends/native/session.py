@@ -60,7 +60,7 @@ VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
 PIECE_BYTES = 16 << 20  # of a matrix are packed at once
 MADE_BYTES = 1 << 20  # the same of one that is made as it is read, which is memory that no plan counts
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
-WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not put aside
+WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
 DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
@@ -263,14 +263,15 @@ class NativeDecoder:
         self._open().commit(rows)
         self._parents = []
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         decoder = self._open()
         if not 0 <= n_past <= decoder.n_past:
             raise ShapeError(f"n_past must be in 0..{decoder.n_past}: found {n_past}")
-        decoder.truncate(n_past)
-        del self._text[n_past:]
         self._parents = []
+        n_reached = decoder.truncate(n_past)
+        del self._text[n_reached:]
+        return n_reached
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -300,6 +301,11 @@ class NativeDecoder:
         rows = check_rows(logits, n)
         pending = np.array(self._parents[:n_pending], dtype=np.int32)
         links, _ = check_links(pending, parents, n, self.n_batch)
+        if not decoder.has_room(decoder.n_past + n_pending + n):
+            raise ShapeError(
+                f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted behind "
+                f"{decoder.n_past}: found {n_pending + n}; forward and commit n_batch at a time (run_text does)"
+            )
         layers = np.array(taps, dtype=np.int32)
         out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
         tapped = np.empty((len(taps), n if taps else 0, self.spec.n_embd), dtype=np.float32)
@@ -436,7 +442,7 @@ class NativeSession(NativeDecoder):
         beside: NativeDecoder | None = None,
         tuned: bool = True,
     ) -> None:
-        self._aside: dict[int, list[int]] = {}  # texts that the decoder has put aside, by its number
+        self._parked: dict[int, list[int]] = {}  # texts that the decoder has parked, by its number
         if tuned:
             wanted_by_user()  # what is wrong there is said before anything takes time
         if for_drafts:
@@ -465,7 +471,7 @@ class NativeSession(NativeDecoder):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """See BranchingSession.forward. A chain may have any length."""
+        """See BranchingSession.forward. A chain may have any length, where the model has no windows."""
         taps = check_taps(hidden, self.spec.n_layers)
         if (out := self._forward_few(tokens, parents, n_pending, logits, taps)) is not None:
             return out
@@ -473,8 +479,8 @@ class NativeSession(NativeDecoder):
         ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
         return self._forward(ids, parents, n_pending, logits, taps)
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds the last texts too, as long as their memory was not needed for another.
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds the last texts too, as long as their memory was not needed for another.
 
         They share what they have in common, and take nothing beyond the planned cache.
         """
@@ -482,20 +488,19 @@ class NativeSession(NativeDecoder):
         wanted = np.asarray(tokens).tolist()
         self._parents = []
         del self._text[decoder.n_past :]
-        self._aside = {number: self._aside[number] for number in decoder.aside() if number in self._aside}
+        self._parked = {number: self._parked[number] for number in decoder.parked() if number in self._parked}
         n_common = common_length(self._text, wanted)
         if len(self._text) - n_common >= WORTH_KEEPING:
-            self._put_aside()
-        lengths = {number: common_length(text, wanted) for number, text in self._aside.items()}
+            self._park()
+        lengths = {
+            number: decoder.reach_parked(number, common_length(text, wanted)) for number, text in self._parked.items()
+        }
         best = max(lengths, key=lengths.__getitem__, default=-1)
-        if lengths.get(best, 0) > n_common:
-            decoder.truncate(0)
-            self._text = wanted[: lengths[best]]
-            decoder.resume(best, lengths[best])
-        else:
-            decoder.truncate(n_common)
-            del self._text[n_common:]
-        return len(self._text)
+        if lengths.get(best, 0) <= decoder.reach(n_common):
+            return self.truncate(n_common)
+        decoder.truncate(0)
+        self._text = wanted[: lengths[best]]
+        return decoder.resume(best, lengths[best])
 
     def memory(self) -> MemoryUse:
         """Bytes of the weights (packed ones and the mapped embedding), the KV cache and the activations."""
@@ -515,16 +520,17 @@ class NativeSession(NativeDecoder):
         decoder, n_layers = self._open(), self.spec.n_layers
         return tune(decoder, model, n_layers, n_tokens, n_threads, is_ternary, self.isa, build_id(), *facts)
 
-    def _put_aside(self) -> None:
-        """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""
-        lengths = {number: common_length(text, self._text) for number, text in self._aside.items()}
-        if len(self._text) in lengths.values():
+    def _park(self) -> None:
+        """Park the committed text, unless a parked one can be cut to it; forget those that it can be cut to."""
+        decoder, n_past = self._open(), len(self._text)
+        lengths = {number: common_length(text, self._text) for number, text in self._parked.items()}
+        if any(n == n_past and decoder.reach_parked(number, n) == n for number, n in lengths.items()):
             return
         for number, length in lengths.items():
-            if length == len(self._aside[number]):
-                self._open().forget(number)
-                del self._aside[number]
-        self._aside[self._open().put_aside()] = list(self._text)
+            if length == len(self._parked[number]) and decoder.reach(length) == length:
+                decoder.forget(number)
+                del self._parked[number]
+        self._parked[decoder.park()] = list(self._text)
 
 
 def _is_float32(values: object) -> bool:

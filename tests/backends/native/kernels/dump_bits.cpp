@@ -195,7 +195,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         std::memcpy(&x[i], &bits, 4);
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
-    KvCache cache({KvType::F16, 1, 1, 1019, 16});
+    TextState cache({KvType::F16, 16, 16, {{1, 1019, 0}}});
     cache.reserve(16);
     const KvHead head = cache.head(0, 0);
     kernels.store_key_value(head, 3, x.data(), x.data());
