@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,13 +19,15 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output, TokenIds
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
+Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
 
 
 class Session(Protocol):
     """A loaded model with its KV cache on one device. Not thread-safe: one call at a time.
 
     is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
+    what the cache held before.  n_batch: as planned; most tokens of a tree that is passed to `forward`, and of anything
+    where the model has windows. `run_text` runs texts of any length.
     """
 
     is_exact: bool
@@ -67,12 +69,17 @@ class Session(Protocol):
         """
         ...
 
-    def truncate(self, n_past: int) -> None:
-        """Forget all but the first n_past committed tokens, and what the last forward left uncommitted."""
+    def truncate(self, n_past: int) -> int:
+        """Keep the first n_past committed tokens or fewer, and nothing uncommitted; gives how many are left.
+
+        Fewer where a layer no longer holds what it needs there, such as a window before n_past that was given back for
+        memory: run the rest again. 0 can always be reached, and so can what a tree of drafts or the end of an answer
+        adds: the last 128 tokens. Raises ShapeError if n_past is not in 0..self.n_past.
+        """
         ...
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """Make a beginning of these tokens the committed text, as long as the KV cache has it; gives its length.
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """Make the longest beginning of these tokens that is still held the committed text; gives its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
         """
@@ -176,8 +183,8 @@ class HeadSession(Protocol):
         """As Session.commit; rows are counted from the first that is pending."""
         ...
 
-    def truncate(self, n_past: int) -> None:
-        """Forget all but the first n_past committed rows, and what is pending."""
+    def truncate(self, n_past: int) -> int:
+        """As Session.truncate, of rows."""
         ...
 
     def memory(self) -> MemoryUse:
@@ -349,6 +356,28 @@ def check_pending(n_pending: int, n_kept: int) -> int:
     if n_pending not in range(n_kept + 1):
         raise ShapeError(f"{n_kept} rows are pending, n_pending must be in 0..{n_kept}: found {n_pending}")
     return n_pending
+
+
+def run_text(
+    session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
+) -> Output:
+    """Run and commit tokens behind the committed ones, n_batch at a time; gives what one forward would have given.
+
+    tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward.  Raises what Session.forward raises; what earlier
+    passes read stays committed.
+    """
+    ids = np.asarray(tokens)
+    outputs: list[Output] = []
+    for first in range(0, max(1, len(ids)), session.n_batch):
+        part = ids[first : first + session.n_batch]
+        is_last = first + len(part) == len(ids)
+        rows: LogitsRows = "all" if logits == "all" else "last" if logits == "last" and is_last else ()
+        outputs.append(session.forward(part, logits=rows, hidden=taps))
+        session.commit(range(len(part)))
+    hidden = [output.hidden for output in outputs if output.hidden is not None]
+    return Output(
+        np.concatenate([output.logits for output in outputs]), np.concatenate(hidden, axis=1) if hidden else None
+    )
 
 
 def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:

@@ -148,13 +148,14 @@ class ReferenceDecoder:
         self._text += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         self._check_open()
         if not 0 <= n_past <= self.n_past:
             raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
         del self._text[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
+        return n_past
 
     def memory(self) -> MemoryUse:
         """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
@@ -297,10 +298,9 @@ class ReferenceSession(ReferenceDecoder):
         self._parents, self._tokens = links, ids
         return Output(out, tapped if taps else None)
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds what is committed now."""
-        self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
-        return self.n_past
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds what is committed now."""
+        return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
 
 
 def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:

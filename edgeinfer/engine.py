@@ -534,7 +534,7 @@ class Engine:
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, tally: Tally) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
-        n_cached = record.n_cached = self.session.recall(prompt[:-1])  # the last one's logits are not kept
+        n_cached = record.n_cached = self.session.reuse_prefix(prompt[:-1])  # the last one's logits are not kept
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
         starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
         for start in starts:

@@ -380,7 +380,7 @@ def test_a_q8_0_cache_takes_a_little_over_half_and_changes_little(tmp_path: Path
         opener(odd, cache_type="q8_0")()
 
 
-def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_parked_texts_are_found_again(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K")
     open_session = opener(path, n_ctx=1024)
     session = open_session()
@@ -389,7 +389,7 @@ def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generato
     ends = some_tokens(open_session, 9, rng)
 
     def complete(text: np.ndarray) -> tuple[int, np.ndarray]:
-        n_found = session.recall(text[:-1])
+        n_found = session.reuse_prefix(text[:-1])
         assert session.n_past == n_found
         prefill(session, text[n_found:], len(text))
         return n_found, session.forward(ends, logits="all").logits
@@ -413,10 +413,10 @@ def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generato
     long = some_tokens(open_session, 1000, rng)
     assert complete(long)[0] == 0
     assert same_bits(complete(texts[0])[1], expected[0])
-    assert session.recall([]) == 0
+    assert session.reuse_prefix([]) == 0
 
 
-def test_texts_put_aside_and_a_changing_one_keep_out_of_each_others_way(tmp_path: Path) -> None:
+def test_parked_texts_and_a_changing_one_keep_out_of_each_others_way(tmp_path: Path) -> None:
     """Random walks over texts with common beginnings, against a session that computes everything."""
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q8_0")
     open_session = opener(path, n_ctx=512)
@@ -428,7 +428,7 @@ def test_texts_put_aside_and_a_changing_one_keep_out_of_each_others_way(tmp_path
         cut = int(rng.integers(1, len(text) + 1))
         text = np.concatenate([text[:cut], some_tokens(open_session, int(rng.integers(1, 150)), rng)])[:500]
         texts.append(text)
-        prefill(session, text[session.recall(text[:-1]) :], 512)
+        prefill(session, text[session.reuse_prefix(text[:-1]) :], 512)
         fresh.truncate(0)
         prefill(fresh, text, 512)
         assert same_bits(session.forward([1, 2, 3]).logits, fresh.forward([1, 2, 3]).logits)
