@@ -130,13 +130,14 @@ class OnnxDecoder:
         self._parents = np.empty(0, dtype=np.int32)
         self._n_past += len(rows)
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         self._open()
         if not 0 <= n_past <= self._n_past:
             raise ShapeError(f"n_past must be in 0..{self._n_past}: found {n_past}")
         self._n_past = n_past
         self._parents = np.empty(0, dtype=np.int32)
+        return n_past
 
     def memory(self) -> MemoryUse:
         """Bytes of the KV cache; of the constants and of a pass those that were planned."""
@@ -265,10 +266,9 @@ class OnnxSession(OnnxDecoder):
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
         return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
-        self.truncate(0)
-        return 0
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there."""
+        return self.truncate(0)
 
 
 def _family(

@@ -130,13 +130,14 @@ class OpenCLDecoder:
         decoder.keep_path(rows, self._n_past)
         self._n_past += len(rows)
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         self._open()
         if not 0 <= n_past <= self._n_past:
             raise ShapeError(f"n_past must be in 0..{self._n_past}: found {n_past}")
         self._n_past = n_past
         self._parents = np.empty(0, dtype=np.int32)
+        return n_past
 
     def memory(self) -> MemoryUse:
         """Bytes of all buffers on the device."""
@@ -292,7 +293,6 @@ class OpenCLSession(OpenCLDecoder):
             raise InvalidArgument(f"n_vocab must be in {TOP}..{self.spec.n_vocab}: found {n_vocab}")
         return self._draft(ids, n_levels, width, n_vocab)
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
-        self.truncate(0)
-        return 0
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there."""
+        return self.truncate(0)

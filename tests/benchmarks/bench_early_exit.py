@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.backends.native import NativeBackend, NativeSession
-from edgeinfer.backends.native.session import DRAFT_TOKENS
+from edgeinfer.backends.native.weights import of_frequent_tokens
 from edgeinfer.backends.reference import Floats, ReferenceBackend, ReferenceSession, scale, visible_slots
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -80,15 +80,10 @@ def answers(arguments: argparse.Namespace) -> Texts:
 def opened(file: ModelFile, spec: ModelSpec, layers: Sequence[int], n_threads: int) -> NativeSession:
     """The model with these of its layers only; with all, all of its output matrix."""
     is_whole = len(layers) == spec.n_layers
-    part = replace(
-        spec,
-        n_layers=len(layers),
-        layers=tuple(spec.layers[layer] for layer in layers),
-        attention=tuple(spec.attention[layer] for layer in layers),
-        n_draft=None if is_whole or spec.n_vocab <= DRAFT_TOKENS else DRAFT_TOKENS,
-    )
-    plan = NativeBackend().plan(file, part, N_CTX, 512, n_threads)
-    return NativeSession(file, part, plan, Device(n_threads), packed=None)
+    part = replace(spec, n_layers=len(layers), layers=tuple(spec.layers[layer] for layer in layers))
+    part, backend = part if is_whole else of_frequent_tokens(file, part), NativeBackend(packed=False)
+    plan = backend.plan(file, part, N_CTX, 512, n_threads)
+    return backend.load(file, part, plan, Device(n_threads)).session()
 
 
 class Skipping(ReferenceSession):

@@ -21,7 +21,7 @@ from text import SAMPLE_TEXT
 
 from edgeinfer.backends.base import Backend
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, plan_head
+from edgeinfer.backends.native import NativeBackend, NativeSession, load_head, plan_head
 from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
 from edgeinfer.models import ModelSpec, read_spec
@@ -64,8 +64,9 @@ def compared_heads(
 ) -> dict[str, float]:
     """A head on the native engine and by the backend `others`, on the features that the target gives for the texts."""
     with ModelFile.open(path) as head:
-        spec = read_head_beside(head, file, read_spec(file)).decoder
-        native = NativeHead(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE)
+        spec = read_head_beside(head, file, read_spec(file))
+        plan = plan_head(head, spec, N_CTX, 128, DEVICE.n_threads)
+        native = load_head(head, spec, target.model, plan, DEVICE).session()
         other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE)
     rows: list[list[Logits]] = [[], []]
     for text in texts:
@@ -99,7 +100,7 @@ def main() -> None:
         others, of_heads, device = backends(arguments.backend, arguments.device, file, spec)
         ids = np.array(Tokenizer.from_file(file).encode(SAMPLE_TEXT)[: arguments.tokens], dtype=np.int32)
         texts = [ids[first : first + N_CTX] for first in range(0, len(ids), N_CTX)]
-        target = native.load(file, spec, native.plan(file, spec, N_CTX), DEVICE)
+        target = native.load(file, spec, native.plan(file, spec, N_CTX), DEVICE).session()
         other = others.load(file, spec, others.plan(file, spec, N_CTX), DEVICE)
         rows = [[in_steps(session, text) for text in texts] for session in (target, other)]
         other.close()
