@@ -14,7 +14,7 @@ from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.stats import StatsCounter
 
 
 class Stream(Iterator[Piece]):
@@ -116,7 +116,7 @@ class Record:
         self.failed = False
         self.repeats = False  # whether the tokens so far end in a loop
         self.completion: Completion | None = None
-        self.tally: Tally | None = None  # of speculation, once the prompt is read
+        self.stats: StatsCounter | None = None  # of speculation, once the prompt is read
         self._n_prompt = n_prompt
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
@@ -174,7 +174,7 @@ class Record:
             decode_seconds,
             (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
             (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
-            None if self.tally is None else self.tally.figures(),
+            None if self.stats is None else self.stats.figures(),
         )
 
 

@@ -68,7 +68,7 @@ class DraftHeadSpec:
     output_type: GGMLType | None = None
 
     @property
-    def share_right(self) -> float | None:
+    def acceptance_rate(self) -> float | None:
         """Of the tokens of chains that end with the first wrong one: how many are right, if that is known."""
         right, n_drafted, reached = 0.0, 0.0, 1.0
         for match in self.matches:

@@ -34,7 +34,7 @@ from edgeinfer.cli.plotting import draw_timeline
 from edgeinfer.engine import Engine, default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.drafters.base import CostlyDrafter
-from edgeinfer.speculation.drafters.overlapped import drafting_ahead
+from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.timeline import Timeline
 
@@ -93,12 +93,12 @@ def with_stub(engine: Engine, one: float, n_tokens: int, right: float) -> dict[s
     costs = stretch(engine.session, one)
     plain, seconds = answer(engine, n_tokens, None)
     text = [*engine.tokenize(TIMELINE_PROMPT), *plain.tokens]
-    chance = random.Random(1)
-    is_right = [chance.random() < right for _ in range(len(text) + MAX_TOKENS)]
+    rng = random.Random(1)
+    is_right = [rng.random() < right for _ in range(len(text) + MAX_TOKENS)]
     results: dict[str, Any] = {}
     for part in PARTS:
         stub = SlowDrafter(text, lambda place: place < len(is_right) and is_right[place], part * one, nap)
-        ahead = drafting_ahead(stub)
+        ahead = overlapped(stub)
         results[str(part)] = figures(engine, ahead, costs, plain, seconds)
         results[str(part)]["speed_in_turns"] = figures(engine, stub, costs, plain, seconds)["speed"]
         ahead.close()
@@ -107,10 +107,10 @@ def with_stub(engine: Engine, one: float, n_tokens: int, right: float) -> dict[s
 
 def with_model(engine: Engine, one: float, n_tokens: int) -> dict[str, Any]:
     """Figures of the draft model or the head of an engine, where it was put."""
-    if engine.speculator is None or not engine.speculator.placed:
+    if engine.speculator is None or not engine.speculator.placements:
         raise SystemExit("there is no draft model or head that could be used")
     drafter = engine.speculator.drafters[-1]
-    where = engine.speculator.placed[drafter.name].where
+    where = engine.speculator.placements[drafter.name].device
     costs = stretch(engine.session, one)
     plain, seconds = answer(engine, n_tokens, None)
     figures(engine, drafter, costs, plain, seconds)  # type: ignore[arg-type]

@@ -137,11 +137,11 @@ class Misled(Ours):
 class RandomDrafter(FunctionDrafter):
     """Proposes tokens at random, or what the answer will be with wrong tokens in and beside it."""
 
-    def __init__(self, n_vocab: int, answer: Sequence[int], chance: random.Random) -> None:
+    def __init__(self, n_vocab: int, answer: Sequence[int], rng: random.Random) -> None:
         def propose(context: Context, limit: int) -> DraftTree:
-            if chance.random() < 0.5:
-                return random_tree(n_vocab, chance, min(limit, 6))
-            return knowing(answer, n_vocab, chance, min(limit, 12), self._n_seen)
+            if rng.random() < 0.5:
+                return random_tree(n_vocab, rng, min(limit, 6))
+            return knowing(answer, n_vocab, rng, min(limit, 12), self._n_seen)
 
         super().__init__(propose, "random")
         self._n_seen = 0  # tokens of the answer; others may have spoilt the context
@@ -244,11 +244,11 @@ def contenders(
     known["ours recycling"] = lambda: alone(RecyclingDrafter())
     if has_own:
         known[f"ours {whole.drafters[-1].name}"] = drafted
-    chance = random.Random(1)
+    rng = random.Random(1)
 
     def misled(malicious: bool) -> Misled:
         def drafters() -> list[Drafter]:
-            found: list[Drafter] = [RandomDrafter(n_vocab, plain.tokens, chance)]
+            found: list[Drafter] = [RandomDrafter(n_vocab, plain.tokens, rng)]
             return found + [FunctionDrafter(bad, name) for name, bad in MALICIOUS.items() if malicious]
 
         return Misled(arguments, engine, drafters)

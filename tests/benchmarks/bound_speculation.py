@@ -35,7 +35,7 @@ from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
-from edgeinfer.speculation.policy import rate_of_chain
+from edgeinfer.speculation.policy import chain_rate
 from edgeinfer.speculation.tree import DraftTree
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -45,12 +45,12 @@ DRAFT_COSTS = (0.0, 0.05, 0.1, 0.2, 0.3)
 class Everything:
     """An outlook on which every node pays."""
 
-    floor = 0.0
+    min_probability = 0.0
 
-    def chance(self, kind: int, depth: int, p: float) -> float:
+    def probability(self, kind: int, depth: int, p: float) -> float:
         return p
 
-    def goes_on(self, reach: Sequence[float]) -> bool:
+    def should_extend(self, path_probabilities: Sequence[float]) -> bool:
         return True
 
 
@@ -66,7 +66,7 @@ class Answer:
 def greedy(tokens: Sequence[int]) -> Context:
     """A greedy request with this text so far."""
     context = Context(list(tokens), lambda row, text: int(row.argmax()), True)
-    context.outlook = Everything()
+    context.acceptance = Everything()
     return context
 
 
@@ -154,14 +154,14 @@ def bounds(answers: Sequence[Answer], milliseconds: Sequence[float], draft: floa
 
 
 def needed(milliseconds: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Best speed over one by one of chains whose tokens are each right with one chance, by chance and draft cost."""
+    """Best speed over one by one of chains whose tokens are each right with one rate, by rate and draft cost."""
     one = milliseconds[1]
     return {
-        f"acceptance {chance}": {
-            f"draft {cost}": round(max(1.0, one * rate_of_chain(chance, cost * one, milliseconds, MAX_TOKENS - 1)), 2)
+        f"acceptance {rate}": {
+            f"draft {cost}": round(max(1.0, one * chain_rate(rate, cost * one, milliseconds, MAX_TOKENS - 1)), 2)
             for cost in DRAFT_COSTS
         }
-        for chance in ACCEPTANCES
+        for rate in ACCEPTANCES
     }
 
 

@@ -44,11 +44,11 @@ BAD = ("random", "malicious")
 
 def sets_of_drafters(engine: Engine, own: list[Drafter], names: list[str]) -> Iterator[tuple[str, list[Drafter]]]:
     """The drafters to try, by name; own: the engine's."""
-    n_vocab, chance = engine.tokenizer.n_vocab, random.Random(1)
+    n_vocab, rng = engine.tokenizer.n_vocab, random.Random(1)
     bad = list(MALICIOUS.items())
     known: dict[str, list[Drafter]] = {drafter.name: [drafter] for drafter in own}
     known["all"] = own
-    known["random"] = [FunctionDrafter(lambda context, limit: random_tree(n_vocab, chance, min(limit, 6)), "random")]
+    known["random"] = [FunctionDrafter(lambda context, limit: random_tree(n_vocab, rng, min(limit, 6)), "random")]
     known["malicious"] = [FunctionDrafter(propose, name) for name, propose in bad]
     return ((name, known[name]) for name in names if name in known)
 
@@ -101,7 +101,7 @@ def main() -> None:
     add_flags(parser)
     parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
     parser.add_argument(
-        "--costs", choices=("free", "measured"), default="free", help="of checking, as drafters see them"
+        "--costs", draft_candidates=("free", "measured"), default="free", help="of checking, as drafters see them"
     )
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()

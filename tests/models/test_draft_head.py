@@ -64,9 +64,9 @@ def test_a_head_says_how_often_it_was_right(target: Path, tmp_path: Path) -> Non
     with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", target, metadata=known)) as file:
         head = read_head(file)
     # of 1 + 0.5 + 0.125 tokens that a chain drafts until one is wrong
-    assert head.matches == (0.5, 0.25, 0.0) and head.share_right == (0.5 + 0.125) / 1.625
+    assert head.matches == (0.5, 0.25, 0.0) and head.acceptance_rate == (0.5 + 0.125) / 1.625
     with ModelFile.open(write_tiny_head(tmp_path / "without.gguf", target)) as file:
-        assert read_head(file).matches == () and read_head(file).share_right is None
+        assert read_head(file).matches == () and read_head(file).acceptance_rate is None
 
 
 def test_the_fingerprint_is_of_the_tokens_and_the_last_norm(target: Path, tmp_path: Path) -> None:
