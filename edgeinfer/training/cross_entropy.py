@@ -1,8 +1,8 @@
-"""The cross-entropy with the target's chances, a few positions at a time.
+"""Cross-entropy with the target's probabilities, a few positions at a time.
 
-Chances over a draft vocabulary are a thousand times as many numbers as a loss needs of them: made for a whole batch,
-most of a training's time goes into writing them to memory and reading them again. So each few positions' chances and
-the gradient that follows from them are made while they lie in the caches, and only the gradient is kept.
+Probabilities over a draft vocabulary are a thousand times as many numbers as the loss. For a whole batch, writing and
+reading them would take most of the training time. So they are computed for a few positions at a time, while they fit
+into the caches, and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def soft_cross_entropy(
 
 
 def _n_at_once(device: torch.device) -> int:
-    """Positions whose chances are made together: what caches hold, or what keeps a GPU busy."""
+    """Positions whose probabilities are computed together: as many as fit into caches, or keep a GPU busy."""
     return 256 if device.type == "cpu" else 8192
 
 

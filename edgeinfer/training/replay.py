@@ -1,9 +1,9 @@
-"""How many tokens a step drafting with a head would give, by a replay on answers that were recorded.
+"""Tokens per step of drafting with a head, computed by a replay on recorded answers.
 
-At every position of an answer the head drafts a tree from the target's features up to there, best-first by the product
-of its chances as EAGLE-2 does (arXiv:2406.16858, section 4): level by level the likeliest nodes are gone on from, and
-the likeliest of all are kept. What of the tree the record goes along is accepted, and one token more comes from the
-target; the steps of a whole answer follow from that. For greedy answers this is what would happen.
+At every position of an answer the head drafts a tree from the target's features, best-first by the product of its
+probabilities as in EAGLE-2 (arXiv:2406.16858, section 4): at each level the most probable nodes are expanded, and the
+most probable nodes of all are kept. The nodes along the recorded answer are accepted, and one more token comes from the
+target; this gives the steps of the whole answer. For greedy answers it is what decoding would do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Level:
 
 
 class Replay:
-    """Drafts with a head on recorded texts. draft_vocab: (n_draft,) ids.  The others as for Objective."""
+    """Drafts with a head on recorded texts.  draft_vocab: (n_draft,) ids. Other arguments as for Objective."""
 
     def __init__(
         self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, draft_vocab: torch.Tensor
@@ -187,7 +187,7 @@ class _Growth:
 
 
 def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:
-    """(tokens, steps) of an answer, given how many drafted tokens would be right at each of its positions."""
+    """(tokens, steps) of an answer, given the number of accepted draft tokens at each of its positions."""
     position = n_steps = 0
     while position < len(lengths):
         position += lengths[position] + 1
@@ -196,7 +196,7 @@ def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _lengths(levels: Sequence[Level], size: int) -> torch.Tensor:
-    """(n,) length of the right path in the tree of the `size` likeliest nodes."""
+    """(n,) length of the accepted path in the tree of the `size` most probable nodes."""
     reach = torch.cat([level.reach for level in levels], dim=1)
     is_right = torch.cat([level.is_right for level in levels], dim=1)
     # Of equal chances the one nearer to the root is taken, so that a node never comes without its parent.
