@@ -22,9 +22,9 @@
 #include <utility>
 
 #include "decoder.h"
-#include "top_k.h"
 #include "machine_limits.h"
 #include "packing.h"
+#include "top_k.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
