@@ -223,8 +223,8 @@ def draft_vocabulary(
         )
     answers = [text.tokens[text.n_prompt :] for text in texts]
     counts = np.bincount(np.concatenate([np.empty(0, np.int32), *answers]), minlength=n_vocab).astype(np.float64)
-    chances = 1.0 / (np.arange(n_vocab) + max(1.0, n_vocab / _FREQUENT))
-    counts += min(_MOST_PRIOR, _PRIOR_SHARE * counts.sum()) * chances / chances.sum()
+    probabilities = 1.0 / (np.arange(n_vocab) + max(1.0, n_vocab / _FREQUENT))
+    counts += min(_MOST_PRIOR, _PRIOR_SHARE * counts.sum()) * probabilities / probabilities.sum()
     counts[np.asarray(usual, dtype=np.int64)] += 1.0
     counts[kept] = -1.0  # not once more
     order = np.argsort(-counts, kind="stable")

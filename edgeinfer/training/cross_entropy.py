@@ -44,12 +44,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
         at_once = _n_at_once(rows.device)
         for first in range(0, n, at_once):
             at = slice(first, first + at_once)
-            chances = (wanted[at] @ target_output.T).float().softmax(dim=-1)
+            probabilities = (wanted[at] @ target_output.T).float().softmax(dim=-1)
             for step in range(n_steps):
                 log_own = (rows[step, at].to(output.dtype) @ output.T).float().log_softmax(dim=-1)
-                losses[step] -= (chances * log_own).sum()
+                losses[step] -= (probabilities * log_own).sum()
                 if ctx.needs_input_grad[0]:
-                    gradients[step, at] = ((log_own.exp_() - chances).to(output.dtype) @ output).to(rows.dtype)
+                    gradients[step, at] = ((log_own.exp_() - probabilities).to(output.dtype) @ output).to(rows.dtype)
         ctx.save_for_backward(gradients / max(1, n))
         return losses / max(1, n)
 
