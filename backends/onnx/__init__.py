@@ -1,7 +1,7 @@
-"""Draft models and draft heads on ONNX Runtime, with any execution provider, and their graphs as files.
+"""Draft models and draft heads on ONNX Runtime, on any of its execution providers, and their graphs as files.
 
-Float sums run in the provider's order, so results are not bit-identical (`is_exact` is False). These sessions are for
-drafting, where the text does not depend on them.
+Sums of floats run in whatever order suits the provider, so sessions here do not keep promise one (`is_exact` is False):
+they are for drafting, where the text does not depend on them.
 """
 
 from edgeinfer.backends.onnx.decoder import build_model
