@@ -14,10 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    QueryScales,
-    Rows,
+from edgeinfer.backends.base import Progress, Rows
+from edgeinfer.backends.checks import (
     check_cache,
     check_parents,
     check_path,
@@ -28,6 +26,7 @@ from edgeinfer.backends.base import (
     check_tokens,
     common_length,
 )
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.backends.reference_math import (
     ACTIVATIONS,
     Floats,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import (
-    Rows,
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import (
     check_features,
     check_parents,
     check_pending,

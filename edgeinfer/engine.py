@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast, get_args
 
 from edgeinfer import devices
 from edgeinfer.arguments import MAX_INT32, check_callback, check_file_name, check_integer, check_text, shown
-from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
+from edgeinfer.backends.base import Backend, Progress, Session
+from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
     BackendCrashed,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import check_features, check_pending, check_tokens
+from edgeinfer.backends.checks import check_features, check_pending, check_tokens
 from edgeinfer.backends.native.session import NativeDecoder, NativeSession, decoder_config, packed_bytes, parts_of
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile

@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    QueryScales,
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import (
     check_cache,
     check_links,
     check_path,
@@ -28,6 +27,7 @@ from edgeinfer.backends.base import (
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.packed import map_packed, packed_path, read_header, write_packed
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.errors import (
     BackendUnavailable,
     EdgeInferError,

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx.graph import CONTRIB, Dims, Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Blocks, Constant, Floats, part_of, vector_of, weights_of
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import GateTensors, ModelSpec, RopeSpec, TensorRef, TensorRows
 from edgeinfer.models.gguf import ModelFile
 

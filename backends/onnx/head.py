@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_features, check_pending, check_tokens
 from edgeinfer.backends.onnx.decoder import Embedding, build_combine, build_decoder
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, Style, choose_provider

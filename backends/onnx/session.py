@@ -8,14 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    check_links,
-    check_path,
-    check_rows,
-    check_taps,
-    check_tokens,
-)
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_links, check_path, check_rows, check_taps, check_tokens
 from edgeinfer.backends.onnx.decoder import HIDDEN, bias_name, build_model, build_move, windows_of
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Progress, QueryScales
+from edgeinfer.backends.base import Progress
 from edgeinfer.backends.opencl.device import Buffer, Kernel, OpenCLDevice
 from edgeinfer.backends.opencl.matrices import RUN, Activations, DeviceMatrix
 from edgeinfer.backends.opencl.parts import (
@@ -21,6 +21,7 @@ from edgeinfer.backends.opencl.parts import (
     kv_bytes,
     ropes_of,
 )
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import ModelSpec
 from edgeinfer.types import Features, HiddenStates, Logits, Nodes, TokenIds
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_features, check_pending, check_tokens
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import ModelParts

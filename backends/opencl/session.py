@@ -8,15 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    check_links,
-    check_parents,
-    check_path,
-    check_rows,
-    check_taps,
-    check_tokens,
-)
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_links, check_parents, check_path, check_rows, check_taps, check_tokens
 from edgeinfer.backends.opencl.decoder import Batch, Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device

@@ -10,9 +10,9 @@ import pytest
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
-from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx import ProviderInfo
 from edgeinfer.backends.opencl import OpenCLDevice
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from edgeinfer.backends.base import DraftingSession, Session, common_length
+from edgeinfer.backends.base import DraftingSession, Session
+from edgeinfer.backends.checks import common_length
 from edgeinfer.backends.native import likeliest
 from edgeinfer.errors import NumericalError
 from edgeinfer.models.arrays import Array
