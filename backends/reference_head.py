@@ -15,9 +15,9 @@ from edgeinfer.backends.checks import (
     check_pending,
     check_rows,
     check_session_size,
-    check_sessions,
     check_tokens,
 )
+from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
     BLOCKS,
     Activations,
@@ -38,11 +38,10 @@ def open_reference_head(
 ) -> ReferenceHead:
     """A text of a head of a target, dequantised; both files may be closed afterwards. Raises UnsupportedModel.
 
-    activations: see ReferenceBackend.
+    spec: as read_head_beside gives it.  activations: see ReferenceBackend.
     """
     check_blocks(spec.decoder.blocks(), BLOCKS, ReferenceBackend.name, head.path)
     backend = ReferenceBackend(activations)
-    spec = spec.beside(target_spec)
     weights = backend.read_weights(head, spec.tensor_shapes())
     of_target = backend.read_weights(target, _shapes_of_target(spec, target_spec))
     decoder = replace(
@@ -76,11 +75,7 @@ class ReferenceHeadModel(ReferenceDecoder):
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See HeadModel.forward. One text after the other."""
-        check_sessions(self, batch)
-        return [
-            rows.session.forward(rows.tokens, rows.features, rows.parents, n_pending=rows.n_pending, logits=rows.logits)
-            for rows in batch
-        ]
+        return heads_in_turn(self, batch)
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""
