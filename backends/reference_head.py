@@ -27,7 +27,7 @@ from edgeinfer.backends.reference import (
     Weights,
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
-from edgeinfer.models import ModelSpec, check_blocks
+from edgeinfer.models import ModelSpec, TensorRef, check_blocks
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
@@ -56,7 +56,7 @@ def open_reference_head(
 
 def _shapes_of_target(spec: HeadSpec, target: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's tensors that a head uses."""
-    used = {target.token_embd} if spec.decoder.token_embd is None else set()
+    used: set[TensorRef | None] = {target.token_embd} if spec.decoder.token_embd is None else set()
     used |= {target.output} if spec.decoder.output is None else set()
     return {name: shape for name, shape in target.tensor_shapes().items() if name in used}
 
