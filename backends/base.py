@@ -134,7 +134,7 @@ class Model(Protocol):
         ...
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> Session:
-        """The state of a new text; None is what was planned. Raises InvalidArgument for a size or type it lacks."""
+        """The state of a new text. None is what was planned. Raises InvalidArgument."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
