@@ -1,4 +1,4 @@
-"""A draft head as a GGUF file; CONTRIBUTING.md has its keys, tensors and equations."""
+"""A draft head as a GGUF file; docs/draft-heads.md has its keys, tensors and equations."""
 
 from __future__ import annotations
 

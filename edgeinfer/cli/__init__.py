@@ -24,15 +24,15 @@ _EXIT_CODES = (
     "4 it does not fit into memory, 5 a backend was lost, 130 interrupted."
 )
 COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name>.<name>
-    "chat": "Talk with a model.",
+    "chat": "Chat with a model.",
     "generate": "Complete a text.",
-    "inspect": "Show what a GGUF model file holds.",
-    "bench": "Measure how fast a model runs here.",
-    "pack": "Make a model load in milliseconds.",
-    "export": "Write a model in another format.",
-    "devices": "Show the devices that can run models.",
+    "inspect": "Show the contents of a GGUF file.",
+    "bench": "Measure the speed of a model here.",
+    "pack": "Pack a model to load in milliseconds.",
+    "export": "Convert a model to another format.",
+    "devices": "List the devices that can run models.",
     "distill": "Train a draft head for a model.",
-    "evaluate": "Tell how often a draft head is right.",
+    "evaluate": "Measure the acceptance of a draft head.",
 }
 
 
@@ -130,7 +130,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
 @click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Run language models on the machine at hand."""
+    """Run language models on this machine, with speculative decoding."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end an answer

@@ -192,7 +192,7 @@ class HeadDrafter:
         n_wanted = len(context.tokens) - context.n_assumed - 1
         if len(self._tokens) != n_wanted:
             raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
-        if not self.session.spec.n_layers:  # sees nothing but its own position
+        if not self.session.spec.decoder.n_layers:  # sees nothing but its own position
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
@@ -208,7 +208,7 @@ class HeadDrafter:
         first = len(self._tokens) - self._n_unread(context)
         self._last = None
         out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(list(range(n)) if self.session.spec.n_layers else [])
+        self.session.commit(list(range(n)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 
@@ -284,7 +284,7 @@ class HeadDrafter:
             chains.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not np.isfinite(nodes.chances).all():
             raise NumericalError("the head's logits are no numbers")
-        self.session.commit(range(n) if self.session.spec.n_layers else ())
+        self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
         self._take(chains, growth, nodes)
 
     def _take(self, chains: Chains[DraftingHead], growth: _Growth, nodes: Nodes) -> None:
