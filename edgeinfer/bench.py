@@ -162,7 +162,7 @@ def report(
     curve, long = measure(sessions, CURVE, prefill, rounds)
     weight_bytes, multiply_adds = work_of_a_token(file, spec) if isinstance(spec, ModelSpec) else (None, None)
     ours = next(iter(sessions.values()))
-    tuning = ours.tuning if isinstance(ours, NativeSession) else None
+    tuning = ours.model.tuning if isinstance(ours, NativeSession) else None
     return Report(
         model=file.path.name,
         cpu=devices.cpu_name(),

@@ -86,7 +86,7 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
         sessions = {}
         for name, loadable in engines.items():
             sessions[name] = loadable.load(Device(n_threads), bar)
-            opened.callback(sessions[name].close)
+            opened.callback(sessions[name].model.close)
         bar.close()
         spec = next(iter(engines.values())).spec
         return benchmark.report(file, spec, sessions, best_isa(), n_threads, rounds)

@@ -13,11 +13,19 @@ from edgeinfer import devices
 from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, best_isa, build_id, plan_head
+from edgeinfer.backends.native import (
+    NativeBackend,
+    NativeHeadSession,
+    NativeSession,
+    best_isa,
+    build_id,
+    load_head,
+    plan_head,
+)
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import DraftHeadSpec, fingerprint, is_draft_head
+from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter
@@ -53,7 +61,7 @@ class DraftPlan:
     n_bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
     file: ModelFile | None = None
-    spec: ModelSpec | DraftHeadSpec | None = None
+    spec: ModelSpec | HeadSpec | None = None
     plan: MemoryPlan | None = None
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True
@@ -74,7 +82,7 @@ class DraftPlan:
                 drafters.append(drafter)
             except (EdgeInferError, OSError) as error:
                 self.dropped[_name_of(self.file)] = str(error)
-        share = self.spec.acceptance_rate if isinstance(self.spec, DraftHeadSpec) else None
+        share = self.spec.acceptance_rate if isinstance(self.spec, HeadSpec) else None
         shares = {} if share is None else {HeadDrafter.name: share}
         return Speculator(session, drafters, costs, self.n_vocab, draft_max, placements, shares)
 
@@ -105,7 +113,7 @@ class DraftPlan:
         ) -> CostlyDrafter:
             return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps, device_drafting)
 
-        draft = DraftSource(file, head.decoder, of_head, _WithoutFeatures, _levels_of_head)
+        draft = DraftSource(file, head, of_head, _WithoutFeatures, _levels_of_head)
         on_cpu = None if self.plan is None else partial(_open_head, draft, self.plan, session, device)
         return self._open_placed(draft, on_cpu, device, costs)
 
@@ -226,14 +234,14 @@ def _plan_file(
 ) -> None:
     """Add a draft model or a head to the plan. Raises EdgeInferError where it cannot be used."""
     left -= planned.n_bytes
-    spec: ModelSpec | DraftHeadSpec
+    spec: ModelSpec | HeadSpec
     if is_draft_head(file):
         spec = read_head_beside(file, target, read_spec(target))
-        own = plan_head(file, spec.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
-        n_rows = 0 if spec.decoder.combine is None else spec.decoder.combine.n_rows
+        own = plan_head(file, spec, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
+        n_rows = 0 if spec.features is None else spec.features.n_rows
         kept = HeadDrafter.memory(plan.n_ctx, plan.n_batch, spec.decoder.n_embd, planned.n_vocab, n_rows)
         if draft_device != "auto":  # so little work is done on the CPU before another device is reached
-            _plan_places(planned, file, spec.decoder, plan, left - kept, draft_device, beside=target)
+            _plan_places(planned, file, spec, plan, left - kept, draft_device, beside=target)
     else:
         spec = read_spec(file)
         check_vocabulary(file, target, planned.n_vocab)
@@ -290,18 +298,19 @@ def _for_heads(place: DraftDevice, target: ModelFile) -> DraftDevice:
 
 def _open_model(draft: DraftSource, plan: MemoryPlan, target: Session, device: Device) -> CostlyDrafter:
     """The draft model on the CPU, all of it in memory: a file that is lost later does no harm."""
-    beside = target if isinstance(target, NativeSession) else None
-    session = NativeSession(draft.file, draft.spec, plan, device, resident=True, for_drafts=True, beside=beside)
+    threads = target.model.threads if isinstance(target, NativeSession) else None
+    backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
+    session = backend.load(draft.file, draft.spec, plan, device).session()
     return _made(draft, session, plan, device, "for drafts")
 
 
 def _open_head(draft: DraftSource, plan: MemoryPlan, target: NativeSession, device: Device) -> CostlyDrafter:
     """The head on the CPU, whose weights are in memory; embeddings are read where the target has them."""
-    return _made(draft, NativeHead(draft.file, draft.spec, target, plan, device), plan, device)
+    return _made(draft, load_head(draft.file, draft.spec, target.model, plan, device).session(), plan, device)
 
 
 def _made(
-    draft: DraftSource, session: NativeSession | NativeHead, plan: MemoryPlan, device: Device, *facts: str
+    draft: DraftSource, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
 ) -> CostlyDrafter:
     """The drafter of a session, which is closed if that fails."""
     try:
@@ -326,7 +335,7 @@ class _WithoutFeatures:
 
     def __init__(self, head: HeadSession) -> None:
         self._head = head
-        self.spec = head.spec
+        self.spec = head.spec.decoder
         self.n_ctx = head.n_ctx
         self.n_batch = head.n_batch
         self.commit = head.commit
@@ -337,7 +346,7 @@ class _WithoutFeatures:
         return self._head.n_past
 
     def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
-        return self._head.forward(tokens, np.ones((len(tokens), self.spec.n_embd), np.float32), logits=logits)
+        return self._head.forward(tokens, np.ones((len(tokens), self._head.spec.n_embd), np.float32), logits=logits)
 
 
 def _levels_of_model(session: Session) -> DeviceLevels | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgeinfer.backends.native import likeliest
+from edgeinfer.backends.native import top_k
 from edgeinfer.errors import NumericalError
 from edgeinfer.types import Logits
 
@@ -21,7 +21,7 @@ def draft_candidates(logits: Logits, drawn: int | None, is_greedy: bool, n: int)
     logits: (n_vocab,).  drawn: None where it was not; the likeliest is then the first.  n: most of all. Raises
     NumericalError for logits that are no numbers.
     """
-    (best, p_best), *_ = found = likeliest(logits, n)
+    (best, p_best), *_ = found = top_k(logits, n)
     if math.isnan(p_best):
         raise NumericalError("a drafter's logits must be numbers: found others")
     if drawn is None and not is_greedy:

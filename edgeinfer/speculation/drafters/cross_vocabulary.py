@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from edgeinfer.backends.base import DraftingSession, Session, common_length
-from edgeinfer.backends.native import likeliest
+from edgeinfer.backends.base import DraftingSession, Session
+from edgeinfer.backends.checks import common_length
+from edgeinfer.backends.native import top_k
 from edgeinfer.errors import NumericalError
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import ModelFile
@@ -178,7 +179,7 @@ class CrossVocabularyDrafter(ModelDrafter):
 
     def _likeliest(self, tokens: Sequence[int]) -> tuple[int, float]:
         """Read and keep tokens; the likeliest to follow, and its probability."""
-        ((token, p),) = likeliest(self._forward(tokens), 1)
+        ((token, p),) = top_k(self._forward(tokens), 1)
         if not math.isfinite(p):
             raise NumericalError("the draft model's logits are no numbers")
         return token, p

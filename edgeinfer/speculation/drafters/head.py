@@ -195,10 +195,10 @@ class HeadDrafter:
 
     def _n_unread(self, context: Context) -> int:
         """Rows of the text that are not in the cache; the last position has no feature yet, nor those assumed."""
-        n_useful_levels = len(context.tokens) - context.n_unverified - 1
-        if len(self._tokens) != n_useful_levels:
-            raise ShapeError(f"features of {n_useful_levels} tokens are needed, {len(self._tokens)} are known")
-        if not self.session.spec.n_layers:  # sees nothing but its own position
+        n_wanted = len(context.tokens) - context.n_unverified - 1
+        if len(self._tokens) != n_wanted:
+            raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
+        if not self.session.spec.decoder.n_layers:  # sees nothing but its own position
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
@@ -214,7 +214,7 @@ class HeadDrafter:
         first = len(self._tokens) - self._n_unread(context)
         self._last = None
         out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(list(range(n)) if self.session.spec.n_layers else [])
+        self.session.commit(list(range(n)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 
@@ -290,7 +290,7 @@ class HeadDrafter:
             device_drafting.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not np.isfinite(nodes.probabilities).all():
             raise NumericalError("the head's logits are no numbers")
-        self.session.commit(range(n) if self.session.spec.n_layers else ())
+        self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
         self._take(device_drafting, growth, nodes)
 
     def _take(self, device_drafting: DeviceDrafting[DraftingHead], growth: _Growth, nodes: Nodes) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.backends.native import likeliest
+from edgeinfer.backends.native import top_k
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
@@ -84,7 +84,7 @@ class RecyclingDrafter:
         if len(behind) == n_new:  # the text has no token before the first of them
             behind = [-1, *behind]
         for before, last, logits in zip(behind[:-1], behind[1:], rows, strict=True):
-            found = likeliest(logits, _N_KEPT)
+            found = top_k(logits, _N_KEPT)
             missing = [-1] * (_N_KEPT - len(found))
             classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
             successors = [*(id for id, _ in found), *missing, *classes, *missing]
