@@ -14,20 +14,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    QueryScales,
-    Rows,
+from edgeinfer.backends.base import Progress, Rows
+from edgeinfer.backends.checks import (
     check_cache,
     check_parents,
     check_path,
     check_rows,
     check_session_size,
-    check_sessions,
     check_taps,
     check_tokens,
     common_length,
 )
+from edgeinfer.backends.in_turn import forward_in_turn
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.backends.reference_math import (
     ACTIVATIONS,
     Floats,
@@ -297,10 +296,7 @@ class ReferenceModel(ReferenceDecoder):
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. One text after the other."""
-        check_sessions(self, batch)
-        return [
-            rows.session.forward(rows.tokens, rows.parents, logits=rows.logits, hidden=rows.hidden) for rows in batch
-        ]
+        return forward_in_turn(self, batch)
 
     def embeddings(self, ids: NDArray[np.int32]) -> Floats:
         """What goes into the first layer, (n, n_embd)."""

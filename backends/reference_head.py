@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import (
-    Rows,
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import (
     check_features,
     check_parents,
     check_pending,
     check_rows,
     check_session_size,
-    check_sessions,
     check_tokens,
 )
+from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
     BLOCKS,
     Activations,
@@ -27,7 +27,7 @@ from edgeinfer.backends.reference import (
     Weights,
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
-from edgeinfer.models import ModelSpec, check_blocks
+from edgeinfer.models import ModelSpec, TensorRef, check_blocks
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
@@ -38,11 +38,10 @@ def open_reference_head(
 ) -> ReferenceHead:
     """A text of a head of a target, dequantised; both files may be closed afterwards. Raises UnsupportedModel.
 
-    activations: see ReferenceBackend.
+    spec: as read_head_beside gives it.  activations: see ReferenceBackend.
     """
     check_blocks(spec.decoder.blocks(), BLOCKS, ReferenceBackend.name, head.path)
     backend = ReferenceBackend(activations)
-    spec = spec.beside(target_spec)
     weights = backend.read_weights(head, spec.tensor_shapes())
     of_target = backend.read_weights(target, _shapes_of_target(spec, target_spec))
     decoder = replace(
@@ -57,7 +56,7 @@ def open_reference_head(
 
 def _shapes_of_target(spec: HeadSpec, target: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's tensors that a head uses."""
-    used = {target.token_embd} if spec.decoder.token_embd is None else set()
+    used: set[TensorRef | None] = {target.token_embd} if spec.decoder.token_embd is None else set()
     used |= {target.output} if spec.decoder.output is None else set()
     return {name: shape for name, shape in target.tensor_shapes().items() if name in used}
 
@@ -76,11 +75,7 @@ class ReferenceHeadModel(ReferenceDecoder):
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See HeadModel.forward. One text after the other."""
-        check_sessions(self, batch)
-        return [
-            rows.session.forward(rows.tokens, rows.features, rows.parents, n_pending=rows.n_pending, logits=rows.logits)
-            for rows in batch
-        ]
+        return heads_in_turn(self, batch)
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.backends.base import Progress, check_cache
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, decoder_config
 from edgeinfer.backends.native.machine import best_isa, build_id

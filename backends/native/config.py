@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.native import _core
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import (
-    Rows,
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import (
     check_features,
     check_links,
     check_path,

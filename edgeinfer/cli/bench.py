@@ -177,8 +177,8 @@ def _draw_timeline(
         engine = load(model, n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, progress=bar)
     with engine:
         timeline, speculation = record_rounds(engine)
-        placed = {} if engine.speculator is None else engine.speculator.placed
-        where = "".join(f", drafts by {name} on {of.where}" for name, of in placed.items())
+        placed = {} if engine.speculator is None else engine.speculator.placements
+        where = "".join(f", drafts by {name} on {of.device}" for name, of in placed.items())
         title = f"{engine.path.name}, {engine.device.n_threads} thread(s){where}"
     waited = speculation.waited_seconds / speculation.step_seconds if speculation.step_seconds else 0.0
     note(

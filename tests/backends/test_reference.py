@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
-from edgeinfer.backends.base import QueryScales
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.backends.reference import (
     Activations,
     ReferenceBackend,
