@@ -45,7 +45,8 @@ size_t TextState::n_bytes(const TextSizes& sizes) {
     return n_bytes;
 }
 
-TextState::TextState(const TextSizes& sizes) : places_(sizes.layers.size()), n_batch_(sizes.n_batch) {
+TextState::TextState(const TextSizes& sizes)
+    : places_(sizes.layers.size()), n_ctx_(sizes.n_ctx), n_batch_(sizes.n_batch) {
     for (const Alike& alike : alike_of(sizes)) {
         const KvShape shape = alike.shape(sizes.type);
         std::unique_ptr<KvState> state;

@@ -24,19 +24,24 @@ struct TextSizes {
 class TextState {
 public:
     explicit TextState(const TextSizes& sizes);
+    TextState(const TextState&) = delete;
+    TextState& operator=(const TextState&) = delete;
 
     // What is held when all of it is full.
     static size_t n_bytes(const TextSizes& sizes);
     size_t used_bytes() const;
 
     int n_past() const { return n_past_; }
+    int n_ctx() const { return n_ctx_; }
     KvHead head(int layer, int kv_head) const {
         const Place& place = places_[static_cast<size_t>(layer)];
         return place.state->head(place.index, kv_head);
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
-    bool has_room(int n_slots) const { return n_slots - n_past_ <= n_batch_ || n_slots <= n_unmoved_; }
+    bool has_room(int n_slots) const {
+        return n_slots <= n_ctx_ && (n_slots - n_past_ <= n_batch_ || n_slots <= n_unmoved_);
+    }
     // Makes these slots this text's own. There must be room.
     void reserve(int n_slots);
     // Moves these slots behind n_past, ascending, to n_past, n_past + 1, ...
@@ -69,7 +74,7 @@ private:
 
     std::vector<std::unique_ptr<LayerState>> states_;
     std::vector<Place> places_;  // by layer
-    int n_batch_, n_unmoved_ = INT_MAX;
+    int n_ctx_, n_batch_, n_unmoved_ = INT_MAX;
     int n_past_ = 0, n_numbers_ = 0;
     std::vector<Parked> parked_;  // used longest ago first
 };

@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import BranchingSession, common_length, run_text
+from edgeinfer.backends.base import BranchingSession, run_text
+from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
