@@ -28,7 +28,8 @@ Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Ses
 class Session(Protocol):
     """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time.
 
-    n_ctx: positions that the text may have.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
+    n_ctx: positions that the text may have.  n_batch: as planned; the most tokens that a tree may have, and that can be
+    uncommitted where the model has windows. `run_text` runs texts of any length.
     """
 
     n_ctx: int
@@ -75,16 +76,16 @@ class Session(Protocol):
         ...
 
     def truncate(self, n_past: int) -> int:
-        """Keep the first n_past committed tokens or fewer, and nothing uncommitted; gives how many are left.
+        """Forget all but the first n_past committed tokens, and what the last forward left uncommitted.
 
-        Fewer where a layer no longer holds what it needs there, such as a window before n_past that was given back for
-        memory: run the rest again. 0 can always be reached, and so can what a tree of drafts or the end of an answer
-        adds: the last 128 tokens. Raises ShapeError if n_past is not in 0..self.n_past.
+        Returns the length that was reached, which may be less than n_past where layers no longer hold what lies before
+        it, such as a window whose memory was used again; the caller runs the rest again. The last 128 committed tokens
+        can always be cut off. Raises ShapeError.
         """
         ...
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """Make the longest beginning of these tokens that is still held the committed text; gives its length.
+        """Make a prefix of these tokens the committed text, as long as the KV cache has it; returns its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
         """
