@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 @dataclass(frozen=True)
 class HeadTypes:
     """What matrices are stored in. ffn: those of the feed-forward networks, and the rows of the output matrix.  others:
-    those of the gate and of attention, which suffer more from few bits."""
+    those of the front and of attention, which suffer more from few bits."""
 
     ffn: GGMLType
     others: GGMLType
@@ -46,7 +46,7 @@ def write_draft_head(
 
     sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
     without the rows of the output matrix, which are made of the target's when the head is opened.  draft_vocab:
-    (n_draft,) ascending ids of the target.  taps, matches: see DraftHeadSpec.
+    (n_logits,) ascending ids of the target.  taps, matches: see HeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
     """
     keys: dict[str, str | int | float | list[int] | list[float]] = {

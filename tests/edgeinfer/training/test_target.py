@@ -39,7 +39,7 @@ def test_logits_equal_those_of_the_reference(
     texts = [rng.integers(0, 291, n).astype(np.int32) for n in [4] * 24 + [40]]
     with ModelFile.open(path) as file:
         backend, spec = ReferenceBackend("int8"), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1))
+        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1)).session()
         target = TorchTarget(file, spec, CPU)
         logits = [target.logits(rows).numpy() for rows in target.text_features(texts)]
         wanted = [session.forward(text, logits="all").logits for text in texts]
