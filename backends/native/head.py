@@ -107,7 +107,8 @@ class NativeHeadModel(NativeDecoder):
     def memory(self) -> MemoryUse:
         """See HeadModel.memory."""
         use = super().memory()
-        of_features = 0 if self._projection is None else self._projection.activation_bytes
+        features = self.spec.features
+        of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
         return MemoryUse(use.weights, 0, use.activations + of_features)
 
     def close(self) -> None:
