@@ -95,9 +95,7 @@ def test_unknown_blocks_and_fields_are_refused_by_name(tmp_path: Path, monkeypat
         kind = make_dataclass("Experts", [("clamp", float | None, None)], bases=(Dense,), frozen=True)
         block = kind(**vars(dense), clamp=7.0)
         other = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], ffn=block)))
-        with pytest.raises(
-            UnsupportedModel, match="layers.1.ffn is a block Experts, which the training"
-        ):
+        with pytest.raises(UnsupportedModel, match="layers.1.ffn is a block Experts, which the training"):
             TorchTarget(file, other, CPU)
         monkeypatch.setitem(target_module.BLOCKS, kind, target_module.BLOCKS[Dense])  # as if Dense had got the field
         monkeypatch.setitem(target_module._NOT_COMPUTED, kind, target_module._NOT_COMPUTED[Dense])
