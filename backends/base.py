@@ -24,11 +24,9 @@ Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..
 class Session(Protocol):
     """A loaded model with its KV cache on one device. Not thread-safe: one call at a time.
 
-    is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
+    n_batch: as planned; most tokens of a tree that is passed to `forward`.
     """
 
-    is_exact: bool
     n_ctx: int
     n_batch: int
 
@@ -75,6 +73,8 @@ class Session(Protocol):
         """Make a beginning of these tokens the committed text, as long as the KV cache has it; gives its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
+        A backend whose logits depend on how a text was cut into passes finds nothing, 0, and starts from an empty
+        cache: so each request gives the same text whatever was asked before.
         """
         ...
 

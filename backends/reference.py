@@ -27,7 +27,7 @@ from edgeinfer.backends.base import (
 )
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
-from edgeinfer.models.formats.dequantize import check_type, dequantize
+from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
@@ -273,8 +273,6 @@ class ReferenceDecoder:
 
 class ReferenceSession(ReferenceDecoder):
     """See edgeinfer.backends.base.Session."""
-
-    is_exact = True
 
     def forward(
         self,

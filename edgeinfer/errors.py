@@ -1,8 +1,11 @@
-"""Every exception that edgeinfer raises on purpose.
+"""Every exception that edgeinfer raises on purpose, and its warnings.
 
 All derive from EdgeInferError. A message says what was wanted, what was found and what to do. `exit_code` is what the
 command line leaves with when the error reaches it.
 """
+
+import sys
+import warnings
 
 
 class EdgeInferError(Exception):
@@ -106,3 +109,11 @@ class Interrupted(EdgeInferError):
     """The forward pass was stopped by `Session.interrupt` from another thread; the session is as it was before."""
 
     exit_code = 130
+
+
+def warn(message: str) -> None:
+    """A RuntimeWarning at the line that called into this package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith("edgeinfer."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

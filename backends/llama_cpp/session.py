@@ -49,8 +49,6 @@ class LlamaCppSession:
     It then says so, by BackendLost, in each call until `recall` begins a new text: that starts a process anew.
     """
 
-    is_exact = False
-
     def __init__(self, loaded: Loaded) -> None:
         self.spec = loaded.sizes
         self.n_ctx = loaded.wanted.n_ctx

@@ -419,8 +419,6 @@ class NativeSession(NativeDecoder):
     take half a second at the first load; see tuning.tune.  tuning: what was chosen, None without.
     """
 
-    is_exact = True
-
     def __init__(
         self,
         model: ModelFile,

@@ -235,8 +235,6 @@ class OnnxDecoder:
 class OnnxSession(OnnxDecoder):
     """See edgeinfer.backends.base.Session."""
 
-    is_exact = False
-
     def __init__(
         self,
         model: ModelFile,

@@ -251,8 +251,6 @@ class OpenCLDecoder:
 class OpenCLSession(OpenCLDecoder):
     """See edgeinfer.backends.base.Session."""
 
-    is_exact = False
-
     def __init__(
         self,
         model: ModelFile,
