@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from edgeinfer import devices
 from edgeinfer.arguments import MAX_INT32, check_choice, check_integer
-from edgeinfer.backends.base import Backend, Progress, Session
+from edgeinfer.backends.base import Backend, Model, Progress
 from edgeinfer.errors import BackendCrashed, BackendUnavailable, UnsupportedModel, warn
 from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.memory.plan import plan_within
@@ -39,8 +39,8 @@ class PlannedModel:
     plan: MemoryPlan
     device: Device
 
-    def load(self, progress: Progress | None = None) -> Session:
-        """The session that was planned; closed by the caller."""
+    def load(self, progress: Progress | None = None) -> Model:
+        """The model that was planned; closed by the caller."""
         return self.backend.load(self.file, self.spec, self.plan, self.device, progress)
 
 

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
 from edgeinfer.arguments import check_callback, check_integer, check_text, shown
-from edgeinfer.backends.base import Progress, Session, check_tokens
+from edgeinfer.backends.base import Progress, Session
+from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
     ContextOverflow,
@@ -29,7 +30,7 @@ from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
 from edgeinfer.speculation.pipeline import Job, Speculator
-from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.stream import Output, Record, StopStrings, Stream
 from edgeinfer.types import Device, Logits, MemoryPlan
 
@@ -255,8 +256,8 @@ class Engine:
 
     def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
         """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
-        tally = Tally()
-        logits = self._evaluate(prompt, record, progress, tally)
+        stats = StatsCounter()
+        logits = self._evaluate(prompt, record, progress, stats)
         text, params = list(prompt), record.params
         breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
 
@@ -268,36 +269,36 @@ class Engine:
         if self.speculator is not None:
             is_plain = params.is_greedy and not params.changes_logits
             job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain)
-            record.tally = tally
-            yield from self.speculator.tokens(job, logits, tally)
+            record.stats = stats
+            yield from self.speculator.tokens(job, logits, stats)
             return
         while True:
             yield text[-1]
             logits = self._forward(text[-1:])
             text.append(draw(logits, text))
 
-    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, tally: Tally) -> Logits:
+    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, stats: StatsCounter) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
-        n_cached = record.n_cached = self.session.recall(prompt[:-1])  # the last one's logits are not kept
+        n_cached = record.n_cached = self.session.reuse_prefix(prompt[:-1])  # the last one's logits are not kept
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
         starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
         for start in starts:
             chunk = prompt[start : start + starts.step]
-            logits = self._read(prompt, start, chunk, tally)
+            logits = self._read(prompt, start, chunk, stats)
             if progress is not None:
                 progress((start + len(chunk) - n_cached) / (len(prompt) - n_cached))
             if record.interrupted:
                 raise Interrupted("the request was interrupted")
         return logits
 
-    def _read(self, prompt: list[int], start: int, chunk: list[int], tally: Tally) -> Logits:
+    def _read(self, prompt: list[int], start: int, chunk: list[int], stats: StatsCounter) -> Logits:
         """Run and commit a part of the prompt; gives (n_vocab,) for its last token, or nothing, (0,)."""
         taps = False if self.speculator is None else self.speculator.taps
         logits: Literal["last"] | tuple[()] = "last" if start + len(chunk) == len(prompt) else ()
         out = self.session.forward(chunk, logits=logits, hidden=taps)
         self.session.commit(range(len(chunk)))
         if self.speculator is not None and (features := out.features) is not None:
-            self.speculator.follow(prompt, start, features, tally)
+            self.speculator.observe_features(prompt, start, features, stats)
         return out.logits.reshape(-1)
 
     def _forward(self, tokens: list[int]) -> Logits:

@@ -71,8 +71,9 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(drafters.close)
         use = replace(planned.plan.use, drafters=drafters.n_bytes)
         planned = replace(planned, plan=replace(planned.plan, use=use))
-    session = planned.load(options.progress)
-    opened.callback(session.close)
+    model = planned.load(options.progress)
+    opened.callback(model.close)
+    session = model.session()
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
     speculator = None
     if drafters is not None:

@@ -44,17 +44,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A tree of likely tokens that a session made by itself. tokens, parents, p: (n,), as in DraftTree.
+    """A draft tree that a device made in one call. tokens, parents, p: (n,), as in DraftTree.
 
-    candidates, chances: (n_rows, k) the likeliest tokens, likeliest first, and their probabilities; row 0 is of those
-    behind the text, row 1 + i of those behind node i, as far as the nodes were passed through the model.
+    candidates, probabilities: (n_rows, k) the top-k tokens, most probable first, and their probabilities. Row 0 is for
+    the position after the text, row 1 + i for the position after node i; nodes of the last level have no row.
     """
 
     tokens: TokenIds
     parents: TokenIds
     p: NDArray[np.float32]
     candidates: NDArray[np.int32]
-    chances: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
 
 
 @dataclass(frozen=True)

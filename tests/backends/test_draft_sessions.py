@@ -81,10 +81,10 @@ def test_logits_come_for_the_rows_asked_for(kind: Kind, tiny: Open, rng: np.rand
     assert session.forward(tokens).hidden is None and session.n_past == 0
 
 
-def test_nothing_is_recalled(tiny: Open) -> None:
+def test_no_prefix_is_reused(tiny: Open) -> None:
     session = tiny()
     prefill(session, np.arange(9, dtype=np.int32), 9)
-    assert session.recall(range(9)) == 0 and session.n_past == 0
+    assert session.reuse_prefix(range(9)) == 0 and session.n_past == 0
 
 
 def test_misuse_is_refused(tiny: Open) -> None:

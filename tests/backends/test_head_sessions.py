@@ -15,7 +15,8 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.base import DraftingHead, HeadSession
-from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend
+from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend, OpenCLHeadModel
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import (
     BackendLost,
@@ -49,7 +50,10 @@ class Heads:
 
     def reference(self, activations: Literal["float32", "int8"] = "float32") -> ReferenceHead:
         with ModelFile.open(self.head) as file, ModelFile.open(self.target) as model:
-            return open_reference_head(file, read_head(file).decoder, model, read_spec(model), 256, activations)
+            of_target = read_spec(model)
+            return open_reference_head(
+                file, read_head_beside(file, model, of_target), model, of_target, 256, activations
+            )
 
 
 @pytest.fixture(params=KINDS)
@@ -226,7 +230,7 @@ def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path)
         ModelFile.open(write_tiny_eagle3(tmp_path / "h.gguf", target)) as file,
         pytest.raises(UnsupportedModel, match="EAGLE-3 heads .*: run them on the native engine"),
     ):
-        head_backend_of(kind, model).plan(file, read_head(file).decoder, 256)
+        head_backend_of(kind, model).plan(file, read_head(file), 256)
 
 
 def test_another_thread_can_stop_a_pass(heads: Heads) -> None:
@@ -267,11 +271,12 @@ def test_the_plan_is_what_a_head_on_opencl_takes(
 ) -> None:
     heads = heads_of(tmp_path, tensor_type, n_layers, "opencl")
     with ModelFile.open(heads.head) as file, ModelFile.open(heads.target) as model:
-        spec, of_target = read_head(file).decoder, read_spec(model)
+        of_target = read_spec(model)
+        spec = read_head_beside(file, model, of_target)
         plan = OpenCLHeadBackend(opencl_device.info, model, of_target).plan(file, spec, 100, 32)
         device = OpenCLDevice(opencl_device.info)
         n_before = device.n_allocated
-        head = OpenCLHead(file, spec, model, of_target, plan, device)
+        head = OpenCLHeadModel(file, spec, model, of_target, plan, device).session()
     assert head.memory() == plan.use and device.n_allocated - n_before == plan.use.total
     head.forward(*rows(60))
     assert device.n_allocated - n_before == plan.use.total
@@ -308,7 +313,7 @@ def test_a_tree_made_on_the_device_is_the_one_of_single_levels(
     assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.parents.tolist() == theirs.parents.tolist()
     assert set(ours.candidates.ravel().tolist()) <= set(vocabulary[:-20].tolist())
     assert (ours.candidates[:, 0] == theirs.candidates[:, 0]).all() and len(ours.candidates) == len(theirs.candidates)
-    for a, b in ((ours.p, theirs.p), (ours.chances, theirs.chances)):
+    for a, b in ((ours.p, theirs.p), (ours.probabilities, theirs.probabilities)):
         np.testing.assert_allclose(a, b, rtol=2e-3)
 
     path = [*range(21 + len(assumed))]
@@ -334,7 +339,7 @@ def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: Op
     with pytest.raises(InvalidArgument, match="one of the head's tokens must be below n_vocab 0: found none"):
         head.draft(tokens[:2], features[:2], 2, 1, (), 0)
     few = head.draft(tokens[:2], features[:2], 2, 3, (), 4)
-    assert set(few.candidates.ravel().tolist()) == {0, 2} and (few.chances[:, 2:] == 0).all()
+    assert set(few.candidates.ravel().tolist()) == {0, 2} and (few.probabilities[:, 2:] == 0).all()
     assert few.p[:2].sum() == pytest.approx(1) and few.p[2] == 0
     with pytest.raises(ShapeError, match="1-D array of integers"):
         head.draft(tokens[:2], features[:2], 2, 1, [1.5])
@@ -350,6 +355,6 @@ def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: Op
 def test_a_device_that_fails_is_a_lost_backend(tmp_path: Path, opencl_device: OpenCLDevice) -> None:
     head = heads_of(tmp_path, "F16", 1, "opencl").open()
     assert isinstance(head, OpenCLHead)
-    head._open()._group = 1 << 20  # no device has such groups
+    head.model.decoder.group = 1 << 20  # no device has such groups
     with pytest.raises(BackendLost, match="running kernel rms_norm failed"):
         head.forward(*rows(3))

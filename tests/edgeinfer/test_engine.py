@@ -17,7 +17,7 @@ import edgeinfer
 from edgeinfer import backend_choice, devices, loading
 from edgeinfer import engine as engine_module
 from edgeinfer.backend_choice import open_backend
-from edgeinfer.backends.base import common_length
+from edgeinfer.backends.checks import common_length
 from edgeinfer.errors import (
     BackendUnavailable,
     BudgetExceeded,

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     (
         "backends",
         [
-            {"backends.reference", "backends.reference_head"},
+            {"backends.reference", "backends.reference_head", "backends.reference_math"},
             {"backends.native"},
             {"backends.llama_cpp"},
             {"backends.opencl"},
