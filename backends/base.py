@@ -88,6 +88,8 @@ class Session(Protocol):
         """Make a prefix of these tokens the committed text, as long as the KV cache has it; returns its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
+        A backend whose logits depend on how a text was cut into passes reuses nothing, 0: each request then gives the
+        same text whatever was asked before.
         """
         ...
 
@@ -124,11 +126,9 @@ class Rows:
 class Model(Protocol):
     """Weights and threads, which sessions, drafters and a server share. Not thread-safe: one pass at a time.
 
-    is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.  n_ctx: most positions of a session.  n_batch: most tokens in one pass.
+    n_ctx: most positions of a session.  n_batch: most tokens in one pass.
     """
 
-    is_exact: bool
     n_ctx: int
     n_batch: int
 

@@ -45,10 +45,9 @@ def load_head(
     """A head of a target. Its file may be closed afterwards; the target's must stay open.
 
     It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
-    Raises UnsupportedModel.
+    spec: see read_head_beside. Raises UnsupportedModel.
     """
     _check(head, spec)
-    spec = spec.beside(target.spec)
     parts = parts_of(head, spec.weights())
     threads = shared_threads(target.threads, device.n_threads)
     weights = _core.Weights(packed_bytes(parts), None, target.weights())
@@ -108,7 +107,8 @@ class NativeHeadModel(NativeDecoder):
     def memory(self) -> MemoryUse:
         """See HeadModel.memory."""
         use = super().memory()
-        of_features = 0 if self._projection is None else self._projection.activation_bytes
+        features = self.spec.features
+        of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
         return MemoryUse(use.weights, 0, use.activations + of_features)
 
     def close(self) -> None:

@@ -39,9 +39,7 @@ public:
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
-    bool has_room(int n_slots) const {
-        return n_slots <= n_ctx_ && (n_slots - n_past_ <= n_batch_ || n_slots <= n_unmoved_);
-    }
+    bool has_room(int n_slots) const { return n_slots - n_past_ <= n_batch_ || n_slots <= n_unmoved_; }
     // Makes these slots this text's own. There must be room.
     void reserve(int n_slots);
     // Moves these slots behind n_past, ascending, to n_past, n_past + 1, ...

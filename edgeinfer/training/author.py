@@ -143,7 +143,8 @@ def _features(out: Output) -> list[NDArray[np.float32]]:
 
 def tree_rows(spec: ModelSpec, context: int) -> int:
     """n_ctx and n_batch for an engine that writes texts of a context side by side, so that the model stays the same."""
-    changes = any(each.rope is not None and each.rope.long is not None for each in spec.attention)  # in a longer one
+    ropes = [layer.mixer.rope for layer in spec.layers]
+    changes = any(rope is not None and rope.long is not None for rope in ropes)  # in a longer one
     return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 
 

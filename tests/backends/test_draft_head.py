@@ -12,6 +12,7 @@ from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHeadSession, available_isas, load_head, plan_head
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
@@ -48,7 +49,8 @@ def heads_of(
             folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd, **options
         )  # type: ignore
     file, model = ModelFile.open(path), ModelFile.open(target)
-    spec, of_target = read_head(file), read_spec(model)
+    of_target = read_spec(model)
+    spec = read_head_beside(file, model, of_target)
 
     def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHeadSession:
         plan = NativeBackend().plan(model, of_target, 256, 64, n_threads)
@@ -281,6 +283,7 @@ def test_a_head_holds_what_was_planned_and_shares_the_targets_embeddings(tmp_pat
     page = 1 << 21  # as in test_native
     for planned, used in zip(vars(plan.use).values(), vars(head.memory()).values(), strict=True):
         assert planned <= used < planned + page
+    assert head.model._embedding_bytes == 0 and head.model.memory().weights == plan.use.weights
 
 
 def test_misuse_raises_and_leaves_the_head_as_it_was(heads: Heads) -> None:
