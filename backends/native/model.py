@@ -179,13 +179,13 @@ class TunedDecoder:
         self.groups_at_once = decoder.groups_at_once
         self.weight_bytes = decoder.weight_bytes
 
-    def stream(self, is_ternary: bool, n: int) -> Fields:
-        """See Tunable.stream."""
-        return self._decoder.stream(is_ternary, n)
+    def prefetch(self, is_ternary: bool, n: int) -> Fields:
+        """See Tunable.prefetch."""
+        return self._decoder.prefetch(is_ternary, n)
 
-    def set_stream(self, is_ternary: bool, n: int, fields: Fields) -> None:
-        """See Tunable.set_stream."""
-        self._decoder.set_stream(is_ternary, n, fields)
+    def set_prefetch(self, is_ternary: bool, n: int, fields: Fields) -> None:
+        """See Tunable.set_prefetch."""
+        self._decoder.set_prefetch(is_ternary, n, fields)
 
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
         """See Tunable.seconds_of_part."""
