@@ -17,8 +17,9 @@ Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
 CacheType: TypeAlias = Literal["f16", "q8_0"]
+"""Numbers of the KV cache: half floats, or 8-bit codes with one half-float scale for each 32, 53 % of the bytes."""
 TernaryBits: TypeAlias = Literal["2", "1.6"]
-"""Numbers of the KV cache: half floats, or codes of 8 bits with a scale for each 32, in a little over half of that."""
+"""Bits of memory for each weight of a ternary matrix: four weights a byte, or five."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A tree of likely tokens that a session made by itself. tokens, parents, p: (n,), as in DraftTree.
+    """A draft tree that a device made in one call. tokens, parents, p: (n,), as in DraftTree.
 
-    candidates, chances: (n_rows, k) the likeliest tokens, likeliest first, and their probabilities; row 0 is of those
-    behind the text, row 1 + i of those behind node i, as far as the nodes were passed through the model.
+    candidates, probabilities: (n_rows, k) the top-k tokens, most probable first, and their probabilities. Row 0 is for
+    the position after the text, row 1 + i for the position after node i; nodes of the last level have no row.
     """
 
     tokens: TokenIds
     parents: TokenIds
     p: NDArray[np.float32]
     candidates: NDArray[np.int32]
-    chances: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
 
 
 @dataclass(frozen=True)

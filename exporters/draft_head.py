@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import MATCHES, OUTPUT_TYPE, TARGET_LAYERS, fingerprint
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Floats = NDArray[np.float32]
@@ -20,8 +20,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadTypes:
-    """What matrices are stored in. ffn: those of the feed-forward networks, and the rows of the output matrix.  others:
-    those of the front and of attention, which suffer more from few bits."""
+    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the front and
+    of attention, which lose more from few bits.
+    """
 
     ffn: GGMLType
     others: GGMLType

@@ -1,4 +1,4 @@
-"""What a model file says: its tensors, tokenizer, chat template and layers. Nothing here runs a model."""
+"""Reading model files: tensors, tokenizer, chat template and the layers of a model. Nothing here runs a model."""
 
 from __future__ import annotations
 

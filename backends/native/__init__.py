@@ -1,4 +1,4 @@
-"""The C++ engine: packed weights, kernels by instruction set, a pool of threads, the KV cache and the decoder."""
+"""The C++ engine for CPUs: packed weights, kernels per instruction set, threads, KV cache and decoder."""
 
 from edgeinfer.backends.native.backend import NativeBackend
 from edgeinfer.backends.native.head import NativeHeadModel, NativeHeadSession, load_head, plan_head

@@ -15,7 +15,7 @@ from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeM
 from edgeinfer.backends.native.passes import TextRows
 from edgeinfer.backends.native.session import NativeText
 from edgeinfer.backends.native.weights import embedding_of, pack_weights, packed_bytes, parts_of
-from edgeinfer.errors import ShapeError
+from edgeinfer.errors import InvalidArgument, ShapeError
 from edgeinfer.models import check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
@@ -146,6 +146,10 @@ class NativeHeadSession(NativeText):
 
     def checked(self, rows: Rows) -> TextRows:
         """Rows of this text, checked. Raises ShapeError, ContextOverflow."""
+        if rows.hidden is not False:
+            raise InvalidArgument(
+                "a draft head has no layers to choose from: leave `hidden` out, its feature always comes"
+            )
         if rows.features is None:
             raise ShapeError("rows of a draft head need features, one a token: found none")
         return self._checked(rows, (self.spec.feature_tap,), rows.features)

@@ -1,6 +1,6 @@
-"""The command line. One file a command, imported when it is called, so that `--help` is quick.
+"""The command line. One file per command, imported when it is called, so that `--help` is fast.
 
-Exit codes are those of `edgeinfer.errors`, and in `--help`.
+Exit codes are those of `edgeinfer.errors`; `--help` lists them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Group(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command line, as click does, and leave with its exit code, whatever the standard streams are."""
+        """Run a command line as click does, and exit with its exit code, whatever the state of the standard streams."""
         run: Callable[..., Any] = super().main  # click's overloads differ from one version to the next
         if not options.get("standalone_mode", True):
             return run(*args, **options)

@@ -131,7 +131,7 @@ def _as_dict(timings: Timings) -> dict[str, object]:
     record = dataclasses.asdict(timings)
     if timings.speculation is not None:
         of = timings.speculation
-        record["speculation"] |= {"tokens_per_step": of.tokens_per_step, "wasted": of.wasted, "speedup": of.speedup}
+        record["speculation"] |= {"tokens_per_step": of.tokens_per_step, "rejected": of.rejected, "speedup": of.speedup}
     return record
 
 
@@ -168,13 +168,13 @@ def _drafts(speculation: Speculation | None) -> str:
 def speculation_table(speculation: Speculation) -> list[str]:
     """Lines with all that is known about the drafts of an answer."""
     lines = [
-        f"drafts   {speculation.tokens} tokens in {speculation.steps} steps, {speculation.wasted} drafted for nothing, "
+        f"drafts   {speculation.tokens} tokens in {speculation.steps} steps, {speculation.rejected} rejected, "
         f"about {speculation.speedup:.2f}x plain",
         f"time     {speculation.verify_seconds:.2f} s checking, {speculation.draft_seconds:.2f} s drafting, "
         f"{speculation.waited_seconds:.2f} s of it with drafters that take time",
     ]
     for name, of in speculation.by_drafter.items():
-        lines.append(f"  {name:10} {of.accepted} of {of.drafted} right, {of.rate:.0%}")
+        lines.append(f"  {name:10} {of.accepted} of {of.drafted} right, {of.acceptance_rate:.0%}")
     for depth, of in enumerate(speculation.by_depth, start=1):
-        lines.append(f"  token {depth:<4} {of.accepted} of {of.drafted} right, {of.rate:.0%}")
+        lines.append(f"  token {depth:<4} {of.accepted} of {of.drafted} right, {of.acceptance_rate:.0%}")
     return lines + [f"  {name:10} not used: {reason}" for name, reason in speculation.dropped.items()]

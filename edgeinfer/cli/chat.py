@@ -305,10 +305,10 @@ class Repl:
             f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
         speculation = None if self._last is None else self._last.timings.speculation
-        for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placed).items():
+        for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placements).items():
             is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}
             why = "; not asked in the last answer, where it promised less than it would have taken" if is_idle else ""
-            note(f"drafts   {name} on {placed.where}{why}")
+            note(f"drafts   {name} on {placed.device}{why}")
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
             note(f"sampling {sampling_line(self._last.params)}")

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
+from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.types import LogitsRows, Output
 
 MAX_TOKENS = 32  # of a batch whose cost is known
@@ -51,7 +51,7 @@ class CostCurve:
     far: Mapping[int, float]
 
 
-class Timed(Protocol):
+class TimedSession(Protocol):
     """What of a session is timed."""
 
     n_ctx: int
@@ -75,12 +75,12 @@ class Timed(Protocol):
         """See Session.commit."""
         ...
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         ...
 
 
-def measure_costs(session: Timed, budget_seconds: float) -> CostCurve:
+def measure_costs(session: TimedSession, budget_seconds: float) -> CostCurve:
     """The cost curve of a session, which must be empty and is left so.
 
     Sizes that the budget has no time for are left out, the largest first; one token is always measured.
@@ -111,7 +111,7 @@ def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def _time(
-    session: Timed, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
+    session: TimedSession, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
 ) -> None:
     """Time passes of these sizes one after the other, as long as there is time; seconds: the fastest of each size."""
     for size in sizes:
@@ -125,7 +125,7 @@ def _time(
         seconds[size] = min(elapsed, seconds.get(size, elapsed))
 
 
-def _fill(session: Timed, tokens: Sequence[int], n: int, deadline: float) -> int:
+def _fill(session: TimedSession, tokens: Sequence[int], n: int, deadline: float) -> int:
     """Commit up to n tokens, as far as there is time; gives their number."""
     longest = 0.0
     while session.n_past + _CHUNK <= n and len(tokens) >= _CHUNK and time.perf_counter() + longest < deadline:
@@ -166,7 +166,7 @@ class CostModel:
             self._make()
         return self._now
 
-    def of_chain(self, n: int, n_past: int) -> float:
+    def chain_ms(self, n: int, n_past: int) -> float:
         """Milliseconds of a chain of any length."""
         now = self.milliseconds(n_past)
         return now[n] if n <= MAX_TOKENS else now[MAX_TOKENS] * n / MAX_TOKENS
@@ -251,12 +251,12 @@ def _at_all_sizes(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]
 
 def cost_key(file: ModelFile, *facts: object) -> str:
     """Name of a curve: of everything that the cost depends on. facts: CPU, instruction set, threads, build."""
-    return key_of(file, _FORMAT, *facts)
+    return record_key(file, _FORMAT, *facts)
 
 
 def default_folder() -> Path | None:
     """Where curves are kept, None where the user has no folder for caches."""
-    return folder_of("costs")
+    return record_folder("costs")
 
 
 def load_curve(key: str, folder: Path | None) -> CostCurve | None:
@@ -272,7 +272,7 @@ def load_curve(key: str, folder: Path | None) -> CostCurve | None:
     return CostCurve(n_near, near, n_far, far)
 
 
-def kept_costs(key: str, measure: Callable[[], CostCurve], of_two: float = DOUBTFUL) -> CostModel:
+def cached_costs(key: str, measure: Callable[[], CostCurve], max_ratio: float = DOUBTFUL) -> CostModel:
     """The costs of that name: as they were kept, or measured now and kept.
 
     of_two: what two may cost at most, in passes of one; what was measured is else not kept.
@@ -281,14 +281,14 @@ def kept_costs(key: str, measure: Callable[[], CostCurve], of_two: float = DOUBT
     curve = load_curve(key, folder)
     if curve is None:
         curve = measure()
-        if curve.near.get(2, 0.0) <= of_two * curve.near[1]:  # else the next load measures again
+        if curve.near.get(2, 0.0) <= max_ratio * curve.near[1]:  # else the next load measures again
             save_curve(key, curve, folder)
     return CostModel(curve, lambda followed: save_curve(key, followed, folder))
 
 
 def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Keep a curve, whole or not at all. Where nothing can be written, it is measured again the next time."""
-    keep_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
+    write_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:

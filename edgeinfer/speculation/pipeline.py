@@ -11,18 +11,18 @@ from time import perf_counter
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import BackendLost, EdgeInferError, Interrupted
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter, DraftsAhead, FeatureDrafter
+from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, CostlyDrafter, Drafter, FeatureDrafter
 from edgeinfer.speculation.policy import (
-    ChanceTable,
-    Choice,
+    AcceptanceTable,
+    ChainLengthRule,
     Proposal,
-    Reward,
-    choose,
-    floor_of,
-    rate_ahead,
-    rate_of_chain,
+    VerifyTree,
+    chain_rate,
+    min_useful_probability,
+    overlapped_rate,
+    select_tree,
 )
-from edgeinfer.speculation.stats import Tally
+from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
@@ -68,27 +68,27 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class DrafterPlacement:
     """Where a drafter works, for people.
 
     spare: makes the one that takes its place when that fails; None for nothing.  takes_memory: the spare has only the
     memory that the drafter gives back.
     """
 
-    where: str
-    spare: Callable[[], Drafter] | None = field(default=None, repr=False)
-    takes_memory: bool = False
+    device: str
+    fallback: Callable[[], Drafter] | None = field(default=None, repr=False)
+    reuses_memory: bool = False
 
 
-class _Seat:
+class _DrafterState:
     """A drafter, what was learnt about it, and whether it is asked."""
 
-    def __init__(self, drafter: Drafter, share_right: float | None = None) -> None:
+    def __init__(self, drafter: Drafter, acceptance_rate: float | None = None) -> None:
         self.drafter = drafter
-        self.table = ChanceTable(share_right)
+        self.table = AcceptanceTable(acceptance_rate)
         self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
         self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
-        self.ahead = drafter if isinstance(drafter, DraftsAhead) else None
+        self.background = drafter if isinstance(drafter, BackgroundDrafter) else None
         self.is_dropped = False
         self.lost = ""  # how what it ran on failed
         self.is_asked = False  # in this step
@@ -96,7 +96,7 @@ class _Seat:
         self.n_steps = 0
 
     @property
-    def is_awake(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a free drafter is to work in this step. One that does not pay is tried again now and then."""
         return not self.is_dropped and (self.gain >= 0.0 or self.n_steps % _ASKED_EVERY == 0)
 
@@ -109,7 +109,7 @@ class _Seat:
             self.gain += n_right * milliseconds[1] - n_own * cost
 
     @contextmanager
-    def working(self, tally: Tally) -> Iterator[None]:
+    def working(self, stats: StatsCounter) -> Iterator[None]:
         """Around what the drafter does: takes its time, and drops it for this request if it raises, noting why."""
         started = perf_counter()
         try:
@@ -120,18 +120,18 @@ class _Seat:
             self.is_dropped = True
             if isinstance(error, (BackendLost, MemoryError)):
                 self.lost = str(error) or "out of memory"
-            tally.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
+            stats.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
         seconds = perf_counter() - started
         self.gain -= 1e3 * seconds
         if self.costly is not None:
-            tally.waited_seconds += seconds
+            stats.waited_seconds += seconds
 
     def rate(self, context: Context, milliseconds: Sequence[float], max_nodes: int) -> tuple[float, float]:
         """Tokens a millisecond that a drafter which takes time promises, and milliseconds before its first draft."""
         if self.costly is None:
             return 0.0, 0.0
         each, before = self.costly.cost(context)
-        rate_of = rate_of_chain if self.ahead is None else rate_ahead
+        rate_of = chain_rate if self.background is None else overlapped_rate
         return rate_of(self.table.mean, each, milliseconds, max_nodes), before
 
 
@@ -140,7 +140,7 @@ class Speculator:
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
     draft_max: most nodes of a tree.  placed: by the names of drafters that have a place; kept as it changes.
-    shares_right: by the names of drafters of which it was measured, the share of their tokens that are right.
+    acceptance_rates: by the names of drafters of which it was measured, the share of their tokens that are right.
     """
 
     def __init__(
@@ -150,16 +150,16 @@ class Speculator:
         costs: CostModel,
         n_vocab: int,
         draft_max: int,
-        placed: Mapping[str, Placed] | None = None,
-        shares_right: Mapping[str, float] | None = None,
+        placements: Mapping[str, DrafterPlacement] | None = None,
+        acceptance_rates: Mapping[str, float] | None = None,
     ) -> None:
         self._session = session
         self.costs = costs
         self._n_vocab = n_vocab
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, session.n_batch - 1)
-        self._shares_right = dict(shares_right or {})
-        self._seats = [self._seat(drafter) for drafter in drafters]
-        self.placed = dict(placed or {})
+        self._acceptance_rates = dict(acceptance_rates or {})
+        self._states = [self._new_state(drafter) for drafter in drafters]
+        self.placements = dict(placements or {})
         self._n_idle, self._idle_limit = 0, _IDLE
         self._to_recheck: list[int] = []  # sizes of passes
         self._n_short, self._short_limit = 0, _UNTRIED
@@ -169,7 +169,7 @@ class Speculator:
     @property
     def drafters(self) -> list[Drafter]:
         """Those that were given."""
-        return [seat.drafter for seat in self._seats]
+        return [state.drafter for state in self._states]
 
     @property
     def timeline(self) -> Timeline | None:
@@ -179,109 +179,109 @@ class Speculator:
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
-        for seat in self._seats:
-            if seat.ahead:
-                seat.ahead.timeline = timeline
+        for state in self._states:
+            if state.background:
+                state.background.timeline = timeline
 
     @property
     def taps(self) -> bool | tuple[int, ...]:
         """The target's hidden rows that the drafter wants which goes on from them; see FeatureDrafter."""
-        return next((seat.follower.taps for seat in self._seats if seat.follower), False)
+        return next((state.follower.taps for state in self._states if state.follower), False)
 
-    def follow(self, text: Sequence[int], first: int, features: Features, tally: Tally) -> None:
+    def observe_features(self, text: Sequence[int], first: int, features: Features, stats: StatsCounter) -> None:
         """Hand on the target's hidden rows (n, n_taps * n_embd) of the tokens from text[first] on."""
-        self._replace_lost(tally)
-        for seat in self._seats:
-            if seat.follower and seat.drafter.name not in tally.dropped:
-                with seat.working(tally):
-                    seat.follower.follow(text, first, features)
+        self._replace_lost(stats)
+        for state in self._states:
+            if state.follower and state.drafter.name not in stats.dropped:
+                with state.working(stats):
+                    state.follower.observe_features(text, first, features)
 
-    def tokens(self, job: Job, logits: Logits, tally: Tally) -> Iterator[int]:
+    def tokens(self, job: Job, logits: Logits, stats: StatsCounter) -> Iterator[int]:
         """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
-        context = self._start(job, logits, tally)
+        context = self._start(job, logits, stats)
         yield job.text[-1]
         try:
             while job.n_left > 0:
-                new = self._step(job, context, tally)
+                new = self._step(job, context, stats)
                 job.n_drawn += len(new)
                 yield from new
         finally:
             # An answer that came to its limit would have gone on.
             self._usual = (self._usual + (job.n_drawn if job.n_left else max(job.n_drawn, self._usual))) / 2
-            for seat in self._seats:
-                if seat.ahead:  # it would draft on behind the answer
-                    seat.ahead.interrupt()
+            for state in self._states:
+                if state.background:  # it would draft on behind the answer
+                    state.background.interrupt()
 
     def interrupt(self) -> None:
         """Stop a drafter that works; callable from any thread."""
-        for seat in self._seats:
-            if seat.costly:
-                seat.costly.interrupt()
+        for state in self._states:
+            if state.costly:
+                state.costly.interrupt()
 
     def close(self) -> None:
         """Give the drafters' memory back, and keep what was learnt of the costs."""
         self.costs.close()
-        for seat in self._seats:
+        for state in self._states:
             with suppress(BackendLost):  # what hangs keeps what it has
-                seat.drafter.close()
+                state.drafter.close()
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
-    def _start(self, job: Job, logits: Logits, tally: Tally) -> Context:
+    def _start(self, job: Job, logits: Logits, stats: StatsCounter) -> Context:
         """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
-        self._replace_lost(tally)
+        self._replace_lost(stats)
         context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain)
         milliseconds = self.costs.milliseconds(self._session.n_past)
-        for seat in self._seats:
-            seat.is_dropped = seat.drafter.name in tally.dropped
-            seat.table.forget_half()
-            if not seat.is_dropped:
-                with seat.working(tally):
-                    seat.drafter.start(context)
-            seat.gain = min(max(seat.gain, _LEAST_CREDIT * milliseconds[1]), milliseconds[1])
-        self._observe(context, job.text[-1:], [logits], tally)
-        for seat in self._seats:
-            context.outlook = seat.table
-            with seat.working(tally):
-                if seat.costly and self._pays(seat, context, 1.0 / milliseconds[1], milliseconds, job):
-                    seat.costly.read(context)
+        for state in self._states:
+            state.is_dropped = state.drafter.name in stats.dropped
+            state.table.start_request()
+            if not state.is_dropped:
+                with state.working(stats):
+                    state.drafter.start(context)
+            state.gain = min(max(state.gain, _LEAST_CREDIT * milliseconds[1]), milliseconds[1])
+        self._observe(context, job.text[-1:], [logits], stats)
+        for state in self._states:
+            context.acceptance = state.table
+            with state.working(stats):
+                if state.costly and self._is_worth_asking(state, context, 1.0 / milliseconds[1], milliseconds, job):
+                    state.costly.prefill(context)
         return context
 
-    def _seat(self, drafter: Drafter) -> _Seat:
-        return _Seat(drafter, self._shares_right.get(drafter.name))
+    def _new_state(self, drafter: Drafter) -> _DrafterState:
+        return _DrafterState(drafter, self._acceptance_rates.get(drafter.name))
 
-    def _replace_lost(self, tally: Tally) -> None:
+    def _replace_lost(self, stats: StatsCounter) -> None:
         """Put spares in the places of drafters whose devices failed in an earlier request."""
-        for seat in [seat for seat in self._seats if seat.lost and seat.drafter.name not in tally.dropped]:
-            name, why = seat.drafter.name, seat.lost
-            placed, seat.lost = self.placed.get(name, Placed("")), ""
-            if placed.spare is None or (not _closed(seat.drafter) and placed.takes_memory):
+        for state in [state for state in self._states if state.lost and state.drafter.name not in stats.dropped]:
+            name, why = state.drafter.name, state.lost
+            placements, state.lost = self.placements.get(name, DrafterPlacement("")), ""
+            if placements.fallback is None or (not _closed(state.drafter) and placements.reuses_memory):
                 continue
             try:
-                spares = [self._seat(placed.spare())]
-                self.placed[name] = Placed(f"the CPU; it was {placed.where}: {why}")
+                fallbacks = [self._new_state(placements.fallback())]
+                self.placements[name] = DrafterPlacement(f"the CPU; it was {placements.device}: {why}")
             except (EdgeInferError, OSError, MemoryError) as error:
-                spares = []
-                tally.dropped[name] = str(error)
-            place = self._seats.index(seat)
-            self._seats[place : place + 1] = spares
+                fallbacks = []
+                stats.dropped[name] = str(error)
+            place = self._states.index(state)
+            self._states[place : place + 1] = fallbacks
 
-    def _step(self, job: Job, context: Context, tally: Tally) -> list[int]:
+    def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
         """Draft, check, take; gives the new tokens, at least one."""
         started = perf_counter()
         n_past = self._session.n_past
         milliseconds = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
-        proposals, choice = self._draft(job, context, milliseconds, max_nodes, tally)
+        proposals, choice = self._draft(job, context, milliseconds, max_nodes, stats)
         if job.n_left > len(choice.path) + 1:
-            self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, tally)
+            self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, stats)
         batch = [job.text[-1], *choice.tokens]
         parents = [-1, *(parent + 1 for parent in choice.parents)]
         n_filled = self._n_filled(len(choice.tokens), max_nodes)
         parents += range(len(batch) - 1, len(batch) - 1 + n_filled)
         batch += [0] * n_filled  # nobody looks at what comes of them
         drafted = perf_counter()
-        follows = any(seat.follower and not seat.is_dropped for seat in self._seats)
+        follows = any(state.follower and not state.is_dropped for state in self._states)
         out = self._session.forward(batch, parents, logits="all", hidden=self.taps if follows else False)
         rows = out.logits
         passed = perf_counter()
@@ -294,18 +294,18 @@ class Speculator:
         self._learn(proposals, choice, accepted, new)
         features = out.features
         features = None if features is None else features[path]
-        self._observe(context, new, [rows[row] for row in path], tally, features)
+        self._observe(context, new, [rows[row] for row in path], stats, features)
         # What was doubtful and is corrected does not say that the machine became faster.
         note_cost = self.costs.correct if n_filled else self.costs.observe
         note_cost(len(batch), n_past, 1e3 * (passed - drafted))
-        tally.count(len(new), choice.depths, choice.owners, accepted)
-        tally.verify_seconds += passed - drafted
-        tally.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
+        stats.count(len(new), choice.depths, choice.owners, accepted)
+        stats.verify_seconds += passed - drafted
+        stats.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
         ended = perf_counter()
         if self._timeline is not None:
             self._timeline.add("verify", drafted, passed, len(batch))
-        tally.draft_seconds += drafted - started + ended - walked
-        tally.step_seconds += ended - started
+        stats.draft_seconds += drafted - started + ended - walked
+        stats.step_seconds += ended - started
         return new
 
     def _n_filled(self, n_nodes: int, max_nodes: int) -> int:
@@ -322,109 +322,118 @@ class Speculator:
         return self._to_recheck.pop(0) - 1
 
     def _draft(
-        self, job: Job, context: Context, milliseconds: Sequence[float], max_nodes: int, tally: Tally
-    ) -> tuple[list[Proposal], Choice]:
+        self, job: Job, context: Context, milliseconds: Sequence[float], max_nodes: int, stats: StatsCounter
+    ) -> tuple[list[Proposal], VerifyTree]:
         """What the drafters propose, and the tree to check."""
         if max_nodes < 1 or job.n_left < 2:
-            return [], Choice()
+            return [], VerifyTree()
         proposals: list[Proposal] = []
-        floor = floor_of(milliseconds)
-        for seat in self._seats:
-            if not seat.costly and seat.is_awake:
-                seat.table.floor = floor
-                self._ask(seat, context, max_nodes, proposals, tally)
+        min_probability = min_useful_probability(milliseconds)
+        for state in self._states:
+            if not state.costly and state.is_active:
+                state.table.min_probability = min_probability
+                self._ask(state, context, max_nodes, proposals, stats)
         max_depth = job.n_left - 1
-        choice = choose(proposals, milliseconds, max_nodes, max_depth, floor) if proposals else Choice()
+        choice = (
+            select_tree(proposals, milliseconds, max_nodes, max_depth, min_probability) if proposals else VerifyTree()
+        )
         rate = choice.expected / milliseconds[len(choice.tokens) + 1]
         started = perf_counter()
-        for seat in self._seats:
-            if seat.costly and not seat.is_dropped:
+        for state in self._states:
+            if state.costly and not state.is_dropped:
                 asked = perf_counter()
-                seat.table.floor, seat.table.patience = floor, _PATIENCE * milliseconds[1]
-                with seat.working(tally):
-                    was_asked, seat.is_asked = seat.is_asked, self._pays(seat, context, rate, milliseconds, job)
-                    if not seat.is_asked:
-                        if seat.ahead and was_asked:
-                            seat.ahead.interrupt()
+                state.table.min_probability, state.table.max_wait_ms = min_probability, _PATIENCE * milliseconds[1]
+                with state.working(stats):
+                    was_asked, state.is_asked = (
+                        state.is_asked,
+                        self._is_worth_asking(state, context, rate, milliseconds, job),
+                    )
+                    if not state.is_asked:
+                        if state.background and was_asked:
+                            state.background.interrupt()
                         continue
-                    each, before = seat.costly.cost(context)
-                    seat.table.reward = Reward(milliseconds, each, before, min(max_nodes, max_depth))
+                    each, before = state.costly.cost(context)
+                    state.table.length_rule = ChainLengthRule(milliseconds, each, before, min(max_nodes, max_depth))
                 costly: list[Proposal] = []
-                self._ask(seat, context, max_nodes, costly, tally)
+                self._ask(state, context, max_nodes, costly, stats)
                 proposals = costly + proposals  # it knows more than those who copy
-                self._note_wait(seat, asked)
+                self._note_wait(state, asked)
                 spent = 1e3 * (perf_counter() - started)
-                choice = choose(proposals, milliseconds, max_nodes, max_depth, floor, spent)
+                choice = select_tree(proposals, milliseconds, max_nodes, max_depth, min_probability, spent)
         return proposals, choice
 
-    def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, tally: Tally) -> None:
+    def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, stats: StatsCounter) -> None:
         """Let drafters on other devices draft behind what is about to be checked."""
-        for seat in self._seats:
-            if seat.ahead and seat.is_asked and not seat.is_dropped:
-                context.outlook = seat.table
-                with seat.working(tally):
-                    seat.ahead.go_on(context, path, max_nodes)
+        for state in self._states:
+            if state.background and state.is_asked and not state.is_dropped:
+                context.acceptance = state.table
+                with state.working(stats):
+                    state.background.start_drafting(context, path, max_nodes)
 
-    def _ask(self, seat: _Seat, context: Context, max_nodes: int, proposals: list[Proposal], tally: Tally) -> None:
+    def _ask(
+        self, state: _DrafterState, context: Context, max_nodes: int, proposals: list[Proposal], stats: StatsCounter
+    ) -> None:
         """Add the drafter's proposal, unless it is empty or wrong."""
-        if seat.is_dropped:
+        if state.is_dropped:
             return
-        context.outlook = seat.table
-        with seat.working(tally):
-            tree = checked(seat.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
+        context.acceptance = state.table
+        with state.working(stats):
+            tree = checked(state.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
             if tree.tokens:
-                proposals.append(Proposal(seat.drafter.name, tree, seat.table))
+                proposals.append(Proposal(state.drafter.name, tree, state.table))
 
-    def _note_wait(self, seat: _Seat, started: float) -> None:
+    def _note_wait(self, state: _DrafterState, started: float) -> None:
         """Put the time since a drafter was asked into the timeline."""
         if self._timeline is not None:
             ended = perf_counter()
             self._timeline.add("wait", started, ended, 0)
-            if not seat.ahead:  # else it notes what it does
+            if not state.background:  # else it notes what it does
                 self._timeline.add("draft", started, ended, 0)
 
-    def _pays(self, seat: _Seat, context: Context, rate: float, milliseconds: Sequence[float], job: Job) -> bool:
+    def _is_worth_asking(
+        self, state: _DrafterState, context: Context, rate: float, milliseconds: Sequence[float], job: Job
+    ) -> bool:
         """Whether a drafter that takes time is worth it against that many tokens a millisecond.
 
         What it has to read first must be earned back by the tokens that are still to come: those that an answer usually
         has, or as many again as there are.
         """
-        if seat.costly is None or seat.is_dropped or self._draft_max < 1:
+        if state.costly is None or state.is_dropped or self._draft_max < 1:
             return False
-        own_rate, before = seat.rate(context, milliseconds, self._draft_max)
+        own_rate, before = state.rate(context, milliseconds, self._draft_max)
         n_left = min(job.n_left, max(self._usual - job.n_drawn, job.n_drawn))
         other = max(1.0 / milliseconds[1], _BESIDE * rate)
         return own_rate * milliseconds[1] > _GAIN and (1.0 / other - 1.0 / own_rate) * n_left > before
 
     def _learn(
-        self, proposals: Sequence[Proposal], choice: Choice, accepted: Sequence[int], new: Sequence[int]
+        self, proposals: Sequence[Proposal], choice: VerifyTree, accepted: Sequence[int], new: Sequence[int]
     ) -> None:
         """Compare every draft with what came, and what each drafter saved with what it took."""
         for _, tree, table in proposals:
             table.learn(tree, new)
         n_nodes, milliseconds = len(choice.tokens), self.costs.milliseconds(self._session.n_past)
         right = [choice.owners[node] for node in accepted]
-        for seat in self._seats:
-            name = seat.drafter.name
-            seat.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
+        for state in self._states:
+            name = state.drafter.name
+            state.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
 
     def _observe(
         self,
         context: Context,
         new: Sequence[int],
         rows: Sequence[Logits],
-        tally: Tally,
+        stats: StatsCounter,
         features: Features | None = None,
     ) -> None:
         first = len(context.tokens) - 1
         context.tokens.extend(new)
         if features is not None:
-            self.follow(context.tokens, first, features, tally)
+            self.observe_features(context.tokens, first, features, stats)
         rows = [row[: self._n_vocab] for row in rows]
-        for seat in self._seats:
-            if seat.is_awake:
-                with seat.working(tally):
-                    seat.drafter.observe(context, len(new), rows)
+        for state in self._states:
+            if state.is_active:
+                with state.working(stats):
+                    state.drafter.observe(context, len(new), rows)
 
 
 def _closed(drafter: Drafter) -> bool:

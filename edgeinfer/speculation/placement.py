@@ -18,11 +18,11 @@ from edgeinfer import devices
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.drafters.base import CostlyDrafter
-from edgeinfer.speculation.drafters.device_drafting import Chains
-from edgeinfer.speculation.drafters.overlapped import drafting_ahead
-from edgeinfer.speculation.drafters.watchdog import Worker, watched
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
+from edgeinfer.speculation.drafters.overlapped import overlapped
+from edgeinfer.speculation.drafters.watchdog import Watchdog, watched
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it
 _CALIBRATION_SECONDS = 0.6
 
 
-class Sessions(Protocol):
+class DraftBackend(Protocol):
     """What makes sessions on a device: a Backend, or one of heads."""
 
     def plan(self, model: ModelFile, spec: Any, n_ctx: int, n_batch: int = ..., n_threads: int = ...) -> MemoryPlan:
@@ -58,19 +58,19 @@ class DraftDevice:
     name: str
     title: str
     is_gpu: bool
-    backend: Sessions
+    backend: DraftBackend
     facts: tuple[object, ...]
     n_cores: int
     shares_memory: bool
-    of_heads: Callable[[ModelFile, ModelSpec], Sessions] | None = None
+    head_backend: Callable[[ModelFile, ModelSpec], DraftBackend] | None = None
 
-    def is_apart(self, n_threads: int) -> bool:
+    def is_independent(self, n_threads: int) -> bool:
         """Whether it can work while a target with that many threads does, and neither waits for the other's cores."""
         return not self.n_cores or self.n_cores + n_threads <= devices.physical_cores()
 
 
 @dataclass(frozen=True)
-class Levels:
+class DeviceLevels:
     """How a session's device makes drafts by itself.
 
     make: that many levels behind a token, in one call.  width: nodes of a level.
@@ -81,7 +81,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftSource:
     """A draft model or a head that is to be opened somewhere.
 
     spec: of the model, or of the head's decoder.  make: its drafter, from its session, the costs of its passes, and the
@@ -91,9 +91,9 @@ class Draft:
 
     file: ModelFile
     spec: ModelSpec
-    make: Callable[[Any, CostModel, Chains[Any] | None], CostlyDrafter]
-    timed: Callable[[Any], Timed]
-    levels: Callable[[Any], Levels | None]
+    make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], CostlyDrafter]
+    timed: Callable[[Any], TimedSession]
+    levels: Callable[[Any], DeviceLevels | None]
 
 
 Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
@@ -107,7 +107,7 @@ def check_name(name: str) -> None:
         raise InvalidArgument(f"a draft device is one of {names}, see `edgeinfer devices`: found {name!r:.80}")
 
 
-def candidates(name: str) -> list[DraftDevice]:
+def devices_named(name: str) -> list[DraftDevice]:
     """The devices that a name may mean, beside the CPU: for "auto" all GPUs that work, for "cpu" none, else that one.
 
     Asks the drivers, which may take seconds. Raises BackendUnavailable, with the reason, where that one is not there or
@@ -133,44 +133,46 @@ def candidates(name: str) -> list[DraftDevice]:
     return [device]
 
 
-def open_on(place: DraftDevice, draft: Draft, plan: MemoryPlan, n_threads: int) -> tuple[CostlyDrafter, CostModel]:
+def open_on_device(
+    place: DraftDevice, draft: DraftSource, plan: MemoryPlan, n_threads: int
+) -> tuple[CostlyDrafter, CostModel]:
     """A draft model or a head on a device, and what its passes cost there. n_threads: of the target.
 
     It drafts ahead where the device is apart from the target's cores, and is given up where it hangs. Raises
     BackendLost and what the backend raises.
     """
 
-    def open_session() -> tuple[Any, CostModel, Chains[Any] | None]:
+    def open_session() -> tuple[Any, CostModel, DeviceDrafting[Any] | None]:
         session = place.backend.load(draft.file, draft.spec, plan, Device(n_threads))
         timed = draft.timed(session)
         facts = *place.facts, plan.n_ctx < MAX_TOKENS
         try:
             timed.forward([0])  # it works, and what takes time once has taken it
             timed.commit(())
-            costs = kept_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
-            return session, costs, _chains_of(draft, session, *place.facts)
+            costs = cached_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
+            return session, costs, _device_drafting_of(draft, session, *place.facts)
         except BaseException:
             session.close()
             raise
 
-    opener = Worker("opening", place.title, least_seconds=_OPENING_SECONDS)
+    opener = Watchdog("opening", place.title, least_seconds=_OPENING_SECONDS)
     try:
-        session, costs, chains = opener.run(open_session)
+        session, costs, device_drafting = opener.run(open_session)
     finally:
         opener.close()
     try:
-        drafter = draft.make(session, costs, chains)
+        drafter = draft.make(session, costs, device_drafting)
     except BaseException:
         session.close()
         raise
-    is_apart = place.is_apart(n_threads)
-    return drafting_ahead(drafter, place.title) if is_apart else watched(drafter, place.title), costs
+    is_independent = place.is_independent(n_threads)
+    return overlapped(drafter, place.title) if is_independent else watched(drafter, place.title), costs
 
 
 class _ByLevels:
     """A session as measure_costs knows it, whose passes of n tokens are drafts of n levels that its device makes."""
 
-    def __init__(self, timed: Timed, levels: Levels) -> None:
+    def __init__(self, timed: TimedSession, levels: DeviceLevels) -> None:
         self._timed, self._levels = timed, levels
         self.spec = timed.spec
         self.n_ctx = self.n_batch = timed.n_ctx // levels.width  # a level is a pass of its own
@@ -188,16 +190,16 @@ class _ByLevels:
         return Output(np.empty((0, self.spec.n_vocab), dtype=np.float32))
 
 
-def _chains_of(draft: Draft, session: Any, *facts: object) -> Chains[Any] | None:
+def _device_drafting_of(draft: DraftSource, session: Any, *facts: object) -> DeviceDrafting[Any] | None:
     """The drafts that a session makes by itself, their costs from disk or measured now; None where it makes none."""
     levels = draft.levels(session)
     if levels is None:
         return None
     timed = _ByLevels(draft.timed(session), levels)
     key = cost_key(draft.file, *facts, timed.n_ctx < MAX_TOKENS, "levels", levels.width)
-    of_two = 2.0 + levels.width  # one level passes one row, two a level more; what takes longer was disturbed
-    costs = kept_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), of_two=of_two)
-    return Chains(session, costs)
+    max_ratio = 2.0 + levels.width  # one level passes one row, two a level more; what takes longer was disturbed
+    costs = cached_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), max_ratio=max_ratio)
+    return DeviceDrafting(session, costs)
 
 
 def names_of(infos: Sequence[DeviceInfo]) -> list[str]:
@@ -226,7 +228,7 @@ def _opencl() -> Listing:
             facts=("opencl", info.name, info.platform, info.driver_version, info.compute_units),
             n_cores=info.compute_units if info.kind == "cpu" else 0,
             shares_memory=info.shares_host_memory,
-            of_heads=partial(OpenCLHeadBackend, info),
+            head_backend=partial(OpenCLHeadBackend, info),
         )
 
     found, why_none = probe_devices()
@@ -251,7 +253,7 @@ def _onnx() -> Listing:
             facts=("onnx", info),
             n_cores=devices.default_n_threads() if info.is_cpu else 0,
             shares_memory=info.is_cpu,
-            of_heads=partial(OnnxHeadBackend, info),
+            head_backend=partial(OnnxHeadBackend, info),
         )
 
     return [(device(name, info), reason) for name, (info, reason) in zip(names, found, strict=True)], why_none

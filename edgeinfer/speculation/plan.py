@@ -27,17 +27,17 @@ from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, Timed, cost_key, kept_costs, measure_costs
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary, model_drafter
-from edgeinfer.speculation.drafters.device_drafting import Chains
-from edgeinfer.speculation.drafters.head import USUAL_WIDTH, HeadDrafter
-from edgeinfer.speculation.drafters.lookup import Guesses
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
+from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH, HeadDrafter
+from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
-from edgeinfer.speculation.pipeline import Placed, Speculator
-from edgeinfer.speculation.placement import Draft, DraftDevice, Levels, candidates, open_on
+from edgeinfer.speculation.pipeline import DrafterPlacement, Speculator
+from edgeinfer.speculation.placement import DeviceLevels, DraftDevice, DraftSource, devices_named, open_on_device
 from edgeinfer.speculation.policy import beats
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
 
@@ -71,20 +71,20 @@ class DraftPlan:
         seconds = _CALIBRATION_SECONDS - (0.0 if self.file is None else _DRAFT_CALIBRATION_SECONDS)
         costs = _costs(file, session, plan, device, seconds)
         drafters: list[Drafter] = []
-        placed: dict[str, Placed] = {}
+        placements: dict[str, DrafterPlacement] = {}
         if "suffix" in self.free:
             drafters.append(SuffixDrafter(session.n_ctx))
         if "recycling" in self.free:
             drafters.append(RecyclingDrafter())
         if self.file is not None:
             try:
-                drafter, placed[_name_of(self.file)] = self._open_file(self.file, file, session, device, costs)
+                drafter, placements[_name_of(self.file)] = self._open_file(self.file, file, session, device, costs)
                 drafters.append(drafter)
             except (EdgeInferError, OSError) as error:
                 self.dropped[_name_of(self.file)] = str(error)
         share = self.spec.acceptance_rate if isinstance(self.spec, HeadSpec) else None
         shares = {} if share is None else {HeadDrafter.name: share}
-        return Speculator(session, drafters, costs, self.n_vocab, draft_max, placed, shares)
+        return Speculator(session, drafters, costs, self.n_vocab, draft_max, placements, shares)
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""
@@ -93,29 +93,33 @@ class DraftPlan:
 
     def _open_file(
         self, file: ModelFile, target: ModelFile, session: Session, device: Device, costs: CostModel
-    ) -> tuple[Drafter, Placed]:
+    ) -> tuple[Drafter, DrafterPlacement]:
         if isinstance(self.spec, ModelSpec):
 
-            def of_model(own: Session, costs: CostModel, chains: Chains[DraftingSession] | None) -> CostlyDrafter:
-                return model_drafter(own, file, target, self.n_vocab, costs, chains)
+            def of_model(
+                own: Session, costs: CostModel, device_drafting: DeviceDrafting[DraftingSession] | None
+            ) -> CostlyDrafter:
+                return model_drafter(own, file, target, self.n_vocab, costs, device_drafting)
 
-            draft = Draft(file, self.spec, of_model, lambda own: own, _levels_of_model)
+            draft = DraftSource(file, self.spec, of_model, lambda own: own, _levels_of_model)
             on_cpu = None if self.plan is None else partial(_open_model, draft, self.plan, session, device)
             return self._open_placed(draft, on_cpu, device, costs)
         if self.spec is None or not isinstance(session, NativeSession):
             raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
         head = self.spec
 
-        def of_head(own: HeadSession, costs: CostModel, chains: Chains[DraftingHead] | None) -> CostlyDrafter:
-            return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps, chains)
+        def of_head(
+            own: HeadSession, costs: CostModel, device_drafting: DeviceDrafting[DraftingHead] | None
+        ) -> CostlyDrafter:
+            return HeadDrafter(own, head.draft_vocab, self.n_vocab, costs, head.taps, device_drafting)
 
-        draft = Draft(file, head, of_head, _WithoutFeatures, _levels_of_head)
+        draft = DraftSource(file, head, of_head, _WithoutFeatures, _levels_of_head)
         on_cpu = None if self.plan is None else partial(_open_head, draft, self.plan, session, device)
         return self._open_placed(draft, on_cpu, device, costs)
 
     def _open_placed(
-        self, draft: Draft, on_cpu: Callable[[], CostlyDrafter] | None, device: Device, costs: CostModel
-    ) -> tuple[Drafter, Placed]:
+        self, draft: DraftSource, on_cpu: Callable[[], CostlyDrafter] | None, device: Device, costs: CostModel
+    ) -> tuple[Drafter, DrafterPlacement]:
         """The draft on the first device that works and, unless it was named, is better than the CPU; else there.
 
         What is held on one is given back before the next is tried.
@@ -124,21 +128,21 @@ class DraftPlan:
         cpu = "the CPU" if of_cpu is None else f"the CPU, {of_cpu:.1f} ms a token"
         for place, plan in self.places:
             try:
-                drafter, own_costs = open_on(place, draft, plan, device.n_threads)
+                drafter, own_costs = open_on_device(place, draft, plan, device.n_threads)
             except (EdgeInferError, OSError, MemoryError) as error:
                 self.dropped[place.name] = str(error)
                 continue
             own = own_costs.milliseconds(0)[1]
             where = f"{place.title}, {own:.1f} ms a token"
             if of_cpu is None:
-                return drafter, Placed(where, on_cpu, place.shares_memory)
+                return drafter, DrafterPlacement(where, on_cpu, place.shares_memory)
             if beats(own, of_cpu, costs.milliseconds(0)):
-                return drafter, Placed(f"{where}, rather than {cpu}", on_cpu, place.shares_memory)
+                return drafter, DrafterPlacement(f"{where}, rather than {cpu}", on_cpu, place.shares_memory)
             drafter.close()
             cpu += f", rather than {where}"
         if on_cpu is None:
             raise BudgetExceeded(f"{draft.file.path} does not fit into the memory that is left beside the model")
-        return on_cpu(), Placed(cpu)
+        return on_cpu(), DrafterPlacement(cpu)
 
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
@@ -242,7 +246,7 @@ def _plan_file(
         spec = read_spec(file)
         check_vocabulary(file, target, planned.n_vocab)
         own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
-        kept = Guesses.memory()
+        kept = NgramLookup.memory()
         _plan_places(planned, file, spec, plan, left, draft_device)
     n_bytes = own.use.total + kept
     if n_bytes > left and not planned.places:
@@ -269,7 +273,7 @@ def _plan_places(
     spec: of a draft model, or of the decoder of a head beside that target.
     """
     try:
-        found = candidates(draft_device)
+        found = devices_named(draft_device)
     except BackendUnavailable as error:
         planned.dropped[draft_device] = str(error)
         return
@@ -287,12 +291,12 @@ def _plan_places(
 
 def _for_heads(place: DraftDevice, target: ModelFile) -> DraftDevice:
     """The device with the backend of heads beside a target. Raises UnsupportedModel."""
-    if place.of_heads is None:
+    if place.head_backend is None:
         raise UnsupportedModel(f"draft heads do not run on {place.title}")
-    return replace(place, backend=place.of_heads(target, read_spec(target)))
+    return replace(place, backend=place.head_backend(target, read_spec(target)))
 
 
-def _open_model(draft: Draft, plan: MemoryPlan, target: Session, device: Device) -> CostlyDrafter:
+def _open_model(draft: DraftSource, plan: MemoryPlan, target: Session, device: Device) -> CostlyDrafter:
     """The draft model on the CPU, all of it in memory: a file that is lost later does no harm."""
     threads = target.model.threads if isinstance(target, NativeSession) else None
     backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
@@ -300,13 +304,13 @@ def _open_model(draft: Draft, plan: MemoryPlan, target: Session, device: Device)
     return _made(draft, session, plan, device, "for drafts")
 
 
-def _open_head(draft: Draft, plan: MemoryPlan, target: NativeSession, device: Device) -> CostlyDrafter:
+def _open_head(draft: DraftSource, plan: MemoryPlan, target: NativeSession, device: Device) -> CostlyDrafter:
     """The head on the CPU, whose weights are in memory; embeddings are read where the target has them."""
     return _made(draft, load_head(draft.file, draft.spec, target.model, plan, device).session(), plan, device)
 
 
 def _made(
-    draft: Draft, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
+    draft: DraftSource, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
 ) -> CostlyDrafter:
     """The drafter of a session, which is closed if that fails."""
     try:
@@ -345,27 +349,27 @@ class _WithoutFeatures:
         return self._head.forward(tokens, np.ones((len(tokens), self._head.spec.n_embd), np.float32), logits=logits)
 
 
-def _levels_of_model(session: Session) -> Levels | None:
+def _levels_of_model(session: Session) -> DeviceLevels | None:
     """Chains, where the session's device makes drafts by itself."""
     if not isinstance(session, DraftingSession):
         return None
-    return Levels(lambda token, n_levels: session.draft([token], n_levels), 1)
+    return DeviceLevels(lambda token, n_levels: session.draft([token], n_levels), 1)
 
 
-def _levels_of_head(head: HeadSession) -> Levels | None:
+def _levels_of_head(head: HeadSession) -> DeviceLevels | None:
     """Trees, where the head's device makes drafts by itself; behind a feature of ones."""
-    if not isinstance(head, DraftingHead) or head.n_batch < USUAL_WIDTH:
+    if not isinstance(head, DraftingHead) or head.n_batch < DEFAULT_WIDTH:
         return None
     ones = np.ones((1, head.spec.n_embd), np.float32)
-    return Levels(lambda token, n_levels: head.draft([token], ones, n_levels, USUAL_WIDTH), USUAL_WIDTH)
+    return DeviceLevels(lambda token, n_levels: head.draft([token], ones, n_levels, DEFAULT_WIDTH), DEFAULT_WIDTH)
 
 
 def _costs(
-    file: ModelFile, session: Timed, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
+    file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
 ) -> CostModel:
     """The costs of a session, from disk or measured now. facts: what else they depend on."""
     isa = device.isa or best_isa()
     is_short = plan.n_ctx < MAX_TOKENS
     of_plan = (plan.cache_type, plan.ternary_bits, is_short)
     key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), *of_plan, *facts)
-    return kept_costs(key, lambda: measure_costs(session, calibration_seconds))
+    return cached_costs(key, lambda: measure_costs(session, calibration_seconds))

@@ -24,7 +24,7 @@ _GAIN = 1.06  # by how much a tree must be better than one by one: an estimate m
 
 
 @dataclass(slots=True)
-class Reward:
+class ChainLengthRule:
     """When a chain that costs something to draft is long enough.
 
     milliseconds: of the check by number of tokens.  draft: milliseconds of one more drafted token.  spent: those spent
@@ -36,48 +36,50 @@ class Reward:
     spent: float = 0.0
     room: int = MAX_TOKENS - 1
 
-    def goes_on(self, reach: Sequence[float], next_chance: float) -> bool:
+    def should_extend(self, path_probability: Sequence[float], next_chance: float) -> bool:
         """Whether the next node's tokens a millisecond are above those of the chain so far."""
-        n = len(reach)
+        n = len(path_probability)
         if n >= self.room:
             return False
-        expected, seconds = 1.0 + sum(reach), self.milliseconds[n + 1] + self.spent + n * self.draft
-        more = (reach[-1] if reach else 1.0) * next_chance
+        expected, seconds = 1.0 + sum(path_probability), self.milliseconds[n + 1] + self.spent + n * self.draft
+        more = (path_probability[-1] if path_probability else 1.0) * next_chance
         longer = self.milliseconds[n + 2] - self.milliseconds[n + 1] + self.draft
         return more * seconds > expected * longer
 
 
-class ChanceTable:
-    """What was learnt about the nodes of one drafter. An `Outlook` (edgeinfer.speculation.drafters.base).
+class AcceptanceTable:
+    """What was learnt about the nodes of one drafter. An `AcceptanceModel` (edgeinfer.speculation.drafters.base).
 
     mean: share of the nodes of a chain that were right elsewhere, where that is known.
     """
 
     def __init__(self, mean: float | None = None) -> None:
-        self.floor = 0.0
-        self.patience = 0.0
-        self.reward = Reward([0.0] * (MAX_TOKENS + 1))
-        self.trust = 1.0  # first nodes that were right in this text and those before, over those that should have been
+        self.min_probability = 0.0
+        self.max_wait_ms = 0.0
+        self.length_rule = ChainLengthRule([0.0] * (MAX_TOKENS + 1))
+        self.calibration = (
+            1.0  # first nodes that were right in this text and those before, over those that should have been
+        )
         self._counts: dict[int, tuple[float, float]] = {}  # right, all; both decayed
         self._first = 0.0, 0.0
         self._usual = _MEAN_WEIGHT * (_MEAN if mean is None else mean), _MEAN_WEIGHT
         self._right, self._all = self._usual
 
-    def chance(self, kind: int, depth: int, p: float) -> float:
-        """See Outlook."""
-        counts = self._counts.get(kind * _N_DEPTHS + _DEPTH[depth])
+    def probability(self, bucket: int, depth: int, p: float) -> float:
+        """See AcceptanceModel."""
+        counts = self._counts.get(bucket * _N_DEPTHS + _DEPTH[depth])
         if counts is not None:
             p = (_PRIOR_WEIGHT * p + counts[0]) / (_PRIOR_WEIGHT + counts[1])
-        return p if depth else p * self.trust
+        return p if depth else p * self.calibration
 
     @property
     def mean(self) -> float:
         """Share of nodes that were right where their parent was, over all kinds; see _learn_mean."""
         return self._right / self._all
 
-    def goes_on(self, reach: Sequence[float]) -> bool:
-        """See Outlook."""
-        return self.reward.goes_on(reach, self.mean)
+    def should_extend(self, path_probability: Sequence[float]) -> bool:
+        """See AcceptanceModel."""
+        return self.length_rule.should_extend(path_probability, self.mean)
 
     def learn(self, tree: DraftTree, came: Sequence[int]) -> None:
         """Compare a draft with the tokens that came: every node whose parent was right tells something."""
@@ -85,14 +87,14 @@ class ChanceTable:
         self._learn_mean(tree, came)
         depths: list[int] = []  # of the nodes that were right, else -1
         counts = self._counts
-        for token, parent, kind in zip(tree.tokens, tree.parents, tree.kinds, strict=True):
+        for token, parent, bucket in zip(tree.tokens, tree.parents, tree.buckets, strict=True):
             depth = 0 if parent < 0 else depths[parent] + 1 if depths[parent] >= 0 else -1
             if depth < 0 or depth >= len(came):
                 depths.append(-1)
                 continue
             right = token == came[depth]
             depths.append(depth if right else -1)
-            key = kind * _N_DEPTHS + _DEPTH[depth]
+            key = bucket * _N_DEPTHS + _DEPTH[depth]
             before = counts.get(key, (0.0, 0.0))
             counts[key] = (_DECAY * before[0] + right, _DECAY * before[1] + 1.0)
 
@@ -112,20 +114,20 @@ class ChanceTable:
 
     def _learn_trust(self, tree: DraftTree, token: int) -> None:
         """Compare the chance that the first node had with what became of it."""
-        expected = self.chance(tree.kinds[0], 0, tree.p[0]) / self.trust
+        expected = self.probability(tree.buckets[0], 0, tree.p[0]) / self.calibration
         right, all_ = self._first
         right, all_ = _TRUST_DECAY * right + (tree.tokens[0] == token), _TRUST_DECAY * all_ + expected
-        self._trust(right, all_)
+        self._set_calibration(right, all_)
 
-    def forget_half(self) -> None:
+    def start_request(self) -> None:
         """Believe half of the mean and trust anew, for a new text: who was of no use gets another chance."""
         self._right, self._all = (self._right + self._usual[0]) / 2, (self._all + self._usual[1]) / 2
-        self._trust(self._first[0] / 2, self._first[1] / 2)
+        self._set_calibration(self._first[0] / 2, self._first[1] / 2)
 
-    def _trust(self, right: float, expected: float) -> None:
+    def _set_calibration(self, right: float, expected: float) -> None:
         """Set it from the first nodes that were right, and those that should have been."""
         self._first = right, expected
-        self.trust = min(1.0, (_TRUST + right) / (_TRUST + expected))
+        self.calibration = min(1.0, (_TRUST + right) / (_TRUST + expected))
 
 
 class Proposal(NamedTuple):
@@ -133,11 +135,11 @@ class Proposal(NamedTuple):
 
     drafter: str
     tree: DraftTree
-    table: ChanceTable
+    table: AcceptanceTable
 
 
 @dataclass(slots=True)
-class Choice:
+class VerifyTree:
     """The tree to check, merged from all drafts. Empty lists: one token, nothing drafted.
 
     tokens, parents: as in DraftTree.  depths: of each node, 0 for the first.  owners: the drafter of each; of several,
@@ -152,49 +154,49 @@ class Choice:
     path: list[int] = field(default_factory=list)
 
 
-def floor_of(milliseconds: Sequence[float]) -> float:
+def min_useful_probability(milliseconds: Sequence[float]) -> float:
     """Chance below which a node cannot pay: the least that a further token adds to the cost, in passes of one token."""
     one = milliseconds[1]
     return max(0.01, min((milliseconds[n] - one) / (n - 1) for n in range(2, 9)) / one)
 
 
-def choose(
+def select_tree(
     proposals: Sequence[Proposal],
     milliseconds: Sequence[float],
     max_nodes: int,
     max_depth: int,
-    floor: float = 0.0,
+    min_probability: float = 0.0,
     spent: float = 0.0,
-) -> Choice:
+) -> VerifyTree:
     """The tree with the most expected tokens a millisecond, or none.
 
     proposals: of who knows most first.  milliseconds: of a pass by number of tokens.  max_depth: number of levels that
     can be used.  floor: nodes less likely than this are not looked at.  spent: milliseconds that drafting took already.
     """
-    merged, reach = _merge(proposals, floor, max_depth)
-    if not reach:
+    merged, path_probability = _merge(proposals, min_probability, max_depth)
+    if not path_probability:
         return merged
     # A node is never likelier than its parent, and stands behind it; the sort is stable. So any first part is a tree.
-    order = sorted(range(len(reach)), key=reach.__getitem__, reverse=True)[:max_nodes]
-    expected, best, n_best = 1.0, _GAIN / (milliseconds[1] + spent), 0
+    order = sorted(range(len(path_probability)), key=path_probability.__getitem__, reverse=True)[:max_nodes]
+    expected, best, best_n_levels = 1.0, _GAIN / (milliseconds[1] + spent), 0
     chosen = 1.0
     for n, node in enumerate(order, start=1):
-        expected += reach[node]
+        expected += path_probability[node]
         rate = expected / (milliseconds[n + 1] + spent)
         if rate > best:
-            best, n_best, chosen = rate, n, expected
-    kept = sorted(order[:n_best])
+            best, best_n_levels, chosen = rate, n, expected
+    kept = sorted(order[:best_n_levels])
     part = _part(merged, kept, chosen)
-    part.path = _likeliest_branch(part.parents, [reach[node] for node in kept])
+    part.path = _likeliest_branch(part.parents, [path_probability[node] for node in kept])
     return part
 
 
-def rate_of_chain(chance: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
+def chain_rate(probability: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
     """Most tokens a millisecond of a chain whose nodes are each right with that chance and take `draft` ms to make."""
-    best, expected, reach = 0.0, 1.0, 1.0
+    best, expected, path_probability = 0.0, 1.0, 1.0
     for n in range(1, max_nodes + 1):
-        reach *= chance
-        expected += reach
+        path_probability *= probability
+        expected += path_probability
         rate = expected / (milliseconds[n + 1] + n * draft)
         if rate <= best:
             break
@@ -202,7 +204,7 @@ def rate_of_chain(chance: float, draft: float, milliseconds: Sequence[float], ma
     return best
 
 
-def rate_ahead(chance: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
+def overlapped_rate(probability: float, draft: float, milliseconds: Sequence[float], max_nodes: int) -> float:
     """Most tokens a millisecond of chains that are drafted while the target works, `draft` ms a token.
 
     A chain of n nodes is there when what it follows was right: one token behind a step without a chain, all of the last
@@ -212,8 +214,8 @@ def rate_ahead(chance: float, draft: float, milliseconds: Sequence[float], max_n
     one = milliseconds[1]
     best, expected = 1.0 / one, 1.0
     for n in range(1, max_nodes + 1 if draft < one else 1):
-        expected += chance**n
-        share = chance / (1.0 + chance - chance ** (n + 1))  # of the steps that have a chain
+        expected += probability**n
+        share = probability / (1.0 + probability - probability ** (n + 1))  # of the steps that have a chain
         share = min(share, (one - draft) / (n * draft)) if draft else share
         tokens = share * expected + 1.0 - share
         best = max(best, tokens / (share * milliseconds[n + 1] + (1.0 - share) * one))
@@ -224,38 +226,41 @@ def beats(ahead: float, in_turns: float, milliseconds: Sequence[float]) -> bool:
     """Whether a draft model that drafts while the target works, and one of the same that takes turns with it, should
     be the former, by milliseconds of a drafted token.
     """
-    chance, most = ChanceTable().mean, MAX_TOKENS - 1
-    there, here = rate_ahead(chance, ahead, milliseconds, most), rate_of_chain(chance, in_turns, milliseconds, most)
+    probability, most = AcceptanceTable().mean, MAX_TOKENS - 1
+    there, here = (
+        overlapped_rate(probability, ahead, milliseconds, most),
+        chain_rate(probability, in_turns, milliseconds, most),
+    )
     return there > here
 
 
-def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple[Choice, list[float]]:
+def _merge(proposals: Sequence[Proposal], min_probability: float, max_depth: int) -> tuple[VerifyTree, list[float]]:
     """All nodes that may pay, equal ones once, and the chance that each is reached and right."""
-    merged = Choice()
+    merged = VerifyTree()
     tokens, parents, depths, owners = merged.tokens, merged.parents, merged.depths, merged.owners
-    reaches: list[float] = []
+    path_probabilities: list[float] = []
     places: dict[tuple[int, int], int] = {}
     taken: dict[int, float] = {}  # chance that a node's successor is one that an earlier drafter named
     for drafter, tree, table in proposals:
-        chance = table.chance
+        probability = table.probability
         named: dict[int, float] = {}
         rows: list[int] = []  # node of the merged tree for each of this one, -2 for none
-        for token, parent, p, kind in zip(tree.tokens, tree.parents, tree.p, tree.kinds, strict=True):
+        for token, parent, p, bucket in zip(tree.tokens, tree.parents, tree.p, tree.buckets, strict=True):
             above = -1 if parent < 0 else rows[parent]
             if above == -2 or (above >= 0 and depths[above] + 1 >= max_depth):
                 rows.append(-2)
                 continue
             depth = 0 if above == -1 else depths[above] + 1
-            of_it, of_parent = chance(kind, depth, p), 1.0 if above == -1 else reaches[above]
+            of_it, of_parent = probability(bucket, depth, p), 1.0 if above == -1 else path_probabilities[above]
             place = places.get((above, token))
             if place is not None:
                 rows.append(place)
-                reaches[place] = max(reaches[place], of_it * of_parent)
+                path_probabilities[place] = max(path_probabilities[place], of_it * of_parent)
                 continue
             # Drafters mostly agree: where they do not, who knows less is right where the others are wrong.
             of_it *= 1.0 - taken.get(above, 0.0)
-            reach = of_it * of_parent
-            if reach < floor:
+            path_probability = of_it * of_parent
+            if path_probability < min_probability:
                 rows.append(-2)
             else:
                 rows.append(len(tokens))
@@ -264,17 +269,17 @@ def _merge(proposals: Sequence[Proposal], floor: float, max_depth: int) -> tuple
                 parents.append(above)
                 depths.append(depth)
                 owners.append(drafter)
-                reaches.append(reach)
+                path_probabilities.append(path_probability)
                 named[above] = min(1.0, named.get(above, 0.0) + of_it)
         for above, of_all in named.items():
             taken[above] = min(1.0, taken.get(above, 0.0) + of_all)
-    return merged, reaches
+    return merged, path_probabilities
 
 
-def _part(whole: Choice, nodes: Sequence[int], expected: float) -> Choice:
+def _part(whole: VerifyTree, nodes: Sequence[int], expected: float) -> VerifyTree:
     """These nodes of a tree, which hold the parents of all of them."""
     place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
-    return Choice(
+    return VerifyTree(
         [whole.tokens[node] for node in nodes],
         [place[whole.parents[node]] for node in nodes],
         [whole.depths[node] for node in nodes],
@@ -283,11 +288,11 @@ def _part(whole: Choice, nodes: Sequence[int], expected: float) -> Choice:
     )
 
 
-def _likeliest_branch(parents: Sequence[int], reach: Sequence[float]) -> list[int]:
+def _likeliest_branch(parents: Sequence[int], path_probability: Sequence[float]) -> list[int]:
     """Nodes from the root on, each the likeliest child of the one before."""
     best: dict[int, int] = {}
     for node, parent in enumerate(parents):
-        if parent not in best or reach[node] > reach[best[parent]]:
+        if parent not in best or path_probability[node] > path_probability[best[parent]]:
             best[parent] = node
     branch, top = [], -1
     while top in best:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftCounts:
     """Nodes that were checked, and those of them that were right and became text."""
 
     drafted: int
     accepted: int
 
     @property
-    def rate(self) -> float:
+    def acceptance_rate(self) -> float:
         """Share that was accepted, 0 where nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
@@ -32,8 +32,8 @@ class Speculation:
 
     steps: int
     tokens: int
-    by_drafter: Mapping[str, Drafted]
-    by_depth: Sequence[Drafted]
+    by_drafter: Mapping[str, DraftCounts]
+    by_depth: Sequence[DraftCounts]
     draft_seconds: float
     waited_seconds: float
     verify_seconds: float
@@ -47,7 +47,7 @@ class Speculation:
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
-    def wasted(self) -> int:
+    def rejected(self) -> int:
         """Drafted tokens that were checked for nothing."""
         return sum(of.drafted - of.accepted for of in self.by_depth)
 
@@ -57,7 +57,7 @@ class Speculation:
         return self.plain_seconds / self.step_seconds if self.step_seconds else 1.0
 
 
-class Tally:
+class StatsCounter:
     """Counts while a request runs."""
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class Tally:
         return Speculation(
             self._steps,
             self._tokens,
-            {name: Drafted(*counts) for name, counts in self._drafters.items()},
-            tuple(Drafted(*counts) for counts in self._depths),
+            {name: DraftCounts(*counts) for name, counts in self._drafters.items()},
+            tuple(DraftCounts(*counts) for counts in self._depths),
             self.draft_seconds,
             self.waited_seconds,
             self.verify_seconds,

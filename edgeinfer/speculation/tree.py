@@ -9,7 +9,7 @@ from operator import index
 
 from edgeinfer.errors import ShapeError
 
-N_KINDS = 64
+N_BUCKETS = 64
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class DraftTree:
     """Tokens that may come next: the children of the last token of the text, theirs, and so on.
 
     tokens: (n,) ids.  parents: (n,) index of the node that each follows, smaller than its own, or -1 for the text.
-    p: (n,) the drafter's estimate, 0..1, that a node is right if its parent is.  kinds: (n,) in 0..N_KINDS - 1, the
+    p: (n,) the drafter's estimate, 0..1, that a node is right if its parent is.  kinds: (n,) in 0..N_BUCKETS - 1, the
     drafter's own classes of nodes (a match length, a confidence), for each of which the policy learns how often it is
     right.
     """
@@ -25,7 +25,7 @@ class DraftTree:
     tokens: Sequence[int]
     parents: Sequence[int]
     p: Sequence[float]
-    kinds: Sequence[int]
+    buckets: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -38,21 +38,23 @@ def no_draft() -> DraftTree:
 
 def checked(tree: DraftTree, n_vocab: int, limit: int) -> DraftTree:
     """The tree as lists of Python numbers. Raises ShapeError if it is no tree of at most limit tokens that exist."""
-    tokens, parents, kinds = ([index(value) for value in values] for values in (tree.tokens, tree.parents, tree.kinds))
+    tokens, parents, buckets = (
+        [index(value) for value in values] for values in (tree.tokens, tree.parents, tree.buckets)
+    )
     p = [float(value) for value in tree.p]
-    if not len(tokens) == len(parents) == len(p) == len(kinds) <= limit:
-        sizes = f"{len(tokens)} tokens, {len(parents)} parents, {len(p)} p, {len(kinds)} kinds"
+    if not len(tokens) == len(parents) == len(p) == len(buckets) <= limit:
+        sizes = f"{len(tokens)} tokens, {len(parents)} parents, {len(p)} p, {len(buckets)} kinds"
         raise ShapeError(f"a draft must have as many of each, and at most {limit}: found {sizes}")
     if not tokens:
-        return DraftTree(tokens, parents, p, kinds)
+        return DraftTree(tokens, parents, p, buckets)
     if min(tokens) < 0 or max(tokens) >= n_vocab:
         raise ShapeError(f"a draft's tokens must be in 0..{n_vocab - 1}: found {min(tokens)}..{max(tokens)}")
-    if min(kinds) < 0 or max(kinds) >= N_KINDS:
-        raise ShapeError(f"a draft's kinds must be in 0..{N_KINDS - 1}: found {min(kinds)}..{max(kinds)}")
+    if min(buckets) < 0 or max(buckets) >= N_BUCKETS:
+        raise ShapeError(f"a draft's kinds must be in 0..{N_BUCKETS - 1}: found {min(buckets)}..{max(buckets)}")
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ShapeError(f"a draft's parent must be -1 or an earlier node: node {node} has parent {parent}")
         if not 0.0 <= p[node] <= 1.0:  # False for NaN
             what = "NaN" if math.isnan(p[node]) else f"{p[node]:g}"
             raise ShapeError(f"a draft's p must be in 0..1: node {node} has {what}")
-    return DraftTree(tokens, parents, p, kinds)
+    return DraftTree(tokens, parents, p, buckets)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import BranchingSession
+from edgeinfer.backends.base import BranchingSession, run_text
 from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
@@ -117,13 +117,11 @@ class NativeAuthor:
     def _commit(self, tokens: list[int]) -> list[NDArray[np.float32]]:
         """Make tokens the committed text; gives their rows, if these are wanted."""
         if self._taps is not None:
-            self._session.truncate(0)  # rows come of tokens that are passed, not of a prefix that is reused
+            self._session.truncate(0)  # rows come of tokens that are passed, not of those that are reused
         n_known = 0 if self._taps is not None else self._session.reuse_prefix(tokens)
         if n_known == len(tokens):
             return []
-        out = self._session.forward(tokens[n_known:], logits=(), hidden=self._hidden)
-        self._session.commit(range(len(tokens) - n_known))
-        return _features(out)
+        return _features(run_text(self._session, tokens[n_known:], logits="none", taps=self._hidden))
 
     def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
         """The token behind a text; of those that end it the one that all texts end with."""

@@ -313,7 +313,7 @@ def test_a_tree_made_on_the_device_is_the_one_of_single_levels(
     assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.parents.tolist() == theirs.parents.tolist()
     assert set(ours.candidates.ravel().tolist()) <= set(vocabulary[:-20].tolist())
     assert (ours.candidates[:, 0] == theirs.candidates[:, 0]).all() and len(ours.candidates) == len(theirs.candidates)
-    for a, b in ((ours.p, theirs.p), (ours.chances, theirs.chances)):
+    for a, b in ((ours.p, theirs.p), (ours.probabilities, theirs.probabilities)):
         np.testing.assert_allclose(a, b, rtol=2e-3)
 
     path = [*range(21 + len(assumed))]
@@ -339,7 +339,7 @@ def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: Op
     with pytest.raises(InvalidArgument, match="one of the head's tokens must be below n_vocab 0: found none"):
         head.draft(tokens[:2], features[:2], 2, 1, (), 0)
     few = head.draft(tokens[:2], features[:2], 2, 3, (), 4)
-    assert set(few.candidates.ravel().tolist()) == {0, 2} and (few.chances[:, 2:] == 0).all()
+    assert set(few.candidates.ravel().tolist()) == {0, 2} and (few.probabilities[:, 2:] == 0).all()
     assert few.p[:2].sum() == pytest.approx(1) and few.p[2] == 0
     with pytest.raises(ShapeError, match="1-D array of integers"):
         head.draft(tokens[:2], features[:2], 2, 1, [1.5])

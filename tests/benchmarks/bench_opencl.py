@@ -37,11 +37,11 @@ from edgeinfer.backends.opencl import (
     measure_ways,
 )
 from edgeinfer.devices import default_n_threads
-from edgeinfer.engine import default_model
+from edgeinfer.loading import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.drafters.candidates import choices
-from edgeinfer.speculation.drafters.head import USUAL_WIDTH
+from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8, 16)
@@ -91,7 +91,7 @@ def drafted_tokens(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> d
 
 
 def drafted_levels(head: OpenCLHead, rounds: int) -> dict[str, float]:
-    """Of a level of USUAL_WIDTH nodes of a head's tree, by the way in which it is made."""
+    """Of a level of DEFAULT_WIDTH nodes of a head's tree, by the way in which it is made."""
     ones = np.ones((1, head.spec.n_embd), dtype=np.float32)
     head.forward([1] * N_PAST, ones.repeat(N_PAST, axis=0), logits=())
     head.commit(range(N_PAST) if head.spec.decoder.n_layers else ())
@@ -101,12 +101,12 @@ def drafted_levels(head: OpenCLHead, rounds: int) -> dict[str, float]:
         for _ in range(N_LEVELS - 1):
             assert out.hidden is not None
             found = [id for row in out.logits for id, _, _ in choices(row, int(row.argmax()), is_greedy=True, n=3)]
-            features = out.hidden[0, -1:].repeat(USUAL_WIDTH, axis=0)
-            parents = [n_pending - 1] * USUAL_WIDTH
-            out = head.forward([found[0]] * USUAL_WIDTH, features, parents, n_pending=n_pending, logits="all")
-            n_pending += USUAL_WIDTH
+            features = out.hidden[0, -1:].repeat(DEFAULT_WIDTH, axis=0)
+            parents = [n_pending - 1] * DEFAULT_WIDTH
+            out = head.forward([found[0]] * DEFAULT_WIDTH, features, parents, n_pending=n_pending, logits="all")
+            n_pending += DEFAULT_WIDTH
 
-    at_once = partial(head.draft, [1], ones, N_LEVELS, USUAL_WIDTH)
+    at_once = partial(head.draft, [1], ones, N_LEVELS, DEFAULT_WIDTH)
     return in_turns({"one_by_one": one_by_one, "at_once": at_once}, rounds)
 
 

@@ -1,14 +1,14 @@
-"""How much of drafting is hidden behind the target's passes, where they take place at once.
+"""How much of drafting is hidden behind the target's passes when both run at once.
 
     python tests/benchmarks/bench_overlap.py [MODEL.gguf] [--pass-ms 40] [--right 0.85] [--timeline FILE.png]
     python tests/benchmarks/bench_overlap.py [MODEL.gguf] --draft FILE --draft-device opencl:0 -t 1 --pass-ms 600
 
-A stand-in for a machine with a GPU: each pass of the target is stretched by sleeping to --pass-ms, and 3 % of it more
-for each further token. The drafter knows the text, is right in a share of places, and sleeps a part of a pass for each
-token; or it is a draft model or a head on a device, which works while the target sleeps. For each: the share of the
-time that the target waited for drafts, the part of drafting that this is, tokens a step, the speed against one by one,
-also where drafts and checks take turns, and whether the text is that of one by one. One JSON line on stdout at the
-end.
+Simulates a machine with a GPU: each pass of the target is stretched by sleeping to --pass-ms, and by 3 % for each
+further token. The simulated drafter knows the text, is right in a given share of cases, and sleeps for a share of a
+pass per token. Or it is a draft model or a head on a device, which works while the target sleeps. Reported for each:
+the share of time that the target waited for drafts, that time as a share of drafting, tokens per step, the speed
+relative to plain decoding, also with drafting and verifying in turn, and whether the text is the same. One JSON line on
+stdout at the end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ import edgeinfer
 from edgeinfer.backends.base import Session
 from edgeinfer.bench import TIMELINE_PROMPT
 from edgeinfer.cli.plotting import draw_timeline
-from edgeinfer.engine import Engine, default_model
+from edgeinfer.engine import Engine
+from edgeinfer.loading import default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.drafters.base import CostlyDrafter
-from edgeinfer.speculation.drafters.overlapped import drafting_ahead
+from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.timeline import Timeline
 
@@ -93,12 +94,12 @@ def with_stub(engine: Engine, one: float, n_tokens: int, right: float) -> dict[s
     costs = stretch(engine.session, one)
     plain, seconds = answer(engine, n_tokens, None)
     text = [*engine.tokenize(TIMELINE_PROMPT), *plain.tokens]
-    chance = random.Random(1)
-    is_right = [chance.random() < right for _ in range(len(text) + MAX_TOKENS)]
+    rng = random.Random(1)
+    is_right = [rng.random() < right for _ in range(len(text) + MAX_TOKENS)]
     results: dict[str, Any] = {}
     for part in PARTS:
         stub = SlowDrafter(text, lambda place: place < len(is_right) and is_right[place], part * one, nap)
-        ahead = drafting_ahead(stub)
+        ahead = overlapped(stub)
         results[str(part)] = figures(engine, ahead, costs, plain, seconds)
         results[str(part)]["speed_in_turns"] = figures(engine, stub, costs, plain, seconds)["speed"]
         ahead.close()
@@ -107,10 +108,10 @@ def with_stub(engine: Engine, one: float, n_tokens: int, right: float) -> dict[s
 
 def with_model(engine: Engine, one: float, n_tokens: int) -> dict[str, Any]:
     """Figures of the draft model or the head of an engine, where it was put."""
-    if engine.speculator is None or not engine.speculator.placed:
+    if engine.speculator is None or not engine.speculator.placements:
         raise SystemExit("there is no draft model or head that could be used")
     drafter = engine.speculator.drafters[-1]
-    where = engine.speculator.placed[drafter.name].where
+    where = engine.speculator.placements[drafter.name].device
     costs = stretch(engine.session, one)
     plain, seconds = answer(engine, n_tokens, None)
     figures(engine, drafter, costs, plain, seconds)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Whether tuning finds its way back from a bad start, as on a CPU that nobody has measured.
+"""Whether prefetch tuning recovers from a bad start, as on an unknown CPU.
 
     python tests/benchmarks/bench_tuning.py MODEL.gguf ... [--threads 2] [--rounds 7] [--start NAME ...]
 
-For each model: the values that are known for this CPU, and starts that are wrong on purpose. From each the search is
-run as at a first load; then passes of 1 to 8 tokens are timed in turns with the known values, the bad start and what
-was found, the order swapped each round; figures are medians. "over_known" is the median of each round's ratio. One JSON
-line on stdout at the end.
+For each model: the known values for this CPU, and starts that are wrong on purpose. From each the search runs as at a
+first load. Then passes of 1 to 8 tokens are timed with the known values, the bad start and the result, alternating, the
+order swapped each round; figures are medians. "over_known" is the median of each round's ratio. One JSON line on stdout
+at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bad_starts(known: Streams) -> dict[str, Streams]:
 
 def use(session: NativeSession, streams: Streams) -> None:
     for n, stream in streams.items():
-        session.decoder().set_stream(False, n, tuple(stream))
+        session.model.decoder().set_stream(False, n, tuple(stream))
 
 
 def milliseconds(session: NativeSession, tokens: list[int]) -> float:
@@ -91,10 +91,10 @@ def compare(session: NativeSession, choices: Mapping[str, Streams], rounds: int)
 
 def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> dict[str, Any]:
     with ModelFile.open(path) as file:
-        spec, backend = read_spec(file), NativeBackend()
+        spec, backend = read_spec(file), NativeBackend(tuned=False)
         plan = backend.plan(file, spec, 2 * N_BATCH, N_BATCH, n_threads)
-        session = NativeSession(file, spec, plan, Device(n_threads), tuned=False)
-        decoder = session.decoder()
+        session = backend.load(file, spec, plan, Device(n_threads)).session()
+        decoder = session.model.tuned(N_BATCH)
         known = {n: Stream(*decoder.stream(False, n)) for n in SIZES}
         starts = {"known": known, **bad_starts(known)}
         starts = {name: start for name, start in starts.items() if not wanted or name in wanted}

@@ -1,15 +1,15 @@
-"""How much drafts could give at most: the same drafters, and a policy that knows what will come.
+"""Upper bounds for speculation: the same drafters, with a policy that knows the future text.
 
     python tests/benchmarks/bound_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
         [--every N] [--skip N] [--costs RECORD.json] [--draft-cost D]
 
 The greedy answer to each prompt (JSON Lines with "category" and "turns", the first of which is asked) is recorded, and
-at each of its places what the free drafters would have drafted and how far that was right; with a draft model, how far
-its chain was right. Then the fastest way through the answer is found, step by step from its end, with the costs of
-passes that the engine has measured, or those of a record of bench_speculation.py (its milliseconds_by_tokens); D is the
-time of a drafted token of the model in passes of one token, 0 where it is hidden. What is found, no policy can be above
-with one chain a step; what bench_speculation.py measures on the same costs stands beside it. One JSON line on stdout at
-the end, with the speed over one by one, time-weighted by category, and what acceptance other speeds would need.
+at each of its positions what the model-free drafters would have drafted and how much of it was right; with a draft
+model, how much of its chain was right. Then the fastest way through the answer is computed, from its end, with the
+measured costs of passes, or those of a record of bench_speculation.py (its milliseconds_by_tokens). D is the time of a
+drafted token of the model in passes of one token, 0 if it is hidden. No policy with one chain per step can exceed the
+result; compare it with bench_speculation.py on the same costs. One JSON line on stdout at the end, with the speed
+relative to plain decoding, weighted by time, by category, and the acceptance that other speeds would need.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
-from edgeinfer.speculation.policy import rate_of_chain
+from edgeinfer.speculation.policy import chain_rate
 from edgeinfer.speculation.tree import DraftTree
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -45,12 +45,12 @@ DRAFT_COSTS = (0.0, 0.05, 0.1, 0.2, 0.3)
 class Everything:
     """An outlook on which every node pays."""
 
-    floor = 0.0
+    min_probability = 0.0
 
-    def chance(self, kind: int, depth: int, p: float) -> float:
+    def probability(self, kind: int, depth: int, p: float) -> float:
         return p
 
-    def goes_on(self, reach: Sequence[float]) -> bool:
+    def should_extend(self, path_probabilities: Sequence[float]) -> bool:
         return True
 
 
@@ -66,7 +66,7 @@ class Answer:
 def greedy(tokens: Sequence[int]) -> Context:
     """A greedy request with this text so far."""
     context = Context(list(tokens), lambda row, text: int(row.argmax()), True)
-    context.outlook = Everything()
+    context.acceptance = Everything()
     return context
 
 
@@ -154,14 +154,14 @@ def bounds(answers: Sequence[Answer], milliseconds: Sequence[float], draft: floa
 
 
 def needed(milliseconds: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Best speed over one by one of chains whose tokens are each right with one chance, by chance and draft cost."""
+    """Best speed over one by one of chains whose tokens are each right with one rate, by rate and draft cost."""
     one = milliseconds[1]
     return {
-        f"acceptance {chance}": {
-            f"draft {cost}": round(max(1.0, one * rate_of_chain(chance, cost * one, milliseconds, MAX_TOKENS - 1)), 2)
+        f"acceptance {rate}": {
+            f"draft {cost}": round(max(1.0, one * chain_rate(rate, cost * one, milliseconds, MAX_TOKENS - 1)), 2)
             for cost in DRAFT_COSTS
         }
-        for chance in ACCEPTANCES
+        for rate in ACCEPTANCES
     }
 
 

@@ -42,9 +42,9 @@ def let_draft(session: Session) -> list[int]:
         rows = []
         for _ in range(n_levels):
             logits = session.forward([*tokens, *chain]).logits[0, :n_vocab].astype(np.float64)
-            chances = np.exp(logits - logits.max())
-            best = np.argsort(-chances, kind="stable")[:8]
-            rows.append((best, chances[best] / chances.sum()))
+            probabilities = np.exp(logits - logits.max())
+            best = np.argsort(-probabilities, kind="stable")[:8]
+            rows.append((best, probabilities[best] / probabilities.sum()))
             chain.append(int(best[0]))
         candidates, of_candidates = (np.stack(each) for each in zip(*rows, strict=True))
         of_candidates = of_candidates.astype(np.float32)
@@ -84,26 +84,27 @@ def tree_of_head(
     candidates, of_candidates = [], []
     for depth in range(n_levels):
         options = []
-        for node, reach, row, logits, feature in level:
-            chances = np.exp((logits - logits.max())[: len(ids)].astype(np.float64))
-            chances /= chances.sum()
-            best = np.argsort(-chances, kind="stable")[:8]
+        for node, path_probability, row, logits, feature in level:
+            probabilities = np.exp((logits - logits.max())[: len(ids)].astype(np.float64))
+            probabilities /= probabilities.sum()
+            best = np.argsort(-probabilities, kind="stable")[:8]
             candidates.append(ids[best])
-            of_candidates.append(chances[best])
-            options += [(reach * chances[place], node, row, feature, place) for place in best]
+            of_candidates.append(probabilities[best])
+            options += [(path_probability * probabilities[place], node, row, feature, place) for place in best]
         options.sort(key=lambda option: -option[0])
-        reaches, parents, rows, before, places = zip(*options[:width], strict=True)
+        path_probabilities, parents, rows, before, places = zip(*options[:width], strict=True)
         first, drafted = len(nodes), [int(ids[place]) for place in places]
-        chances_of = {node: reach for node, reach, *_ in level}
+        probability_of = {node: path_probability for node, path_probability, *_ in level}
         nodes += [
-            (token, parent, reach / chances_of[parent])
-            for token, parent, reach in zip(drafted, parents, reaches, strict=True)
+            (token, parent, path_probability / probability_of[parent])
+            for token, parent, path_probability in zip(drafted, parents, path_probabilities, strict=True)
         ]
         if depth + 1 < n_levels:
             out = head.forward(drafted, np.stack(before), rows, n_pending=n_pending, logits="all")
             assert out.hidden is not None
             level = [
-                (first + i, reaches[i], n_pending + i, out.logits[i], out.hidden[0, i]) for i in range(len(drafted))
+                (first + i, path_probabilities[i], n_pending + i, out.logits[i], out.hidden[0, i])
+                for i in range(len(drafted))
             ]
             n_pending += len(drafted)
     found, links, p = zip(*nodes, strict=True)
@@ -175,23 +176,23 @@ class FunctionDrafter:
     def close(self) -> None: ...
 
 
-def random_tree(n_vocab: int, chance: random.Random, limit: int) -> DraftTree:
+def random_tree(n_vocab: int, rng: random.Random, limit: int) -> DraftTree:
     """A tree of any shape, whose drafter is sure of it."""
-    n = chance.randint(0, limit)
-    parents = [chance.randint(-1, node - 1) for node in range(n)]
-    return DraftTree([chance.randrange(n_vocab) for _ in range(n)], parents, [0.99] * n, [0] * n)
+    n = rng.randint(0, limit)
+    parents = [rng.randint(-1, node - 1) for node in range(n)]
+    return DraftTree([rng.randrange(n_vocab) for _ in range(n)], parents, [0.99] * n, [0] * n)
 
 
-def knowing(text: Sequence[int], n_vocab: int, chance: random.Random, limit: int, at: int) -> DraftTree:
+def knowing(text: Sequence[int], n_vocab: int, rng: random.Random, limit: int, at: int) -> DraftTree:
     """A tree that knows what comes and says so in some places, with wrong siblings and wrong turns."""
     tokens: list[int] = []
     parents: list[int] = []
     above = -1
     for token in text[at : at + max(0, limit // 3)]:
-        for _ in range(chance.randint(0, 2)):
-            tokens.append(chance.randrange(n_vocab))
+        for _ in range(rng.randint(0, 2)):
+            tokens.append(rng.randrange(n_vocab))
             parents.append(above)
-        tokens.append(token if chance.random() < 0.9 else chance.randrange(n_vocab))
+        tokens.append(token if rng.random() < 0.9 else rng.randrange(n_vocab))
         parents.append(above)
         above = len(tokens) - 1
     n = min(len(tokens), limit)

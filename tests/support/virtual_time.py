@@ -106,8 +106,8 @@ class SlowDrafter:
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         tokens: list[int] = []
-        reach: list[float] = []
-        while len(tokens) < limit and context.outlook.goes_on(reach):
+        path_probabilities: list[float] = []
+        while len(tokens) < limit and context.acceptance.should_extend(path_probabilities):
             self._interrupted = False
             self._sleep(self._seconds + self.reading, lambda: self._interrupted)
             if self._interrupted:
@@ -116,8 +116,8 @@ class SlowDrafter:
             place = len(context.tokens) + len(tokens)
             known = self._text[place] if place < len(self._text) else 0
             tokens.append(known if self._is_right(place) else (known + 1) % 64)
-            p = context.outlook.chance(0, len(reach), 0.9)
-            reach.append((reach[-1] if reach else 1.0) * p)
+            p = context.acceptance.probability(0, len(path_probabilities), 0.9)
+            path_probabilities.append((path_probabilities[-1] if path_probabilities else 1.0) * p)
         n = len(tokens)
         return DraftTree(tokens, list(range(-1, n - 1)), [0.9] * n, [0] * n)
 
@@ -126,7 +126,7 @@ class SlowDrafter:
     def cost(self, context: Context) -> tuple[float, float]:
         return 1e3 * self._seconds, 0.0
 
-    def read(self, context: Context) -> None: ...
+    def prefill(self, context: Context) -> None: ...
 
     def interrupt(self) -> None:
         self._interrupted = True

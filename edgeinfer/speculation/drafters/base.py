@@ -12,17 +12,17 @@ from edgeinfer.speculation.verify import Draw
 from edgeinfer.types import Features, Logits
 
 
-class Outlook(Protocol):
+class AcceptanceModel(Protocol):
     """What the policy has learnt about one drafter, for those that want to stop where it does not pay."""
 
-    floor: float  # a node reached with less chance than this cannot pay
-    patience: float  # milliseconds that the next step may wait for a drafter that works while the target does
+    min_probability: float  # a node reached with less chance than this cannot pay
+    max_wait_ms: float  # milliseconds that the next step may wait for a drafter that works while the target does
 
-    def chance(self, kind: int, depth: int, p: float) -> float:
+    def probability(self, bucket: int, depth: int, p: float) -> float:
         """How often nodes of that kind at that depth (0: first) were right; p is the estimate to begin with."""
         ...
 
-    def goes_on(self, reach: Sequence[float]) -> bool:
+    def should_extend(self, path_probability: Sequence[float]) -> bool:
         """Whether one more node pays for its drafting and its check. reach: chance of each node of the chain so far."""
         ...
 
@@ -33,15 +33,15 @@ class Context:
 
     tokens: prompt and output so far; a list of the drafters' own.  draw: the target's own way to draw, for drafters
     with logits: with the same noise both draw the same token more often.  is_greedy: it takes the likeliest token.
-    outlook: of the drafter that is asked.  n_assumed: tokens at the end that are a guess, for a drafter that goes on
+    outlook: of the drafter that is asked.  n_unverified: tokens at the end that are a guess, for a drafter that goes on
     ahead of the text.  is_plain: that is the likeliest by the logits alone, without penalties.
     """
 
     tokens: list[int]
     draw: Draw
     is_greedy: bool
-    outlook: Outlook = field(init=False)
-    n_assumed: int = 0
+    acceptance: AcceptanceModel = field(init=False)
+    n_unverified: int = 0
     is_plain: bool = False
 
 
@@ -75,7 +75,7 @@ class CostlyDrafter(Drafter, Protocol):
         """Milliseconds for each drafted token, and before the first for what of the text it has not read yet."""
         ...
 
-    def read(self, context: Context) -> None:
+    def prefill(self, context: Context) -> None:
         """Read context.tokens, so that the next draft need not."""
         ...
 
@@ -85,10 +85,10 @@ class CostlyDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
-class DraftsInCalls(CostlyDrafter, Protocol):
+class MultiLevelDrafter(CostlyDrafter, Protocol):
     """A drafter of chains whose device may make several levels in one call."""
 
-    def n_at_once(self, context: Context, milliseconds: float) -> int:
+    def levels_per_call(self, context: Context, milliseconds: float) -> int:
         """Levels that are best made together, by what they cost and how often they are right, in that time at most."""
         ...
 
@@ -102,7 +102,7 @@ class FeatureDrafter(CostlyDrafter, Protocol):
 
     taps: bool | tuple[int, ...]
 
-    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+    def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
         """The rows (n, n_taps * n_embd) of the tokens from text[first] on, those of several layers side by side.
 
         Of each piece of a prompt, before `start`, and of what a step took, before `observe`. The rows are the
@@ -112,12 +112,12 @@ class FeatureDrafter(CostlyDrafter, Protocol):
 
 
 @runtime_checkable
-class DraftsAhead(CostlyDrafter, Protocol):
+class BackgroundDrafter(CostlyDrafter, Protocol):
     """A drafter on a device of its own, which works while the target does. timeline: where it notes its drafts."""
 
     timeline: Timeline | None
 
-    def go_on(self, context: Context, path: Sequence[int], limit: int) -> None:
+    def start_drafting(self, context: Context, path: Sequence[int], limit: int) -> None:
         """Draft at most limit nodes behind context.tokens, a drafted path that is being checked, and the token that
         will follow it; returns at once.
         """

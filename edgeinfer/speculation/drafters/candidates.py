@@ -15,7 +15,7 @@ _DRAWN, _SECOND = _N_CLASSES, 2 * _N_CLASSES
 _UNSURE = 0.8  # below this probability other choices are drafted too
 
 
-def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[tuple[int, float, int]]:
+def draft_candidates(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[tuple[int, float, int]]:
     """(row of logits, probability, kind) of the token drawn and, where that was no clear case, of the likeliest others.
 
     logits: (n_vocab,).  drawn: None where it was not; the likeliest is then the first.  n: most of all. Raises
@@ -34,16 +34,16 @@ def choices(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[
     return _of_kinds([(drawn, p), *others[: n - 1]], 0 if is_greedy else _DRAWN)
 
 
-def likeliest_choices(found: Sequence[tuple[int, float]]) -> list[tuple[int, float, int]]:
+def greedy_candidates(found: Sequence[tuple[int, float]]) -> list[tuple[int, float, int]]:
     """The same for greedy texts, of the likeliest tokens and their probabilities, likeliest first."""
     return _of_kinds(found, 0)
 
 
-def _of_kinds(found: Sequence[tuple[int, float]], kind: int) -> list[tuple[int, float, int]]:
+def _of_kinds(found: Sequence[tuple[int, float]], bucket: int) -> list[tuple[int, float, int]]:
     """With their kinds: the first and, where that was no clear case, the others."""
     (first, p), *others = found
-    rest = [(id, of_id, _SECOND + kind + class_of(of_id)) for id, of_id in others] if p < _UNSURE else []
-    return [(first, p, kind + class_of(p)), *rest]
+    rest = [(id, of_id, _SECOND + bucket + class_of(of_id)) for id, of_id in others] if p < _UNSURE else []
+    return [(first, p, bucket + class_of(p)), *rest]
 
 
 def class_of(p: float) -> int:

@@ -22,7 +22,7 @@ from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.candidates import class_of
-from edgeinfer.speculation.drafters.device_drafting import Chains
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
@@ -31,7 +31,7 @@ _PIECE, _LONG_PIECE = 16, 256
 _LAST, _DRAWN = 10, 20  # kinds: class of the probability; the same for a word that may go on, and for drawn texts
 
 
-class Translation:
+class CrossVocabularyText:
     """A text of the target's tokens, as the draft model's.
 
     tokens: the draft model's.  is_whole: the text ends with a whole character; of one that does not, its beginning is
@@ -49,7 +49,7 @@ class Translation:
         self._ends = [(0, len(self._head))]
         self._controls: dict[int, list[int]] = {}
 
-    def follow(self, text: Sequence[int]) -> int:
+    def update(self, text: Sequence[int]) -> int:
         """Take over a text of the target; gives how many of the first tokens are as they were."""
         read, self._read = self._read, []  # after a failure nothing is known
         grows = text is self._source and len(text) >= len(read)
@@ -133,39 +133,39 @@ class Translation:
         return self._controls[id]
 
 
-class TranslatedDrafter(ModelDrafter):
+class CrossVocabularyDrafter(ModelDrafter):
     """A draft model whose tokens are not the target's."""
 
     def __init__(self, session: Session, target: Tokenizer, own: Tokenizer, costs: CostModel) -> None:
         super().__init__(session, own.n_vocab, costs)
         self._own = own
-        self._translation = Translation(target, own)
+        self._translation = CrossVocabularyText(target, own)
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter. A token of the target takes as many of the draft model's as in the text so far."""
-        text, n_assumed = self._text(context)
+        text, n_unverified = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0
-        one, before = self._cost_of(text, n_assumed)
+        one, before = self._cost_of(text, n_unverified)
         return one * len(text) / max(1, len(context.tokens)), before
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays."""
-        text, n_assumed = self._text(context)
+        text, n_unverified = self._text(context)
         if not text or not self._translation.is_whole:
             return no_draft()
-        unread = text[self._align(text, n_assumed) :]
+        unread = text[self._align(text, n_unverified) :]
         drafted: list[int] = []
         p: list[float] = []
-        reach: list[float] = []
+        path_probability: list[float] = []
         room = min(limit, self.session.n_ctx - len(text))
-        while len(drafted) < room and context.outlook.goes_on(reach):
+        while len(drafted) < room and context.acceptance.should_extend(path_probability):
             token, of_token = self._likeliest(unread)
             drafted.append(token)
             p.append(of_token)
-            kind = class_of(of_token) + (0 if context.is_greedy else _DRAWN)
-            chance = context.outlook.chance(kind, len(reach), of_token)
-            reach.append((reach[-1] if reach else 1.0) * chance)
+            bucket = class_of(of_token) + (0 if context.is_greedy else _DRAWN)
+            probability = context.acceptance.probability(bucket, len(path_probability), of_token)
+            path_probability.append((path_probability[-1] if path_probability else 1.0) * probability)
             unread = [token]
             if self._own.is_control(token):
                 break
@@ -173,7 +173,7 @@ class TranslatedDrafter(ModelDrafter):
 
     def _text(self, context: Context) -> tuple[list[int], int]:
         """See ModelDrafter. What comes otherwise is noticed when it comes."""
-        n_same = self._translation.follow(context.tokens)
+        n_same = self._translation.update(context.tokens)
         self._n_agreed = min(self._n_agreed, n_same)
         return self._translation.tokens, 0
 
@@ -188,11 +188,11 @@ class TranslatedDrafter(ModelDrafter):
         """The drafted tokens as a chain of the target's."""
         nodes = self._translation.back(drafted)[:limit]
         is_open = bool(drafted) and not self._own.is_control(drafted[-1])
-        chances = [math.prod(p[i] for i in begun) for _, begun in nodes]
-        kinds = [class_of(chance) + (0 if is_greedy else _DRAWN) for chance in chances]
+        probabilities = [math.prod(p[i] for i in begun) for _, begun in nodes]
+        buckets = [class_of(probability) + (0 if is_greedy else _DRAWN) for probability in probabilities]
         if nodes and is_open:
-            kinds[-1] += _LAST
-        return DraftTree([id for id, _ in nodes], list(range(-1, len(nodes) - 1)), chances, kinds)
+            buckets[-1] += _LAST
+        return DraftTree([id for id, _ in nodes], list(range(-1, len(nodes) - 1)), probabilities, buckets)
 
 
 def model_drafter(
@@ -201,15 +201,15 @@ def model_drafter(
     target: ModelFile,
     n_vocab: int,
     costs: CostModel,
-    chains: Chains[DraftingSession] | None = None,
+    device_drafting: DeviceDrafting[DraftingSession] | None = None,
 ) -> ModelDrafter:
     """The drafter of a draft model that is open, by its vocabulary. n_vocab: tokens that the target has.
 
     chains: see ModelDrafter.
     """
     if has_vocabulary_of(draft, target, n_vocab):
-        return ModelDrafter(session, n_vocab, costs, chains)
-    return TranslatedDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(draft), costs)
+        return ModelDrafter(session, n_vocab, costs, device_drafting)
+    return CrossVocabularyDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(draft), costs)
 
 
 def check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:

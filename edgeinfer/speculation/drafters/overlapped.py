@@ -1,11 +1,10 @@
-"""Drafts on while the target checks, with a drafter whose device is not the target's (PEARL, Liu et al.,
+"""Overlapped drafting: the drafter works in a thread of its own while the target verifies (PEARL, Liu et al.,
 arXiv:2408.11850).
 
-The drafter works in a thread of its own. While a tree is checked it goes on behind the likeliest path, as if that were
-text already (post-verify). Where it was, what is there by then is the next draft, and it still goes on; elsewhere it is
-thrown away. The target waits for a draft no longer than `Outlook.patience`; where nothing is there it makes its next
-step without one, while the drafter gets ahead again (pre-verify). Not for a drafter that shares the target's cores:
-both would wait for each other.
+While a draft is verified, the drafter continues it along its most probable path, as if that path were accepted already
+(post-verify). If it was accepted, the continuation is the next draft; otherwise it is dropped. The target waits for a
+draft at most `AcceptanceModel.max_wait_ms`. Without a draft it makes its next step alone, and the drafter gets ahead
+meanwhile (pre-verify). Only for drafters that do not run on the target's cores.
 """
 
 from __future__ import annotations
@@ -17,9 +16,15 @@ from threading import Lock
 from typing import Protocol
 
 from edgeinfer.errors import Interrupted
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, DraftsInCalls, FeatureDrafter, Outlook
-from edgeinfer.speculation.drafters.cross_vocabulary import TranslatedDrafter
-from edgeinfer.speculation.drafters.watchdog import Clock, Worker
+from edgeinfer.speculation.drafters.base import (
+    AcceptanceModel,
+    Context,
+    CostlyDrafter,
+    FeatureDrafter,
+    MultiLevelDrafter,
+)
+from edgeinfer.speculation.drafters.cross_vocabulary import CrossVocabularyDrafter
+from edgeinfer.speculation.drafters.watchdog import Clock, Watchdog
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Features, Logits
@@ -35,18 +40,18 @@ class _Step:
     n_levels: after which it ends, None where only `is_stopped` ends it.
     """
 
-    def __init__(self, outlook: Outlook, n_levels: int | None = None) -> None:
-        self.floor = outlook.floor
-        self.patience = outlook.patience
-        self.chance = outlook.chance
+    def __init__(self, acceptance: AcceptanceModel, n_levels: int | None = None) -> None:
+        self.min_probability = acceptance.min_probability
+        self.max_wait_ms = acceptance.max_wait_ms
+        self.probability = acceptance.probability
         self.is_stopped = False
         self._n_levels = n_levels
 
-    def goes_on(self, reach: Sequence[float]) -> bool:
-        """See Outlook."""
-        if self._n_levels is not None and len(reach) >= self._n_levels:
+    def should_extend(self, path_probability: Sequence[float]) -> bool:
+        """See AcceptanceModel."""
+        if self._n_levels is not None and len(path_probability) >= self._n_levels:
             return False
-        return not self.is_stopped and (not reach or reach[-1] >= self.floor)
+        return not self.is_stopped and (not path_probability or path_probability[-1] >= self.min_probability)
 
 
 class _Draft(Protocol):
@@ -58,7 +63,7 @@ class _Draft(Protocol):
     is_running: bool
     is_stopped: bool
 
-    def follow(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
         """Be the draft behind that text and a path that is checked; False where it is none.
 
         limit: most nodes that are wanted behind the token which follows the path.
@@ -77,10 +82,10 @@ class _Draft(Protocol):
         """Whether all tokens that the drafter reads for it now are of that text."""
         ...
 
-    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """What the drafter is to be asked next, and for how many nodes in how many levels at most.
 
-        n_at_once: see DraftsInCalls. None: nothing, and it runs no more.
+        n_at_once: see MultiLevelDrafter. None: nothing, and it runs no more.
         """
         ...
 
@@ -94,7 +99,7 @@ class _Chain:
 
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
         self.is_running, self.is_stopped = True, False
-        self._context, self._outlook, self._limit = context, context.outlook, limit
+        self._context, self._acceptance, self._limit = context, context.acceptance, limit
         self._text = [*context.tokens, *path]  # that the levels follow
         self._n_known = len(context.tokens)  # of them that are no guess
         self._levels: list[DraftTree] = []
@@ -102,7 +107,7 @@ class _Chain:
         self._is_at_end = False  # of the drafter's context
         self._lock = Lock()
 
-    def follow(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
         """See _Draft."""
         with self._lock:
             if self.is_stopped or not self._advance(text) or self._first(len(path)) != list(path):
@@ -133,16 +138,16 @@ class _Chain:
             own = [*self._text, *self._first(len(self._levels))]
         return own == list(text[: len(own)])
 
-    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """See _Draft. One level, or as many as are best made in one call."""
         with self._lock:
             if self.is_stopped or not self._is_wanted():
                 self.is_running = False
                 return None
             tokens = [*self._text, *self._first(len(self._levels))]
-            context = replace(self._context, tokens=tokens, n_assumed=len(tokens) - self._n_known)
-        n_levels = n_at_once(context, _CALL * self._outlook.patience)
-        context.outlook = _Step(self._outlook, n_levels)
+            context = replace(self._context, tokens=tokens, n_unverified=len(tokens) - self._n_known)
+        n_levels = levels_per_call(context, _CALL * self._acceptance.max_wait_ms)
+        context.acceptance = _Step(self._acceptance, n_levels)
         return context, n_levels * _LEVEL, n_levels
 
     def take(self, tree: DraftTree) -> None:
@@ -170,10 +175,12 @@ class _Chain:
     def _is_wanted(self) -> bool:
         """Whether one more level may be of use."""
         ahead = self._levels[self._n_checked :]
-        reach = 1.0
+        path_probability = 1.0
         for depth, level in enumerate(ahead):
-            reach *= self._outlook.chance(level.kinds[0], depth, level.p[0])
-        return len(ahead) <= self._limit and reach >= self._outlook.floor and not self._is_at_end
+            path_probability *= self._acceptance.probability(level.buckets[0], depth, level.p[0])
+        return (
+            len(ahead) <= self._limit and path_probability >= self._acceptance.min_probability and not self._is_at_end
+        )
 
 
 class _Tree:
@@ -181,21 +188,21 @@ class _Tree:
 
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
         self.is_running, self._limit = True, limit
-        self._outlook = _Step(context.outlook)
-        self._context = replace(context, tokens=[*context.tokens, *path], n_assumed=len(path))
-        self._context.outlook = self._outlook
+        self._acceptance = _Step(context.acceptance)
+        self._context = replace(context, tokens=[*context.tokens, *path], n_unverified=len(path))
+        self._context.acceptance = self._acceptance
         self._result: DraftTree | None = None
 
     @property
     def is_stopped(self) -> bool:
         """See _Draft."""
-        return self._outlook.is_stopped
+        return self._acceptance.is_stopped
 
     @is_stopped.setter
     def is_stopped(self, value: bool) -> None:
-        self._outlook.is_stopped = value
+        self._acceptance.is_stopped = value
 
-    def follow(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
         """See _Draft. Behind another path it would be another draft."""
         return not path and self.is_in(text) and (self.is_running or len(self.tree(text)) > 0)
 
@@ -214,7 +221,7 @@ class _Tree:
         own = self._context.tokens
         return own == list(text[: len(own)])
 
-    def step(self, n_at_once: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """See _Draft. All of it at once."""
         if self.is_stopped or self._result is not None:
             self.is_running = False
@@ -227,7 +234,7 @@ class _Tree:
         self.is_running = False
 
 
-class AheadDrafter:
+class OverlappedDrafter:
     """A drafter with a thread in which it drafts on; see the module. The other drafter is closed with this one.
 
     device: what it drafts on, for messages.  timeline: where its drafts are noted, None for nowhere. `observe` is not
@@ -244,9 +251,9 @@ class AheadDrafter:
         self.timeline: Timeline | None = None
         self._drafter = drafter
         # A node of a translated draft may be several of the draft model's, or a part of one: no level to go on from.
-        self._kind = _Tree if isinstance(drafter, (FeatureDrafter, TranslatedDrafter)) else _Chain
-        self._worker = Worker(drafter.name, device, clock)
-        self._clock = self._worker.clock
+        self._kind = _Tree if isinstance(drafter, (FeatureDrafter, CrossVocabularyDrafter)) else _Chain
+        self._watchdog = Watchdog(drafter.name, device, clock)
+        self._clock = self._watchdog.clock
         self._draft: _Draft | None = None
         self._milliseconds = 0.0  # of a drafted token
         self._due = 0.0  # when the thread should have more of the draft
@@ -254,13 +261,13 @@ class AheadDrafter:
     def start(self, context: Context) -> None:
         """See Drafter."""
         self._drop()
-        self._worker.check()
-        self._worker.submit(lambda: self._drafter.start(context))
+        self._watchdog.check()
+        self._watchdog.submit(lambda: self._drafter.start(context))
 
-    def go_on(self, context: Context, path: Sequence[int], limit: int) -> None:
-        """See DraftsAhead."""
-        self._worker.check()
-        if self._draft is None or not self._draft.follow(context.tokens, path, limit):
+    def start_drafting(self, context: Context, path: Sequence[int], limit: int) -> None:
+        """See BackgroundDrafter."""
+        self._watchdog.check()
+        if self._draft is None or not self._draft.rebase(context.tokens, path, limit):
             self._drop([*context.tokens, *path])
             self._draft = self._kind(context, path, limit)
             self._submit(self._draft)
@@ -269,16 +276,16 @@ class AheadDrafter:
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """What there is behind the text by now, or as soon as it is worth waiting for."""
-        self.go_on(context, (), limit)
-        patience, now = 1e-3 * context.outlook.patience, self._clock.now()
-        draft, deadline, last_due = self._draft, now + patience, now + _MARGIN * patience
+        self.start_drafting(context, (), limit)
+        max_wait_ms, now = 1e-3 * context.acceptance.max_wait_ms, self._clock.now()
+        draft, deadline, last_due = self._draft, now + max_wait_ms, now + _MARGIN * max_wait_ms
         tree = no_draft() if draft is None else draft.tree(context.tokens)
-        while draft is not None and draft.is_running and self._due <= last_due and _is_short(tree, context.outlook):
+        while draft is not None and draft.is_running and self._due <= last_due and _is_short(tree, context.acceptance):
             n_nodes, left = len(tree), deadline - self._clock.now()
             if left <= 0.0 or not self._clock.wait_for(partial(_has_more, draft, context, n_nodes), left):
                 break
             tree = draft.tree(context.tokens)
-        self._worker.check()
+        self._watchdog.check()
         return _first_part(tree, limit)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
@@ -288,7 +295,7 @@ class AheadDrafter:
         """See CostlyDrafter. What of the text is not read yet is read while the target works."""
         return self._milliseconds, 0.0
 
-    def read(self, context: Context) -> None:
+    def prefill(self, context: Context) -> None:
         """See CostlyDrafter. It is read when drafting begins."""
 
     def interrupt(self) -> None:
@@ -302,35 +309,35 @@ class AheadDrafter:
         """End the thread, and close the drafter. Raises BackendLost where its device hangs: nothing is given back."""
         self._drop()
         try:
-            self._worker.run(self._drafter.close)
+            self._watchdog.run(self._drafter.close)
         finally:
-            self._worker.close()
+            self._watchdog.close()
 
     # ---- In the thread -----------------------------------------------------------------------------------------------
 
     def _submit(self, draft: _Draft) -> None:
         self._due = self._clock.now() + 1e-3 * self._milliseconds
-        self._worker.submit(lambda: self._grow(draft), self._milliseconds)
+        self._watchdog.submit(lambda: self._grow(draft), self._milliseconds)
 
     def _grow(self, draft: _Draft) -> None:
         """Ask the drafter for step after step of a draft."""
         try:
-            while (step := draft.step(self._n_at_once)) is not None:
+            while (step := draft.step(self._levels_per_call)) is not None:
                 self._make(draft, *step)
                 self._clock.notify()
         finally:
             if draft.is_running:  # it failed
                 draft.is_stopped, draft.is_running = True, False
 
-    def _n_at_once(self, context: Context, milliseconds: float) -> int:
-        """See DraftsInCalls."""
+    def _levels_per_call(self, context: Context, milliseconds: float) -> int:
+        """See MultiLevelDrafter."""
         drafter = self._drafter
-        return drafter.n_at_once(context, milliseconds) if isinstance(drafter, DraftsInCalls) else 1
+        return drafter.levels_per_call(context, milliseconds) if isinstance(drafter, MultiLevelDrafter) else 1
 
     def _make(self, draft: _Draft, context: Context, limit: int, n_levels: int) -> None:
         """Make a step of a draft."""
         each, before = self._drafter.cost(context)
-        self._worker.expect(before + n_levels * each)
+        self._watchdog.expect(before + n_levels * each)
         started = self._clock.now()
         of_call = each * n_levels if isinstance(draft, _Chain) else each
         self._milliseconds, self._due = each, started + 1e-3 * (before + of_call)
@@ -361,7 +368,7 @@ class AheadDrafter:
                 self._drafter.interrupt()
 
 
-class AheadFeatureDrafter(AheadDrafter):
+class OverlappedFeatureDrafter(OverlappedDrafter):
     """The same for a drafter that goes on from the target's hidden rows."""
 
     def __init__(
@@ -374,25 +381,25 @@ class AheadFeatureDrafter(AheadDrafter):
         self._follower = drafter
         self.taps = drafter.taps
 
-    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+    def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter. The draft that runs ends with the pass that it is in: the next begins from these rows."""
-        self._worker.check()
+        self._watchdog.check()
         draft, rows = self._draft, features.copy()
         if draft is not None:
-            if draft.follow(text, (), 0):
+            if draft.rebase(text, (), 0):
                 draft.is_stopped = True
             else:
                 self._drop(text)
-        self._worker.submit(lambda: self._follower.follow(text, first, rows))
+        self._watchdog.submit(lambda: self._follower.observe_features(text, first, rows))
 
 
-def drafting_ahead(
+def overlapped(
     drafter: CostlyDrafter, device: str = "the draft device", clock: Clock | None = None
-) -> AheadDrafter:
+) -> OverlappedDrafter:
     """That drafter with a thread in which it drafts while the target checks. device: what it runs on, for messages."""
     if isinstance(drafter, FeatureDrafter):
-        return AheadFeatureDrafter(drafter, device, clock)
-    return AheadDrafter(drafter, device, clock)
+        return OverlappedFeatureDrafter(drafter, device, clock)
+    return OverlappedDrafter(drafter, device, clock)
 
 
 def behind(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:
@@ -413,14 +420,14 @@ def behind(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:
         [tree.tokens[node] for node in kept],
         [places[tree.parents[node]] for node in kept],
         [tree.p[node] for node in kept],
-        [tree.kinds[node] for node in kept],
+        [tree.buckets[node] for node in kept],
     )
 
 
 def _joined(tree: DraftTree, level: DraftTree, above: int) -> DraftTree:
     """A tree with a level more, whose nodes all follow that one."""
     parents = [*tree.parents, *[above] * len(level)]
-    return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.kinds, *level.kinds])
+    return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.buckets, *level.buckets])
 
 
 def _levels_of(tree: DraftTree) -> list[DraftTree]:
@@ -428,8 +435,8 @@ def _levels_of(tree: DraftTree) -> list[DraftTree]:
     levels: list[DraftTree] = []
     above = -1
     while nodes := [node for node, parent in enumerate(tree.parents) if parent == above]:
-        tokens, kinds = ([each[node] for node in nodes] for each in (tree.tokens, tree.kinds))
-        levels.append(DraftTree(tokens, [-1] * len(nodes), [tree.p[node] for node in nodes], kinds))
+        tokens, buckets = ([each[node] for node in nodes] for each in (tree.tokens, tree.buckets))
+        levels.append(DraftTree(tokens, [-1] * len(nodes), [tree.p[node] for node in nodes], buckets))
         above = nodes[0]
     return levels
 
@@ -438,16 +445,19 @@ def _has_more(draft: _Draft, context: Context, n_nodes: int) -> bool:
     return not draft.is_running or len(draft.tree(context.tokens)) > n_nodes
 
 
-def _is_short(tree: DraftTree, outlook: Outlook) -> bool:
+def _is_short(tree: DraftTree, acceptance: AcceptanceModel) -> bool:
     """Whether it pays to make the first chain of a draft longer."""
-    reach: list[float] = []
+    path_probability: list[float] = []
     above = -1
-    for node, (parent, p, kind) in enumerate(zip(tree.parents, tree.p, tree.kinds, strict=True)):
+    for node, (parent, p, kind) in enumerate(zip(tree.parents, tree.p, tree.buckets, strict=True)):
         if parent == above:
-            reach.append((reach[-1] if reach else 1.0) * outlook.chance(kind, len(reach), p))
+            path_probability.append(
+                (path_probability[-1] if path_probability else 1.0)
+                * acceptance.probability(kind, len(path_probability), p)
+            )
             above = node
-    return outlook.goes_on(reach)
+    return acceptance.should_extend(path_probability)
 
 
 def _first_part(tree: DraftTree, limit: int) -> DraftTree:
-    return DraftTree(tree.tokens[:limit], tree.parents[:limit], tree.p[:limit], tree.kinds[:limit])
+    return DraftTree(tree.tokens[:limit], tree.parents[:limit], tree.p[:limit], tree.buckets[:limit])

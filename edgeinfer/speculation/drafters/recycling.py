@@ -55,28 +55,28 @@ class RecyclingDrafter:
         root = self._successors(before, last, _AT_ROOT)
         if not root or limit == 0:
             return no_draft()
-        chance, floor = context.outlook.chance, context.outlook.floor
+        probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
         tokens: list[int] = []
         parents: list[int] = []
         p: list[float] = []
-        kinds: list[int] = []
-        heap = [(-chance(kind, 0, _prior(kind)), token, -1, 0, kind, last) for token, kind in root]
+        buckets: list[int] = []
+        heap = [(-probability(bucket, 0, _prior(bucket)), token, -1, 0, bucket, last) for token, bucket in root]
         heapq.heapify(heap)
         while heap and len(tokens) < limit:
-            reach, token, parent, depth, kind, before = heapq.heappop(heap)
-            if -reach < floor and tokens:  # one at least, from which the policy learns, whatever it promises
+            path_probability, token, parent, depth, bucket, before = heapq.heappop(heap)
+            if -path_probability < min_probability and tokens:  # one node at least, from which the policy learns
                 break
             node = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            p.append(_prior(kind))
-            kinds.append(kind)
-            if -reach >= floor:
+            p.append(_prior(bucket))
+            buckets.append(bucket)
+            if -path_probability >= min_probability:
                 depth += 1
-                for successor, kind in self._successors(before, token, _BELOW):
-                    below = reach * chance(kind, depth, _prior(kind))
-                    heapq.heappush(heap, (below, successor, node, depth, kind, token))
-        return DraftTree(tokens, parents, p, kinds)
+                for successor, bucket in self._successors(before, token, _BELOW):
+                    below = path_probability * probability(bucket, depth, _prior(bucket))
+                    heapq.heappush(heap, (below, successor, node, depth, bucket, token))
+        return DraftTree(tokens, parents, p, buckets)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """Note the likeliest ids of each row under the tokens that it follows."""
@@ -97,11 +97,11 @@ class RecyclingDrafter:
 
     def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
         """(id, kind) of the first n successors of two tokens, else of the last one, else none."""
-        for key, kind in ((_key(before, last), 0), (last, _BEHIND_ONE)):
+        for key, bucket in ((_key(before, last), 0), (last, _BEHIND_ONE)):
             owner, *values = self._rows[key % _N_ROWS].tolist()
             if owner == key:
                 pairs = zip(values[:n], values[_N_KEPT:], strict=False)
-                return [(id, kind + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]
+                return [(id, bucket + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]
         return []
 
 
@@ -110,5 +110,5 @@ def _key(before: int, last: int) -> int:
     return (before * 1_000_003 + last * 7919) & 0x3FFFFFFF | 0x40000000
 
 
-def _prior(kind: int) -> float:
-    return _PRIORS[kind // _N_CLASSES][kind % _N_CLASSES]
+def _prior(bucket: int) -> float:
+    return _PRIORS[bucket // _N_CLASSES][bucket % _N_CLASSES]

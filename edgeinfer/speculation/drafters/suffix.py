@@ -137,14 +137,20 @@ class SuffixDrafter:
         match_class = _CLASS[length] if length < len(_CLASS) else len(_BOUNDS)
         state = automaton.match
         followers = _SEVERAL if len(automaton.next[state]) > 1 else _ONCE if automaton.seen[state] == 1 else _OFTEN
-        kind, first, later = 3 * match_class + followers, _FIRST[followers][match_class], _LATER[followers][match_class]
+        bucket, first, later = (
+            3 * match_class + followers,
+            _FIRST[followers][match_class],
+            _LATER[followers][match_class],
+        )
         tokens = self._copy(automaton.match_end + 1, max(1, limit - (followers == _SEVERAL)))
-        n = self._n_that_may_pay(context, kind, first, later, len(tokens))
-        tree = DraftTree(tokens[:n], list(range(-1, n - 1)), [first, *[later] * (n - 1)][:n], [kind] * n)
+        n = self._n_that_may_pay(context, bucket, first, later, len(tokens))
+        tree = DraftTree(tokens[:n], list(range(-1, n - 1)), [first, *[later] * (n - 1)][:n], [bucket] * n)
         other = self._other_follower(tokens[:1]) if followers == _SEVERAL and n < limit else None
         if other is not None:
-            kind = _OTHER + match_class
-            tree = DraftTree([*tree.tokens, other], [*tree.parents, -1], [*tree.p, _OTHER_FIRST], [*tree.kinds, kind])
+            bucket = _OTHER + match_class
+            tree = DraftTree(
+                [*tree.tokens, other], [*tree.parents, -1], [*tree.p, _OTHER_FIRST], [*tree.buckets, bucket]
+            )
         return tree
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
@@ -175,13 +181,13 @@ class SuffixDrafter:
                 return tokens[:i]
         return tokens
 
-    def _n_that_may_pay(self, context: Context, kind: int, first: float, later: float, most: int) -> int:
+    def _n_that_may_pay(self, context: Context, bucket: int, first: float, later: float, most: int) -> int:
         """Length of the chain before it becomes too unlikely; at least 1, from which the policy learns."""
-        chance, floor = context.outlook.chance, context.outlook.floor
-        reach = chance(kind, 0, first)
+        probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
+        path_probability = probability(bucket, 0, first)
         for depth in range(1, most):
-            reach *= chance(kind, depth, later)
-            if reach < floor:
+            path_probability *= probability(bucket, depth, later)
+            if path_probability < min_probability:
                 return depth
         return most
 

@@ -48,7 +48,7 @@ class _Call:
     since: float = 0.0  # when it began, or last said how long it will take
 
 
-class Worker:
+class Watchdog:
     """Runs calls one after the other in its own thread. Whoever hands one over need not wait for it.
 
     device: what they run on, for messages.  least_seconds: that a call may always take.
@@ -152,30 +152,30 @@ class WatchedDrafter:
     def __init__(self, drafter: CostlyDrafter, device: str) -> None:
         self.name = drafter.name
         self._drafter = drafter
-        self._worker = Worker(drafter.name, device)
+        self._watchdog = Watchdog(drafter.name, device)
         self._cost = 0.0, 0.0
 
     def start(self, context: Context) -> None:
         """See Drafter."""
-        self._worker.run(lambda: self._drafter.start(context))
+        self._watchdog.run(lambda: self._drafter.start(context))
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """See Drafter."""
         each, before = self._cost
-        return self._worker.run(lambda: self._drafter.propose(context, limit), before + limit * each)
+        return self._watchdog.run(lambda: self._drafter.propose(context, limit), before + limit * each)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter."""
-        self._worker.run(lambda: self._drafter.observe(context, n_new, rows))
+        self._watchdog.run(lambda: self._drafter.observe(context, n_new, rows))
 
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter."""
-        self._cost = self._worker.run(lambda: self._drafter.cost(context))
+        self._cost = self._watchdog.run(lambda: self._drafter.cost(context))
         return self._cost
 
-    def read(self, context: Context) -> None:
+    def prefill(self, context: Context) -> None:
         """See CostlyDrafter."""
-        self._worker.run(lambda: self._drafter.read(context), sum(self._cost))
+        self._watchdog.run(lambda: self._drafter.prefill(context), sum(self._cost))
 
     def interrupt(self) -> None:
         """See CostlyDrafter."""
@@ -184,9 +184,9 @@ class WatchedDrafter:
     def close(self) -> None:
         """Close the drafter, and end the thread. Raises BackendLost where its device hangs: nothing is given back."""
         try:
-            self._worker.run(self._drafter.close)
+            self._watchdog.run(self._drafter.close)
         finally:
-            self._worker.close()
+            self._watchdog.close()
 
 
 class WatchedFeatureDrafter(WatchedDrafter):
@@ -197,9 +197,9 @@ class WatchedFeatureDrafter(WatchedDrafter):
         self._follower = drafter
         self.taps = drafter.taps
 
-    def follow(self, text: Sequence[int], first: int, features: Features) -> None:
+    def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter."""
-        self._worker.run(lambda: self._follower.follow(text, first, features))
+        self._watchdog.run(lambda: self._follower.observe_features(text, first, features))
 
 
 def watched(drafter: CostlyDrafter, device: str) -> WatchedDrafter:

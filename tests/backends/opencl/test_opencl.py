@@ -128,9 +128,9 @@ def chosen_on_the_host(
         candidates = []
         for node in level:
             text = prompt + [tokens[row] for row in (branch_to(node, parents) if node >= 0 else [])]
-            chances = log_softmax(session.forward(text).logits[0][:n_vocab])
-            best = np.argsort(-chances, kind="stable")[:width].tolist()
-            candidates += [(reach[node] + chances[id], node, id, chances[id]) for id in best]
+            probabilities = log_softmax(session.forward(text).logits[0][:n_vocab])
+            best = np.argsort(-probabilities, kind="stable")[:width].tolist()
+            candidates += [(reach[node] + probabilities[id], node, id, probabilities[id]) for id in best]
         candidates.sort(key=lambda each: -each[0])
         level = list(range(len(tokens), len(tokens) + width))
         for of_path, node, id, chance in candidates[:width]:
@@ -164,9 +164,9 @@ def test_a_tree_is_what_the_host_would_choose(
     np.testing.assert_allclose(nodes.p, p, rtol=2e-3)
     for row in range(len(nodes.candidates)):  # behind the prompt, and behind each node that was passed
         text = [*prompt, *(tokens[node] for node in (branch_to(row - 1, parents) if row else []))]
-        chances = np.exp(log_softmax(alone.forward(text).logits[0][:200]))
-        assert nodes.candidates[row, 0] == chances.argmax() and (np.diff(nodes.chances[row]) <= 0).all()
-        np.testing.assert_allclose(nodes.chances[row], chances[nodes.candidates[row]], rtol=2e-3)
+        probabilities = np.exp(log_softmax(alone.forward(text).logits[0][:200]))
+        assert nodes.candidates[row, 0] == probabilities.argmax() and (np.diff(nodes.probabilities[row]) <= 0).all()
+        np.testing.assert_allclose(nodes.probabilities[row], probabilities[nodes.candidates[row]], rtol=2e-3)
     assert len(nodes.candidates) == (n_levels - 1) * width + 1
 
     leaf = (n_levels - 1) * width - 1  # the last node that was passed on

@@ -14,10 +14,10 @@ import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.opencl import device as device_module
-from edgeinfer.speculation.drafters.device_drafting import Chains
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.drafters.overlapped import AheadDrafter
+from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter
 from edgeinfer.speculation.drafters.watchdog import WatchedDrafter
 from edgeinfer.types import Nodes
 
@@ -50,7 +50,7 @@ def open_engine(model: Path, files: dict[str, Path], opencl_device: OpenCLDevice
     """An engine that drafts with the model itself, or with a head, on that device, and the warnings."""
     opened = []
 
-    def open_on(kind: str = "model") -> tuple[edgeinfer.Engine, list[str]]:
+    def open_on_device(kind: str = "model") -> tuple[edgeinfer.Engine, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             name = f"opencl:{opencl_device.info.index}"
@@ -61,7 +61,7 @@ def open_engine(model: Path, files: dict[str, Path], opencl_device: OpenCLDevice
         engine.speculator.costs = FixedCosts()
         return engine, [str(warning.message) for warning in caught]
 
-    yield open_on
+    yield open_on_device
     for engine in opened:
         engine.close()
 
@@ -87,7 +87,7 @@ def test_what_is_drafted_there_changes_no_text(
     engine, notes = open_engine(kind)
     drafter = drafter_of(engine)
     if drafter._drafter.session.model.decoder.device.is_cpu:
-        assert isinstance(drafter, AheadDrafter if n_cores == 64 else WatchedDrafter)
+        assert isinstance(drafter, OverlappedDrafter if n_cores == 64 else WatchedDrafter)
     options: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 4}
     for prompt in (PROMPT, PROMPT + " again"):
         completion = engine.generate(prompt, **options)
@@ -105,7 +105,7 @@ def test_drafts_that_the_device_makes_by_itself_change_no_text(
     monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
     engine, _ = open_engine(kind)
     drafter, asked = drafter_of(engine)._drafter, []
-    assert drafter._chains is not None, "what its own drafts cost was not measured"
+    assert drafter._device_drafting is not None, "what its own drafts cost was not measured"
     let_chains_pay(drafter, asked)
     for prompt in (PROMPT, PROMPT + " again"):
         completion = engine.generate(prompt, max_tokens=60, temperature=0.0)
@@ -118,9 +118,12 @@ def test_drafts_that_the_device_makes_by_itself_change_no_text(
 
 def let_chains_pay(drafter: Any, asked: list[int]) -> None:
     """Have chains made on the device, by what they seem to cost; asked: how many levels."""
-    draft, drafter._chains = drafter.session.draft, Chains(drafter.session, cost_model(lambda n: 0.5 + 0.1 * n))
+    draft, drafter._device_drafting = (
+        drafter.session.draft,
+        DeviceDrafting(drafter.session, cost_model(lambda n: 0.5 + 0.1 * n)),
+    )
     drafter._costs = cost_model()
-    for costs in (drafter._costs, drafter._chains.costs):
+    for costs in (drafter._costs, drafter._device_drafting.costs):
         costs.observe = lambda n, n_past, milliseconds: None
 
     def counted(*arguments: Any, **options: Any) -> Nodes:

@@ -9,9 +9,9 @@ from virtual_time import SlowDrafter, VirtualClock, slow_target
 import edgeinfer
 from edgeinfer.speculation import pipeline
 from edgeinfer.speculation.cost import CostCurve, CostModel
-from edgeinfer.speculation.drafters.overlapped import drafting_ahead
+from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import rate_ahead, rate_of_chain
+from edgeinfer.speculation.policy import chain_rate, overlapped_rate
 from edgeinfer.speculation.timeline import Event, Timeline
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -45,8 +45,8 @@ def answer(model, plain_tokens, monkeypatch):
     token, and is right in that share of places."""
 
     def run(share, of_pass, is_ahead=True, reading=0.0):
-        clock, chance = VirtualClock(n_threads=2 if is_ahead else 1), random.Random(5)
-        right = [chance.random() < share for _ in range(512)]
+        clock, rng = VirtualClock(n_threads=2 if is_ahead else 1), random.Random(5)
+        right = [rng.random() < share for _ in range(512)]
         monkeypatch.setattr(pipeline, "perf_counter", clock.now)
         with edgeinfer.load(model, draft="none") as engine:
             engine.tokenizer.stop_ids = frozenset()
@@ -55,7 +55,7 @@ def answer(model, plain_tokens, monkeypatch):
             drafter = SlowDrafter(text, right.__getitem__, of_pass * PASS, clock.sleep)
             drafter.reading = reading * PASS
             costs = CostModel(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
-            used = drafting_ahead(drafter, clock=clock) if is_ahead else drafter
+            used = overlapped(drafter, clock=clock) if is_ahead else drafter
             speculator = Speculator(engine.session, [used], costs, engine.tokenizer.n_vocab, 31)
             speculator.timeline = Timeline()
             engine.speculator = speculator
@@ -113,13 +113,15 @@ def test_a_drafter_that_is_slower_than_the_target_is_not_asked(answer):
 def test_drafting_ahead_promises_more_the_faster_and_the_better_it_is():
     milliseconds = [0.0, *(1e3 * seconds(n) for n in range(1, 33))]
     one = 1.0 / milliseconds[1]
-    assert rate_ahead(0.8, 100.0, milliseconds, 31) == rate_ahead(0.0, 1.0, milliseconds, 31) == one
-    rates = [rate_ahead(0.8, of_pass * 100.0, milliseconds, 31) for of_pass in (0.0, 0.1, 0.3, 0.6, 0.9, 1.5)]
+    assert overlapped_rate(0.8, 100.0, milliseconds, 31) == overlapped_rate(0.0, 1.0, milliseconds, 31) == one
+    rates = [overlapped_rate(0.8, of_pass * 100.0, milliseconds, 31) for of_pass in (0.0, 0.1, 0.3, 0.6, 0.9, 1.5)]
     assert rates == sorted(rates, reverse=True) and rates[0] > 2.0 * one and rates[-1] == one
-    assert rate_ahead(1.0, 60.0, milliseconds, 31) == pytest.approx(one * 100 / 60, rel=0.02)  # all that it can draft
+    assert overlapped_rate(1.0, 60.0, milliseconds, 31) == pytest.approx(
+        one * 100 / 60, rel=0.02
+    )  # all that it can draft
     for of_pass in (0.2, 0.4, 0.6):
-        in_turns = rate_of_chain(0.8, of_pass * 100.0, milliseconds, 31)
-        assert rate_ahead(0.8, of_pass * 100.0, milliseconds, 31) > in_turns
+        in_turns = chain_rate(0.8, of_pass * 100.0, milliseconds, 31)
+        assert overlapped_rate(0.8, of_pass * 100.0, milliseconds, 31) > in_turns
 
 
 def test_a_timeline_has_the_rounds_that_are_asked_for():

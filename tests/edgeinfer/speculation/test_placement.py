@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import (
@@ -30,10 +30,10 @@ from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.drafters import watchdog
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.drafters.overlapped import AheadDrafter, _Tree, drafting_ahead
+from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, _Tree, overlapped
 from edgeinfer.speculation.drafters.watchdog import WatchedDrafter
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.placement import DraftDevice, candidates, check_name
+from edgeinfer.speculation.placement import DraftDevice, check_name, devices_named
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 GREEDY = {"max_tokens": 60, "temperature": 0.0}
@@ -58,7 +58,7 @@ class Elsewhere:
         return self.native.plan(*arguments)
 
     def load(self, file, spec, plan, device, progress=None):
-        session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
+        session = NativeBackend(for_drafts=True, resident=True).load(file, spec, plan, device).session()
         forward, n_calls = session.forward, 0
 
         def failing(*arguments, **options):
@@ -92,7 +92,7 @@ def listed(monkeypatch):
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
     """Devices are not measured, so that each call of a session is one for a draft, but the first."""
-    monkeypatch.setattr(placement, "kept_costs", lambda key, measure, **options: cost_model())
+    monkeypatch.setattr(placement, "cached_costs", lambda key, measure, **options: cost_model())
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def open_engine(model):
     """open_engine(device name): an engine that drafts with the model itself, all drafts of which pay, and warnings."""
     engines = []
 
-    def open_on(name="gpu", draft=None, **options):
+    def open_on_device(name="gpu", draft=None, **options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine = edgeinfer.load(model, draft=[str(draft or model)], draft_device=name, **options)
@@ -121,7 +121,7 @@ def open_engine(model):
         engine.speculator.costs = FixedCosts()
         return engine, [str(warning.message) for warning in caught]
 
-    yield open_on
+    yield open_on_device
     for engine in engines:
         engine.close()
 
@@ -151,17 +151,18 @@ def test_other_names_are_refused_with_those_that_there_are(name, model):
 def test_a_name_means_the_gpu_or_the_device_of_that_number(listed):
     cpu, first, second = device(name="opencl:0", is_gpu=False), device(name="opencl:1"), device(name="opencl:2")
     listed(cpu, first, (second, "broken"))
-    assert candidates("cpu") == [] and candidates("auto") == candidates("gpu") == candidates("gpu:0") == [first]
-    assert candidates("opencl:0") == [cpu] and candidates("opencl:1") == [first]
+    assert devices_named("cpu") == []
+    assert devices_named("auto") == devices_named("gpu") == devices_named("gpu:0") == [first]
+    assert devices_named("opencl:0") == [cpu] and devices_named("opencl:1") == [first]
     with pytest.raises(BackendUnavailable, match=r"the device opencl:2 cannot be used: broken"):
-        candidates("gpu:1")
+        devices_named("gpu:1")
     for name in ("gpu:2", "opencl:3"):
         with pytest.raises(BackendUnavailable, match="there is no such device; there is opencl:0, the device opencl:0"):
-            candidates(name)
+            devices_named(name)
     listed(why_none="no driver")
     with pytest.raises(BackendUnavailable, match="there is no such device; no driver"):
-        candidates("gpu")
-    assert candidates("auto") == []
+        devices_named("gpu")
+    assert devices_named("auto") == []
 
 
 def test_no_device_is_asked_where_none_is_wanted(model, monkeypatch):
@@ -173,21 +174,25 @@ def test_no_device_is_asked_where_none_is_wanted(model, monkeypatch):
         edgeinfer.load(model, **options).close()
 
 
-@pytest.mark.parametrize("n_cores, n_threads, is_apart", [(0, 8, True), (1, 3, True), (1, 4, False), (4, 1, False)])
-def test_a_device_of_cpu_cores_is_apart_where_there_are_enough_for_both(n_cores, n_threads, is_apart, monkeypatch):
+@pytest.mark.parametrize(
+    "n_cores, n_threads, is_independent", [(0, 8, True), (1, 3, True), (1, 4, False), (4, 1, False)]
+)
+def test_a_device_of_cpu_cores_is_apart_where_there_are_enough_for_both(
+    n_cores, n_threads, is_independent, monkeypatch
+):
     monkeypatch.setattr(devices, "physical_cores", lambda: 4)
-    assert device(n_cores=n_cores).is_apart(n_threads) == is_apart
+    assert device(n_cores=n_cores).is_independent(n_threads) == is_independent
 
 
 # ---- Placing ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_named_device_drafts_ahead_and_one_of_the_same_cores_in_turns(listed, open_engine, expected):
-    for n_cores, kind in ((0, AheadDrafter), (10**6, WatchedDrafter)):
+    for n_cores, kind in ((0, OverlappedDrafter), (10**6, WatchedDrafter)):
         listed(device(n_cores=n_cores))
         engine, notes = open_engine("gpu")
         assert type(drafter_of(engine)) is kind and notes == []
-        assert engine.speculator.placed["model"].where.startswith("the device gpu0, ")
+        assert engine.speculator.placements["model"].device.startswith("the device gpu0, ")
         completion = engine.generate(PROMPT, **GREEDY)
         assert completion.tokens == expected and completion.timings.speculation.dropped == {}
         engine.close()
@@ -197,7 +202,7 @@ def test_a_device_that_is_missing_is_said_and_the_cpu_drafts(listed, open_engine
     listed(why_none="no driver is installed")
     engine, notes = open_engine("gpu:1")
     assert notes == ["drafting goes on without gpu:1: there is no such device; no driver is installed"]
-    assert type(drafter_of(engine)) is ModelDrafter and engine.speculator.placed["model"].where == "the CPU"
+    assert type(drafter_of(engine)) is ModelDrafter and engine.speculator.placements["model"].device == "the CPU"
     assert engine.generate(PROMPT, **GREEDY).tokens == expected
 
 
@@ -254,15 +259,15 @@ def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engi
     def on_the_cpu(file, session, plan, device, seconds, *facts):
         return costs_of(of_cpu if facts else 10.0)
 
-    monkeypatch.setattr(placement, "kept_costs", lambda key, measure: costs_of(own))
+    monkeypatch.setattr(placement, "cached_costs", lambda key, measure: costs_of(own))
     monkeypatch.setattr(planning, "_costs", on_the_cpu)
     backend = Elsewhere()
     listed(device(backend))
     engine, notes = open_engine("auto")
-    assert type(drafter_of(engine)) is (AheadDrafter if is_taken else ModelDrafter) and notes == []
+    assert type(drafter_of(engine)) is (OverlappedDrafter if is_taken else ModelDrafter) and notes == []
     there, here = f"the device gpu0, {own:.1f} ms a token", f"the CPU, {of_cpu:.1f} ms a token"
     where = f"{there}, rather than {here}" if is_taken else f"{here}, rather than {there}"
-    assert engine.speculator.placed["model"].where == where
+    assert engine.speculator.placements["model"].device == where
     if not is_taken:
         with pytest.raises(EdgeInferError, match="closed"):
             backend.sessions[0].forward([1])
@@ -273,7 +278,7 @@ def test_a_head_runs_on_the_cpu_where_its_device_has_none(listed, open_engine, m
     head = write_tiny_head(tmp_path / "head.gguf", model)
     engine, notes = open_engine("gpu", draft=head)
     assert notes == ["drafting goes on without gpu0: draft heads do not run on the device gpu0"]
-    assert type(drafter_of(engine)) is HeadDrafter and engine.speculator.placed["head"].where == "the CPU"
+    assert type(drafter_of(engine)) is HeadDrafter and engine.speculator.placements["head"].device == "the CPU"
 
 
 def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, tmp_path, monkeypatch):
@@ -308,7 +313,7 @@ def test_drafts_come_from_a_library_whose_device_is_named(
         assert type(drafter) is HeadDrafter and "heads " in notes[0] and "native engine" in notes[0]
     else:
         assert isinstance(drafter, WatchedDrafter) and notes == []  # it shares the target's cores
-        assert library in engine.speculator.placed[drafter.name].where
+        assert library in engine.speculator.placements[drafter.name].device
 
 
 def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_path):
@@ -318,7 +323,7 @@ def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_pa
     other = write_reordered(tmp_path / "other.gguf", model, order)
     with edgeinfer.load(model, draft=[str(other)]) as engine:
         engine.tokenizer.stop_ids = frozenset()
-        ahead = drafting_ahead(engine.speculator.drafters[-1])
+        ahead = overlapped(engine.speculator.drafters[-1])
         n_vocab = engine.tokenizer.n_vocab
         engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), n_vocab, 8)
         assert ahead._kind is _Tree
@@ -375,13 +380,13 @@ def test_a_device_that_fails_in_an_answer_is_said_and_the_next_one_is_drafted_on
     }[kind]
     listed(device(Elsewhere(after(12, fail)), n_cores=n_cores))
     engine, notes = open_engine("gpu")
-    assert notes == [] and type(drafter_of(engine)) is (WatchedDrafter if n_cores else AheadDrafter)
+    assert notes == [] and type(drafter_of(engine)) is (WatchedDrafter if n_cores else OverlappedDrafter)
     dropped = until_dropped(engine, expected)
     assert list(dropped) == ["model"] and words in dropped["model"]
     completion = engine.generate(PROMPT, **GREEDY)
     assert completion.tokens == expected and completion.timings.speculation.dropped == {}
     assert type(drafter_of(engine)) is ModelDrafter and completion.timings.speculation.by_drafter["model"].accepted > 10
-    assert engine.speculator.placed["model"].where.startswith("the CPU; it was the device gpu0")
+    assert engine.speculator.placements["model"].device.startswith("the CPU; it was the device gpu0")
 
 
 def test_a_device_that_hangs_with_the_memory_of_the_machine_has_no_spare(listed, open_engine, expected, hanging):
@@ -423,8 +428,8 @@ def test_a_spare_that_fails_too_ends_drafting_and_no_answer(listed, open_engine,
     listed(device(Elsewhere(after(12, _lost))))
     engine, _ = open_engine("gpu")
     until_dropped(engine, expected)
-    placed = engine.speculator.placed["model"]
-    engine.speculator.placed["model"] = replace(placed, spare=lambda: _lost(0))
+    placements = engine.speculator.placements["model"]
+    engine.speculator.placements["model"] = replace(placements, fallback=lambda: _lost(0))
     completion = engine.generate(PROMPT, **GREEDY)
     assert completion.tokens == expected and completion.timings.speculation.dropped == {"model": "the driver is broken"}
     completion = engine.generate(PROMPT, **GREEDY)
@@ -445,15 +450,15 @@ def plain_tokens(model):
         return [engine.generate(PROMPT, max_tokens=40, **request).tokens for request in REQUESTS]
 
 
-def random_failure(chance, *ways):
+def random_failure(rng, *ways):
     """Fails now and then, in these ways; once it is lost it stays so."""
-    chances = [chance.random() * 0.1 for _ in ways]
+    probabilities = [rng.random() * 0.1 for _ in ways]
     lost = []
 
     def fail(n_calls):
-        for way, of_way in zip(ways, chances, strict=True):
+        for way, of_way in zip(ways, probabilities, strict=True):
             is_lasting = way is _lost or isinstance(way, Hanging)
-            if n_calls > 1 and chance.random() < (0.1 * of_way if is_lasting else of_way):
+            if n_calls > 1 and rng.random() < (0.1 * of_way if is_lasting else of_way):
                 lost.extend([way] if is_lasting else [])
                 way(n_calls)
         if lost:
@@ -473,14 +478,14 @@ def _wrong(n_calls):
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_fails_at_random_the_text_is_that_of_plain_decoding(seed, listed, open_engine, plain_tokens, hanging):
     """Ten answers each."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for n_cores in (0, 10**6):
-        slowdown = chance.choice([0.0, 0.0, 0.001])
+        slowdown = rng.choice([0.0, 0.0, 0.001])
         ways = [_lost, _out_of_memory, _wrong, hanging, *([] if n_cores else [_interrupted])]
-        listed(device(Elsewhere(random_failure(chance, *ways), slowdown), n_cores=n_cores))
+        listed(device(Elsewhere(random_failure(rng, *ways), slowdown), n_cores=n_cores))
         engine, _ = open_engine("gpu")
         for _ in range(5):
-            which = chance.randrange(len(REQUESTS))
+            which = rng.randrange(len(REQUESTS))
             completion = engine.generate(PROMPT, max_tokens=40, **REQUESTS[which])
             assert completion.tokens == plain_tokens[which]
         engine.close()

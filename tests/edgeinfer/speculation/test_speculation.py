@@ -29,9 +29,9 @@ from edgeinfer.speculation.cost import (
     measure_costs,
     save_curve,
 )
-from edgeinfer.speculation.drafters.lookup import Guesses
+from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import ChanceTable, Proposal, Reward, choose, rate_of_chain
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule, Proposal, chain_rate, select_tree
 from edgeinfer.speculation.tree import DraftTree, checked, no_draft
 from edgeinfer.speculation.verify import accept
 
@@ -112,22 +112,22 @@ def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_trees_change_no_token(opened, plain, model, seed):
-    chance, engine = random.Random(seed), opened(model)
+    rng, engine = random.Random(seed), opened(model)
     n_vocab = engine.tokenizer.n_vocab
-    with_drafters(engine, FunctionDrafter(lambda context, limit: random_tree(n_vocab, chance, limit)))
+    with_drafters(engine, FunctionDrafter(lambda context, limit: random_tree(n_vocab, rng, limit)))
     for request in REQUESTS:
         assert tokens_of(engine, request) == tokens_of(plain, request)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_that_know_the_text_are_accepted_and_change_no_token(opened, plain, model, seed):
-    chance, engine = random.Random(seed), opened(model, n_batch=16)
+    rng, engine = random.Random(seed), opened(model, n_batch=16)
     n_vocab = engine.tokenizer.n_vocab
     for request in REQUESTS:
         text = engine.tokenize(PROMPT) + list(tokens_of(plain, request))
 
         def propose(context, limit, text=text):
-            return knowing(text, n_vocab, chance, limit, len(context.tokens))
+            return knowing(text, n_vocab, rng, limit, len(context.tokens))
 
         with_drafters(engine, FunctionDrafter(propose))
         completion = engine.generate(PROMPT, max_tokens=48, **request)
@@ -210,8 +210,8 @@ def test_a_draft_of_the_default_model_killed_mid_answer_changes_no_token(default
 def test_nothing_is_drafted_past_max_tokens(opened, plain, model, max_tokens):
     text = opened(model).tokenize(PROMPT) + list(tokens_of(plain, {"temperature": 0.0}))
     engine = opened(model)
-    chance = random.Random(1)
-    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    rng = random.Random(1)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, rng, limit, len(c.tokens))))
     completion = engine.generate(PROMPT, max_tokens=max_tokens, temperature=0.0)
     assert list(completion.tokens) == text[-48:][:max_tokens]
     if max_tokens:
@@ -224,8 +224,8 @@ def test_a_context_that_is_nearly_full_is_filled_to_the_end(opened, plain, model
     n_prompt = len(plain.tokenize(PROMPT))
     expected = tokens_of(plain, {"temperature": 0.0}, room)
     small = opened(model, n_ctx=n_prompt + room, n_batch=n_batch)
-    chance = random.Random(room)
-    with_drafters(small, FunctionDrafter(lambda c, limit: random_tree(small.tokenizer.n_vocab, chance, limit)))
+    rng = random.Random(room)
+    with_drafters(small, FunctionDrafter(lambda c, limit: random_tree(small.tokenizer.n_vocab, rng, limit)))
     completion = small.generate(PROMPT, temperature=0.0)
     assert completion.tokens == expected and completion.finish_reason == "length"
 
@@ -234,8 +234,8 @@ def test_stop_strings_and_stop_tokens_end_where_plain_decoding_ends(opened, plai
     whole = plain.generate(PROMPT, max_tokens=48, temperature=0.0)
     text = plain.tokenize(PROMPT) + list(whole.tokens)
     engine = opened(model)
-    chance = random.Random(3)
-    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    rng = random.Random(3)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, rng, limit, len(c.tokens))))
     for start in range(3, 40, 3):
         stop = plain.detokenize(whole.tokens[start : start + 2], skip_special=True)
         if not stop.isascii() or not stop:
@@ -265,8 +265,8 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_as_new(opened, plain,
     request = {"temperature": 0.8, "seed": 2}
     expected = tokens_of(plain, request)
     text = plain.tokenize(PROMPT) + list(expected)
-    engine, chance = opened(model), random.Random(1)
-    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    engine, rng = opened(model), random.Random(1)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, rng, limit, len(c.tokens))))
     raise_from(engine.session, where, call, kind, monkeypatch)
     stream = engine.stream(PROMPT, max_tokens=48, **request)
     if kind is KeyboardInterrupt:
@@ -282,8 +282,8 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_as_new(opened, plain,
 def test_a_stream_left_in_the_middle_of_a_step_frees_the_engine(opened, plain, model):
     engine, request = opened(model), {"temperature": 0.0}
     text = plain.tokenize(PROMPT) + list(tokens_of(plain, request))
-    chance = random.Random(1)
-    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, chance, limit, len(c.tokens))))
+    rng = random.Random(1)
+    with_drafters(engine, FunctionDrafter(lambda c, limit: knowing(text, 40, rng, limit, len(c.tokens))))
     for n in range(1, 12):
         with engine.stream(PROMPT, **request) as stream:
             for _ in range(n):
@@ -363,95 +363,99 @@ def test_checked_takes_numpy_and_refuses_what_is_no_tree():
 
 
 def proposal(tokens, parents, p):
-    return Proposal("d", DraftTree(tokens, parents, p, [0] * len(tokens)), ChanceTable())
+    return Proposal("d", DraftTree(tokens, parents, p, [0] * len(tokens)), AcceptanceTable())
 
 
 def test_the_policy_finds_the_optimum_that_a_search_over_all_trees_finds():
-    chance = random.Random(1)
+    rng = random.Random(1)
     for _ in range(300):
-        n = chance.randint(1, 7)
-        parents = [chance.randint(-1, node - 1) for node in range(n)]
-        p = [chance.random() for _ in range(n)]
-        slope = chance.choice([0.01, 0.1, 0.3, 1.0])
+        n = rng.randint(1, 7)
+        parents = [rng.randint(-1, node - 1) for node in range(n)]
+        p = [rng.random() for _ in range(n)]
+        slope = rng.choice([0.01, 0.1, 0.3, 1.0])
         milliseconds = [0.0] + [1.0 + slope * (m - 1) for m in range(1, 40)]
-        reach = []
+        path_probabilities = []
         for node in range(n):
-            reach.append(p[node] * (1.0 if parents[node] < 0 else reach[parents[node]]))
+            path_probabilities.append(p[node] * (1.0 if parents[node] < 0 else path_probabilities[parents[node]]))
         best = 1.06 / milliseconds[1]
         for mask in range(1, 1 << n):
             nodes = [node for node in range(n) if mask >> node & 1]
             if all(parents[node] < 0 or mask >> parents[node] & 1 for node in nodes):
-                best = max(best, (1 + sum(reach[node] for node in nodes)) / milliseconds[len(nodes) + 1])
-        choice = choose([proposal(list(range(n)), parents, p)], milliseconds, 31, 31)
+                best = max(best, (1 + sum(path_probabilities[node] for node in nodes)) / milliseconds[len(nodes) + 1])
+        choice = select_tree([proposal(list(range(n)), parents, p)], milliseconds, 31, 31)
         rate = choice.expected / milliseconds[len(choice.tokens) + 1]
         assert rate == pytest.approx(best) or (not choice.tokens and best == 1.06)
 
 
 def test_plain_decoding_wins_where_a_token_costs_as_much_as_it_may_give():
     milliseconds = [float(n) for n in range(40)]
-    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], milliseconds, 31, 31).tokens == []
+    assert select_tree([proposal([1, 2], [-1, 0], [0.9, 0.9])], milliseconds, 31, 31).tokens == []
     flat = [1.0] * 40
-    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 31).tokens == [1, 2]
-    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 1).tokens == [1]
-    assert choose([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 1, 31).tokens == [1]
+    assert select_tree([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 31).tokens == [1, 2]
+    assert select_tree([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 31, 1).tokens == [1]
+    assert select_tree([proposal([1, 2], [-1, 0], [0.9, 0.9])], flat, 1, 31).tokens == [1]
 
 
 def test_drafts_of_several_drafters_are_merged():
     flat = [1.0] * 40
-    choice = choose([proposal([1, 2], [-1, 0], [0.9, 0.5]), proposal([1, 3], [-1, 0], [0.6, 0.4])], flat, 31, 31)
+    choice = select_tree([proposal([1, 2], [-1, 0], [0.9, 0.5]), proposal([1, 3], [-1, 0], [0.6, 0.4])], flat, 31, 31)
     assert (choice.tokens, choice.parents, choice.depths) == ([1, 2, 3], [-1, 0, 0], [0, 1, 1])
     # 0.9, then 0.5, and of the other half 0.4
     assert choice.expected == pytest.approx(1 + 0.9 + 0.45 + 0.9 * 0.4 * 0.5)
 
 
 def test_chances_are_learnt_by_kind_and_depth_and_old_ones_fade():
-    table = ChanceTable()
+    table = AcceptanceTable()
     tree = DraftTree([5, 6, 9], [-1, 0, -1], [0.5, 0.5, 0.5], [1, 1, 2])
     for _ in range(200):
         table.learn(tree, [5, 7])
-    assert table.chance(1, 0, 0.5) > 0.85 and table.chance(1, 1, 0.5) < 0.1 and table.chance(2, 0, 0.5) < 0.1
-    assert table.chance(1, 0, 0.5) / table.trust <= 1.0 and table.chance(7, 1, 0.25) == 0.25
+    assert (
+        table.probability(1, 0, 0.5) > 0.85
+        and table.probability(1, 1, 0.5) < 0.1
+        and table.probability(2, 0, 0.5) < 0.1
+    )
+    assert table.probability(1, 0, 0.5) / table.calibration <= 1.0 and table.probability(7, 1, 0.25) == 0.25
     for _ in range(200):
         table.learn(tree, [9, 7])
-    assert table.chance(1, 0, 0.5) < 0.1 and table.chance(2, 0, 0.5) > 0.1
+    assert table.probability(1, 0, 0.5) < 0.1 and table.probability(2, 0, 0.5) > 0.1
 
 
 def test_a_drafter_that_lost_in_one_text_is_trusted_less_in_the_next_but_not_for_long():
-    table, draft = ChanceTable(), DraftTree([5], [-1], [0.5], [0])
+    table, draft = AcceptanceTable(), DraftTree([5], [-1], [0.5], [0])
     for _ in range(20):
         table.learn(draft, [6])
-    lost = table.trust
-    table.forget_half()
-    assert 0.1 < lost < table.trust < 0.5
+    lost = table.calibration
+    table.start_request()
+    assert 0.1 < lost < table.calibration < 0.5
     for _ in range(6):
         table.learn(draft, [5])
-    assert table.trust > 0.8
+    assert table.calibration > 0.8
     for _ in range(3):
-        table.forget_half()
-    assert table.trust > 0.9
+        table.start_request()
+    assert table.calibration > 0.9
 
 
 def test_a_new_text_is_met_with_what_is_known_of_the_drafter():
-    table, usual = ChanceTable(0.4), ChanceTable()
+    table, usual = AcceptanceTable(0.4), AcceptanceTable()
     assert table.mean == pytest.approx(0.4) and usual.mean == pytest.approx(0.85)
     for one in (table, usual):
         for _ in range(200):
             one.learn(DraftTree([5], [-1], [0.5], [0]), [5])
         assert one.mean > 0.98
         for _ in range(12):
-            one.forget_half()
+            one.start_request()
     assert table.mean == pytest.approx(0.4, abs=0.01) and usual.mean == pytest.approx(0.85, abs=0.01)
 
 
 def test_a_chain_that_costs_goes_on_as_long_as_a_node_gives_more_than_the_rest():
     milliseconds = [0.0] + [1.0 + 0.1 * (n - 1) for n in range(1, 40)]
-    reward = Reward(milliseconds, draft=0.3)
-    reach: list[float] = []
-    while reward.goes_on(reach, 0.8):
-        reach.append(0.8 ** (len(reach) + 1))
+    length_rule = ChainLengthRule(milliseconds, draft=0.3)
+    path_probabilities: list[float] = []
+    while length_rule.should_extend(path_probabilities, 0.8):
+        path_probabilities.append(0.8 ** (len(path_probabilities) + 1))
     rates = [(1 + sum(0.8**i for i in range(1, k + 1))) / (milliseconds[k + 1] + 0.3 * k) for k in range(31)]
-    assert len(reach) == int(np.argmax(rates))
-    assert rate_of_chain(0.8, 0.3, milliseconds, 31) == pytest.approx(max(rates))
+    assert len(path_probabilities) == int(np.argmax(rates))
+    assert chain_rate(0.8, 0.3, milliseconds, 31) == pytest.approx(max(rates))
 
 
 # ---- Costs -----------------------------------------------------------------------------------------------------------
@@ -469,7 +473,7 @@ def test_costs_between_and_behind_what_was_measured_lie_on_straight_lines():
     assert near[0] == 0.0 and near[1:5] == pytest.approx([10, 12, 16, 20]) and near[16] == pytest.approx(80)
     far = costs.milliseconds(96)
     assert far[1] == pytest.approx(10 + 0.02 * 96) and far[8] == pytest.approx(40 + 0.16 * 96)
-    assert costs.of_chain(64, 0) == pytest.approx(2 * near[32])
+    assert costs.chain_ms(64, 0) == pytest.approx(2 * near[32])
 
 
 def test_a_size_that_took_longer_than_a_larger_one_costs_no_more_than_it(plain, monkeypatch):
@@ -680,7 +684,9 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
         plan = NativeBackend(for_drafts=True).plan(
             file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
         )
-    assert with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + Guesses.memory()
+    assert (
+        with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + NgramLookup.memory()
+    )
 
 
 @pytest.mark.parametrize("why", ["no file", "no model", "no room"])
@@ -722,13 +728,13 @@ class ReadsFirst(FunctionDrafter):
     def cost(self, context):
         return 1.0, 0.0 if self.has_read else self.milliseconds
 
-    def read(self, context):
+    def prefill(self, context):
         self.has_read = True
         self.read_at.append(len(context.tokens))
 
     def propose(self, context, limit):
         if not self.has_read:
-            self.read(context)
+            self.prefill(context)
         return super().propose(context, limit)
 
     def interrupt(self):
@@ -758,7 +764,7 @@ class Slow(FunctionDrafter):
     def cost(self, context):
         return 30.0, 0.0
 
-    def read(self, context): ...
+    def prefill(self, context): ...
 
     def interrupt(self): ...
 
@@ -772,14 +778,14 @@ def test_a_drafter_that_takes_time_is_asked_beside_free_drafts_that_are_little_b
     free = FunctionDrafter(lambda context, limit: DraftTree([text[1] ^ 1], [-1], [p], [0]))
     slow = Slow(lambda context, limit: DraftTree([text[1]], [-1], [0.9], [0]), "slow")
     engine = with_drafters(opened(model), free, slow, costs=FixedCosts(lambda n: 0.1 + 0.001 * n))
-    merged, original = [], pipeline.choose
+    merged, original = [], pipeline.select_tree
 
-    def choose(proposals, *arguments):
+    def select_tree(proposals, *arguments):
         choice = original(proposals, *arguments)
         merged.append(([proposal.drafter for proposal in proposals], choice.expected))
         return choice
 
-    monkeypatch.setattr(pipeline, "choose", choose)
+    monkeypatch.setattr(pipeline, "select_tree", select_tree)
     assert tokens_of(engine, REQUESTS[0], 3) == text[:3]
     assert slow.n_asked == is_asked
     drafters, expected = merged[-1]
@@ -789,7 +795,7 @@ def test_a_drafter_that_takes_time_is_asked_beside_free_drafts_that_are_little_b
 
 
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model, monkeypatch):
-    monkeypatch.setattr(Guesses, "behind", lambda *arguments: [])  # which are read too, right or wrong
+    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])  # which are read too, right or wrong
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
     session = engine.speculator.drafters[-1].session
@@ -805,7 +811,7 @@ def test_the_draft_model_reads_nothing_twice(opened, model, draft_model, monkeyp
     assert accepted > 20
     # A token is fed once, but for drafted ones that were wrong.
     n_text = completion.usage.prompt_tokens + 60
-    wrong = completion.timings.speculation.wasted
+    wrong = completion.timings.speculation.rejected
     assert sum(n for _, n in fed) <= n_text + wrong
     assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
 

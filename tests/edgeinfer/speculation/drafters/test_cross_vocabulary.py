@@ -18,9 +18,9 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.drafters import cross_vocabulary
 from edgeinfer.speculation.drafters.base import Context
-from edgeinfer.speculation.drafters.cross_vocabulary import TranslatedDrafter, Translation
+from edgeinfer.speculation.drafters.cross_vocabulary import CrossVocabularyDrafter, CrossVocabularyText
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import checked
 
 PROMPT = "hello world, is the one and the other one, hello"
@@ -81,26 +81,26 @@ PAIRS += [("begun bpe", "begun")]
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=80), chance=st.randoms())
-def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies, pair, parts, chance):
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=80), rng=st.randoms())
+def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies, pair, parts, rng):
     """All at once, and token by token, with changes of mind."""
     target, draft = (vocabularies[name] for name in pair)
     text = "".join(parts)
     ids = target.encode(text, parse_special=True)
-    translation = Translation(target, draft)
-    translation.follow(ids)
+    translation = CrossVocabularyText(target, draft)
+    translation.update(ids)
     assert translation.is_whole and translation.tokens == draft.encode(text, parse_special=True)
 
-    growing, own = Translation(target, draft), []
-    for n in sorted({chance.randrange(1, len(ids) + 1) for _ in range(8)}) + [len(ids)]:
-        for now in (own[: chance.randrange(len(own) + 1)] + ids[:2], None):  # another text, then this one again
+    growing, own = CrossVocabularyText(target, draft), []
+    for n in sorted({rng.randrange(1, len(ids) + 1) for _ in range(8)}) + [len(ids)]:
+        for now in (own[: rng.randrange(len(own) + 1)] + ids[:2], None):  # another text, then this one again
             if now is None:
                 own.extend(ids[len(own) : n])
                 now = own
             before = list(growing.tokens)
-            n_same = growing.follow(now)
-            fresh = Translation(target, draft)
-            fresh.follow(list(now))
+            n_same = growing.update(now)
+            fresh = CrossVocabularyText(target, draft)
+            fresh.update(list(now))
             assert growing.tokens == fresh.tokens and growing.is_whole == fresh.is_whole
             assert growing.tokens[:n_same] == before[:n_same]
 
@@ -112,7 +112,7 @@ def test_what_is_drafted_becomes_the_same_text_in_the_targets_tokens(vocabularie
     target, draft = (vocabularies[name] for name in pair)
     text = "".join(parts)
     drafted = draft.encode(text, add_special=False, continues=True)
-    found = Translation(target, draft).back(drafted)
+    found = CrossVocabularyText(target, draft).back(drafted)
     assert b"".join(target.token_bytes(id) for id, _ in found) == text.encode()
     assert [id for id, _ in found] == target.encode(text, add_special=False, continues=True)
     assert [i for _, begun in found for i in begun] == list(range(len(drafted)))
@@ -120,24 +120,24 @@ def test_what_is_drafted_becomes_the_same_text_in_the_targets_tokens(vocabularie
 
 def test_characters_that_are_not_whole_are_waited_for(vocabularies):
     bpe, spm = vocabularies["bpe"], vocabularies["spm"]
-    translation = Translation(bpe, spm)
+    translation = CrossVocabularyText(bpe, spm)
     ids = bpe.encode("a é")
-    translation.follow(ids[:-1])
+    translation.update(ids[:-1])
     assert not translation.is_whole and spm.decode(translation.tokens) == "a "
-    translation.follow(ids)
+    translation.update(ids)
     assert translation.is_whole and spm.decode(translation.tokens) == "a é"
     drafted = spm.encode("in 日", add_special=False)
     assert bpe.decode([id for id, _ in translation.back(drafted[:-1])]) == "in "
     invalid = [bpe.encode("é")[1], *bpe.encode("a")]  # a byte that continues nothing
-    assert Translation(spm, bpe).back(invalid) == []
+    assert CrossVocabularyText(spm, bpe).back(invalid) == []
 
 
 def test_control_tokens_are_those_of_the_same_name_and_else_text(vocabularies):
     bpe, spm = vocabularies["bpe"], vocabularies["begun"]
     end, begin = bpe.token_id("<|im_end|>"), spm.token_id("<s>")
-    there, back = Translation(bpe, spm), Translation(spm, bpe)
-    assert there.follow([end]) == 1 and there.tokens == [begin, spm.token_id("<|im_end|>")]
-    back.follow([begin, spm.token_id("</s>"), spm.token_id("<|im_end|>")])
+    there, back = CrossVocabularyText(bpe, spm), CrossVocabularyText(spm, bpe)
+    assert there.update([end]) == 1 and there.tokens == [begin, spm.token_id("<|im_end|>")]
+    back.update([begin, spm.token_id("</s>"), spm.token_id("<|im_end|>")])
     assert back.tokens == [*bpe.encode("</s>"), end]
     of_a = bpe.encode("a")
     assert back.back([*of_a, end]) == [
@@ -149,11 +149,11 @@ def test_control_tokens_are_those_of_the_same_name_and_else_text(vocabularies):
 
 def test_pieces_end_somewhere_where_no_word_does(vocabularies, monkeypatch):
     bpe, spm = vocabularies["bpe"], vocabularies["spm"]
-    translation, ids = Translation(bpe, spm), bpe.encode("日本" * 300)
-    translation.follow(ids)
+    translation, ids = CrossVocabularyText(bpe, spm), bpe.encode("日本" * 300)
+    translation.update(ids)
     assert spm.decode(translation.tokens) == "日本" * 300 and len(translation._ends) > 5
     before = translation.tokens[:-20]
-    assert translation.follow([*ids, *bpe.encode("x")]) > len(before) - cross_vocabulary._LONG_PIECE
+    assert translation.update([*ids, *bpe.encode("x")]) > len(before) - cross_vocabulary._LONG_PIECE
 
 
 # ---- Drafts ----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def drafting_with(opened, model, draft, **options):
     engine = opened(model, draft=[str(draft)], **options)
     engine.speculator.costs = FixedCosts()
     (drafter,) = engine.speculator.drafters
-    assert isinstance(drafter, TranslatedDrafter) and drafter.name == "model"
+    assert isinstance(drafter, CrossVocabularyDrafter) and drafter.name == "model"
     return engine
 
 
@@ -237,7 +237,9 @@ def test_what_is_drafted_from_is_what_a_new_cache_gives_and_nothing_is_read_twic
         before = len(fed)
         completion = engine.generate(prompt, max_tokens=24, temperature=0.0)
         n_text = completion.usage.prompt_tokens + 24
-        assert sum(n for n, _, _ in fed[before:]) <= n_text + completion.timings.speculation.wasted + len(fed) - before
+        assert (
+            sum(n for n, _, _ in fed[before:]) <= n_text + completion.timings.speculation.rejected + len(fed) - before
+        )
     expected = engine.tokenizer.decode(engine.tokenize(PROMPT))
     assert drafter._own.decode(fed[-1][1]).startswith(expected[:40])
     for _, text, logits in fed[:: max(1, len(fed) // 12)]:
@@ -250,10 +252,10 @@ def test_words_that_grow_letter_by_letter_are_read_again_as_what_they_are_then(o
     """The cache holds the tokens of the text as it is now, not those that its beginning once was."""
     draft = write_tiny_model(tmp_path / "draft.gguf", n_vocab=330, n_ctx_train=256)
     session = opened(draft, draft="none").session
-    drafter = TranslatedDrafter(session, vocabularies["few"], vocabularies["bpe"], FixedCosts())
+    drafter = CrossVocabularyDrafter(session, vocabularies["few"], vocabularies["bpe"], FixedCosts())
     context = Context([], lambda logits, text: int(logits.argmax()), True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    context.acceptance = AcceptanceTable()
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0))
     drafter.start(context)
     n_changed = 0
     for id in vocabularies["few"].encode("hello world, the other one is here and there"):
@@ -274,10 +276,10 @@ def test_what_was_assumed_and_did_not_come_is_not_taken_for_the_text(opened, mod
     (drafter,) = engine.speculator.drafters
     text = engine.tokenize("0 1 2 3 ABC")
 
-    def proposed(tokens, n_assumed=0):
-        context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, n_assumed=n_assumed)
-        context.outlook = ChanceTable()
-        context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    def proposed(tokens, n_unverified=0):
+        context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, n_unverified=n_unverified)
+        context.acceptance = AcceptanceTable()
+        context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0))
         return drafter.propose(context, 6)
 
     tree, path, above = proposed(text), [], -1
@@ -321,7 +323,7 @@ def test_a_vocabulary_that_differs_in_padding_only_is_the_same(opened, tmp_path)
     short = write_tiny_model(tmp_path / "short.gguf", n_vocab=480, n_ctx_train=256)
     for target, draft in ((long, short), (short, long)):
         drafter = opened(target, draft=[str(draft)]).speculator.drafters[-1]
-        assert isinstance(drafter, ModelDrafter) and not isinstance(drafter, TranslatedDrafter)
+        assert isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossVocabularyDrafter)
 
 
 def test_a_vocabulary_that_nothing_can_be_translated_into_is_left_out_with_the_reason(opened, model, tmp_path):

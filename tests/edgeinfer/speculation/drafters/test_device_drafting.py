@@ -13,12 +13,12 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import Context
-from edgeinfer.speculation.drafters.device_drafting import Chains
-from edgeinfer.speculation.drafters.overlapped import _Chain, _levels_of, drafting_ahead
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
+from edgeinfer.speculation.drafters.overlapped import _Chain, _levels_of, overlapped
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.placement import Draft, _chains_of
+from edgeinfer.speculation.placement import DraftSource, _device_drafting_of
 from edgeinfer.speculation.plan import _levels_of_model
-from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Device
 
@@ -49,8 +49,8 @@ def open_chains(opened, model, monkeypatch):
         asked = let_draft(drafter.session)
         assert isinstance(drafter.session, DraftingSession)
         drafter._costs = cost_model(lambda n: 1.0 + 0.01 * (n - 1))
-        drafter._chains = Chains(drafter.session, cost_model(lambda n: of_call + of_level * n))
-        for costs in (drafter._costs, drafter._chains.costs):  # as they are, whatever comes
+        drafter._device_drafting = DeviceDrafting(drafter.session, cost_model(lambda n: of_call + of_level * n))
+        for costs in (drafter._costs, drafter._device_drafting.costs):  # as they are, whatever comes
             costs.observe = lambda n, n_past, milliseconds: None
         return engine, drafter, asked
 
@@ -59,8 +59,8 @@ def open_chains(opened, model, monkeypatch):
 
 def context_of(tokens, is_plain=True):
     context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, is_plain=is_plain)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
+    context.acceptance = AcceptanceTable()
+    context.acceptance.length_rule = ChainLengthRule([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
     return context
 
 
@@ -104,19 +104,19 @@ def test_levels_are_made_at_once_where_those_that_will_be_right_cost_less(open_c
     """With 85 % of the levels right, two give 1.85 for the price of two."""
     _, drafter, asked = open_chains(of_level)
     context = context_of(range(20, 40))
-    assert (drafter.n_at_once(context, 1e9) > 1) == is_used
+    assert (drafter.levels_per_call(context, 1e9) > 1) == is_used
     assert drafter.cost(context)[0] == pytest.approx(of_level if is_used else 1.0)
     drafter.propose(context, 8)
     assert bool(asked) == is_used
-    assert drafter.n_at_once(context_of(range(20, 40), is_plain=False), 1e9) == 1
-    assert drafter.n_at_once(context, 2.5 * of_level) <= 2
+    assert drafter.levels_per_call(context_of(range(20, 40), is_plain=False), 1e9) == 1
+    assert drafter.levels_per_call(context, 2.5 * of_level) <= 2
 
 
 def test_no_more_levels_are_made_than_will_be_wanted(open_chains):
     _, drafter, asked = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
-    assert drafter.n_at_once(context, 1e9) > 3
-    context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)], room=3)
+    assert drafter.levels_per_call(context, 1e9) > 3
+    context.acceptance.length_rule = ChainLengthRule([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)], room=3)
     drafter.propose(context, 31)
     assert asked == [3]
 
@@ -147,7 +147,7 @@ def test_a_session_whose_logits_are_no_numbers_is_dropped_with_the_reason(open_c
 def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, plain, monkeypatch):
     monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
     engine, drafter, asked = open_chains(CHEAP)
-    ahead = drafting_ahead(drafter)
+    ahead = overlapped(drafter)
     engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), engine.tokenizer.n_vocab, MAX_TOKENS - 1)
     completion = engine.generate(PROMPT, **GREEDY)
     assert completion.tokens == plain.generate(PROMPT, **GREEDY).tokens
@@ -155,13 +155,13 @@ def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, 
     ahead.close()
 
 
-@pytest.mark.parametrize("patience, n_levels", [(0.0, 1), (0.14, 2), (0.2, 5)])
-def test_a_call_made_ahead_takes_half_a_pass_of_the_target_at_most(open_chains, patience, n_levels):
+@pytest.mark.parametrize("max_wait_ms, n_levels", [(0.0, 1), (0.14, 2), (0.2, 5)])
+def test_a_call_made_ahead_takes_half_a_pass_of_the_target_at_most(open_chains, max_wait_ms, n_levels):
     """The patience is a tenth of a pass."""
     _, drafter, _ = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
-    context.outlook.patience = patience
-    step = _Chain(context, [], 31).step(drafter.n_at_once)
+    context.acceptance.max_wait_ms = max_wait_ms
+    step = _Chain(context, [], 31).step(drafter.levels_per_call)
     assert step is not None and step[2] == n_levels
     tree = drafter.propose(step[0], step[1])
     assert len(_levels_of(tree)) == n_levels
@@ -181,10 +181,10 @@ def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
         session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
-        draft = Draft(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
-        assert _chains_of(draft, session) is None
+        draft = DraftSource(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
+        assert _device_drafting_of(draft, session) is None
         asked = let_draft(session)
-        chains = _chains_of(draft, session)
-        assert chains is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
-        of_chains = chains.costs.milliseconds(0)
+        device_drafting = _device_drafting_of(draft, session)
+        assert device_drafting is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
+        of_chains = device_drafting.costs.milliseconds(0)
         assert 0 < of_chains[1] < of_chains[8]

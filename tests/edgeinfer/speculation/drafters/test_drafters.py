@@ -10,14 +10,14 @@ from drafting import cost_model
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
-from edgeinfer.speculation.policy import ChanceTable, floor_of
+from edgeinfer.speculation.policy import AcceptanceTable, min_useful_probability
 from edgeinfer.speculation.tree import checked
 
 
-def context_of(tokens, floor=0.0):
+def context_of(tokens, min_probability=0.0):
     context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True)
-    context.outlook = ChanceTable()
-    context.outlook.floor = floor
+    context.acceptance = AcceptanceTable()
+    context.acceptance.min_probability = min_probability
     return context
 
 
@@ -36,9 +36,9 @@ def longest_repeat(text):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("n_symbols", [1, 2, 3, 8])
 def test_the_automaton_finds_what_a_search_of_the_whole_text_finds(seed, n_symbols):
-    chance, automaton, text = random.Random(seed), SuffixAutomaton(), []
+    rng, automaton, text = random.Random(seed), SuffixAutomaton(), []
     for _ in range(120):
-        text.append(chance.randrange(n_symbols))
+        text.append(rng.randrange(n_symbols))
         automaton.append(text[-1])
         length, ends = longest_repeat(text)
         assert automaton.match_length == length
@@ -85,7 +85,7 @@ def test_a_new_text_has_no_draft_and_an_unlikely_chain_is_short():
     context = context_of([1, 2, 3, 4])
     drafter.start(context)
     assert len(drafter.propose(context, 8)) == 0
-    likely = context_of([1, 2, 3, 4, 1], floor=0.29)
+    likely = context_of([1, 2, 3, 4, 1], min_probability=0.29)
     drafter = SuffixDrafter(256)
     drafter.start(likely)
     assert len(drafter.propose(likely, 8)) == 1
@@ -105,22 +105,22 @@ def test_earlier_requests_are_remembered_and_never_joined_to_new_ones():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_requests_gives_valid_drafts_within_the_memory_of_the_plan(seed):
-    chance, drafter = random.Random(seed), SuffixDrafter(64)
+    rng, drafter = random.Random(seed), SuffixDrafter(64)
     for _ in range(60):
-        tokens = [chance.randrange(5) for _ in range(chance.randint(1, 64))]
+        tokens = [rng.randrange(5) for _ in range(rng.randint(1, 64))]
         context = context_of(tokens)
         drafter.start(context)
         for _ in range(5):
             tree = drafter.propose(context, 6)
             assert checked(tree, 5, 6) == tree
-            context.tokens.append(chance.randrange(5))
+            context.tokens.append(rng.randrange(5))
         assert len(drafter._automaton.text) <= 256 + 64
 
 
 def test_the_automaton_keeps_to_the_bytes_that_the_plan_counts():
-    chance = random.Random(1)
-    words = [[chance.randrange(50000) for _ in range(chance.randint(1, 6))] for _ in range(400)]
-    text = [token for _ in range(2000) for token in chance.choice(words)]
+    rng = random.Random(1)
+    words = [[rng.randrange(50000) for _ in range(rng.randint(1, 6))] for _ in range(400)]
+    text = [token for _ in range(2000) for token in rng.choice(words)]
     tracemalloc.start()
     automaton = SuffixAutomaton()
     for token in text:
@@ -188,4 +188,4 @@ def test_the_first_token_of_a_text_has_none_before_it():
 
 
 def test_the_floor_is_what_a_further_token_costs_at_least():
-    assert floor_of(cost_model(lambda n: 10.0 + 2.0 * n).milliseconds(0)) == pytest.approx(2.0 / 12.0)
+    assert min_useful_probability(cost_model(lambda n: 10.0 + 2.0 * n).milliseconds(0)) == pytest.approx(2.0 / 12.0)

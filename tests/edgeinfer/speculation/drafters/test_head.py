@@ -22,9 +22,9 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
-from edgeinfer.speculation.drafters.device_drafting import Chains
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import HeadDrafter
-from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import checked
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -83,12 +83,12 @@ def n_rows_of(drafter):
     return drafter.session.spec.n_embd if combine is None else combine.n_rows
 
 
-def greedy_context(text, n_assumed=0):
+def greedy_context(text, n_unverified=0):
     """A request that takes the likeliest tokens, where nearly every draft pays."""
     draw = SamplingParams(**GREEDY)
-    context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_assumed, True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_unverified, True)
+    context.acceptance = AcceptanceTable()
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0))
     return context
 
 
@@ -148,7 +148,7 @@ def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, te
     drafting.generate(text[:-1], max_tokens=1, **GREEDY)
     context = greedy_context(text)
     assert 1 <= len(drafter.propose(context, limit)) <= limit
-    context.outlook.reward = Reward([float(n) for n in range(40)], draft=1.0)
+    context.acceptance.length_rule = ChainLengthRule([float(n) for n in range(40)], draft=1.0)
     assert len(drafter.propose(context, limit)) == 0
 
 
@@ -161,15 +161,15 @@ def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
         asked = let_head_draft(drafter.session, read_head(file).draft_vocab)
     assert isinstance(drafter.session, DraftingHead)
     drafter._costs = FixedCosts(lambda n: 1e-3 * (1.0 + 0.01 * n))
-    drafter._chains = Chains(drafter.session, FixedCosts(lambda n: 1e-3 * (of_call + of_level * n)))
+    drafter._device_drafting = DeviceDrafting(drafter.session, FixedCosts(lambda n: 1e-3 * (of_call + of_level * n)))
     return asked
 
 
-def behind(drafter, engine, text, n_assumed=0):
+def behind(drafter, engine, text, n_unverified=0):
     """A context behind a text of which the target has read all but what is assumed."""
-    engine.generate(text[: len(text) - n_assumed - 1], max_tokens=1, **GREEDY)
+    engine.generate(text[: len(text) - n_unverified - 1], max_tokens=1, **GREEDY)
     drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
-    return greedy_context(text, n_assumed)
+    return greedy_context(text, n_unverified)
 
 
 def paths_of(tree):
@@ -177,15 +177,17 @@ def paths_of(tree):
     paths = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return dict(zip(paths, zip(tree.p, tree.kinds, strict=True), strict=True))
+    return dict(zip(paths, zip(tree.p, tree.buckets, strict=True), strict=True))
 
 
-def reaches_of(tree, context):
+def path_probabilities_of(tree, context):
     """The chance of each node to be text, by what it stands for."""
-    reaches = {}
+    path_probabilities = {}
     for path, (p, kind) in paths_of(tree).items():
-        reaches[path] = reaches.get(path[:-1], 1.0) * context.outlook.chance(kind, len(path) - 1, p)
-    return reaches
+        path_probabilities[path] = path_probabilities.get(path[:-1], 1.0) * context.acceptance.probability(
+            kind, len(path) - 1, p
+        )
+    return path_probabilities
 
 
 @pytest.mark.parametrize("request_", [GREEDY, DRAWN, {**GREEDY, "repeat_penalty": 1.3}], ids=str)
@@ -200,16 +202,16 @@ def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(d
     assert bool(asked) == (request_ is GREEDY) and min(asked, default=2) > 1
 
 
-@pytest.mark.parametrize("n_assumed", [0, 1, 3])
+@pytest.mark.parametrize("n_unverified", [0, 1, 3])
 @pytest.mark.parametrize("limit", [2, 5, 31])
-def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, head, texts, limit, n_assumed):
+def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, head, texts, limit, n_unverified):
     drafter, text = drafter_of(drafting), texts[0][:40]
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
-    chains, drafter._chains = drafter._chains, None
-    chains.learn = lambda chance: None  # as many levels are wanted each time
-    level_by_level = drafter.propose(behind(drafter, drafting, text, n_assumed), 400)
-    drafter._chains = chains
-    context = behind(drafter, drafting, text, n_assumed)
+    device_drafting, drafter._device_drafting = drafter._device_drafting, None
+    device_drafting.learn = lambda probability: None  # as many levels are wanted each time
+    level_by_level = drafter.propose(behind(drafter, drafting, text, n_unverified), 400)
+    drafter._device_drafting = device_drafting
+    context = behind(drafter, drafting, text, n_unverified)
     at_once = drafter.propose(context, limit)
     assert 2 <= asked[0] <= limit and 2 <= len(at_once) <= limit
     assert checked(at_once, drafting.tokenizer.n_vocab, limit) == at_once
@@ -220,10 +222,12 @@ def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, 
     for path, (p, kind) in common.items():
         assert known[path] == (pytest.approx(p, rel=1e-4), kind), path
     assert drafter.propose(context, limit) == at_once, "what is read already is not missing"
-    whole = reaches_of(drafter.propose(context, 31), context)
+    whole = path_probabilities_of(drafter.propose(context, 31), context)
     least = sorted(whole.values())[-limit:][0]
-    assert all(reach >= least for path, reach in reaches_of(at_once, context).items()), "others were likelier"
-    drafter._chains = None
+    assert all(
+        path_probability >= least for path, path_probability in path_probabilities_of(at_once, context).items()
+    ), "others were likelier"
+    drafter._device_drafting = None
     again = drafter.propose(context, 400)
     assert paths_of(again).keys() == known.keys()
 
@@ -243,10 +247,12 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     context = behind(drafter, drafting, texts[0][:40])
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0), room=3)
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), room=3)
     drafter.propose(context, 31)
     assert asked == [3]
-    drafter._chains = Chains(drafter.session, FixedCosts(lambda n: 1e-3 * (3.0 + 0.1 * n)))  # more would pay, not three
+    drafter._device_drafting = DeviceDrafting(
+        drafter.session, FixedCosts(lambda n: 1e-3 * (3.0 + 0.1 * n))
+    )  # more would pay, not three
     assert drafter.cost(context)[0] < 1.02
     drafter.propose(context, 31)
     assert asked == [3]
@@ -266,7 +272,7 @@ def test_what_the_first_pass_of_a_draft_takes_more_is_no_cost_of_its_levels(draf
     monkeypatch.setattr("edgeinfer.speculation.drafters.head.perf_counter", lambda: clock[0])
     drafter._costs, drafter.session.forward = cost_model(lambda n: 1.0), timed
     context = behind(drafter, drafting, texts[0][:40])
-    drafter.read(context)
+    drafter.prefill(context)
     passes.clear()
     for _ in range(100):
         drafter._last = None
@@ -293,7 +299,7 @@ def test_a_tree_made_at_once_of_no_numbers_is_dropped_with_the_reason(drafting, 
 
     def failing(*arguments):
         nodes = draft(*arguments)
-        nodes.chances[-1] = np.nan
+        nodes.probabilities[-1] = np.nan
         return nodes
 
     drafter.session.draft = failing
@@ -324,7 +330,7 @@ def fresh_logits(engine, head, text, path):
 
 def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafting, head, plain, monkeypatch):
     """Over requests that go on, go back, change in the middle and change the text altogether."""
-    monkeypatch.setattr("edgeinfer.backends.native.session.WORTH_KEEPING", 1000)  # nothing is put aside
+    monkeypatch.setattr("edgeinfer.backends.native.session.WORTH_KEEPING", 1000)  # nothing is parked
     drafter, found = drafter_of(drafting), []
     children = drafter._children
 
@@ -347,9 +353,7 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     assert max(len(path) for _, path, _ in found) > 3
 
 
-def test_a_text_that_another_was_put_aside_for_is_gone_on_with_from_where_features_are_known(
-    opened, plain, model, head
-):
+def test_a_text_that_another_was_parked_for_is_gone_on_with_from_where_features_are_known(opened, plain, model, head):
     """The target finds the first text again in its cache, so that no features of its beginning come."""
     drafting = always(opened(model, draft=[str(head)], n_ctx=1024))
     drafter = drafter_of(drafting)
@@ -409,10 +413,10 @@ def test_a_context_that_is_nearly_full_is_filled_to_the_end(opened, plain, model
 def test_tokens_that_the_tokenizer_lacks_are_never_drafted(drafting, texts):
     drafter = drafter_of(drafting)
     few = HeadDrafter(drafter.session, np.arange(0, 291, dtype=np.int32), 100, FixedCosts())
-    few.follow(texts[0], 0, np.zeros((30, n_rows_of(drafter)), dtype=np.float32))
+    few.observe_features(texts[0], 0, np.zeros((30, n_rows_of(drafter)), dtype=np.float32))
     context = Context(texts[0][:31], lambda logits, text: int(logits.argmax()), True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward(FixedCosts().milliseconds(0))
+    context.acceptance = AcceptanceTable()
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0))
     tree = few.propose(context, 20)
     assert len(tree) and max(tree.tokens) < 100
 
@@ -463,14 +467,14 @@ def test_a_head_that_fails_mid_answer_changes_no_token(opened, plain, model, hea
 
 def test_a_head_that_fails_while_the_prompt_is_read_sits_out_the_request(drafting, plain):
     drafter = drafter_of(drafting)
-    follow, is_failing = drafter.follow, True
+    observe, is_failing = drafter.observe_features, True
 
     def failing(*arguments):
         if is_failing:
             raise MemoryError("gone")
-        follow(*arguments)
+        observe(*arguments)
 
-    drafter.follow = failing
+    drafter.observe_features = failing
     completion = drafting.generate(PROMPT, max_tokens=20, temperature=0.0)
     assert completion.tokens == tokens_of(plain, n=20)
     assert completion.timings.speculation.dropped == {"head": "MemoryError: gone"}
@@ -483,11 +487,11 @@ def test_a_head_that_fails_while_the_prompt_is_read_sits_out_the_request(draftin
 def test_features_that_were_no_numbers_are_not_gone_on_with(drafting, texts):
     drafter, text = drafter_of(drafting), texts[0]
     n_rows = n_rows_of(drafter)
-    drafter.follow(text, 0, np.full((30, n_rows), np.nan, dtype=np.float32))
+    drafter.observe_features(text, 0, np.full((30, n_rows), np.nan, dtype=np.float32))
     context = greedy_context(text[:31])
     with pytest.raises(NumericalError):
         drafter.propose(context, 8)
-    drafter.follow(text, 30, np.ones((5, n_rows), dtype=np.float32))
+    drafter.observe_features(text, 30, np.ones((5, n_rows), dtype=np.float32))
     context.tokens.extend(text[31:36])
     assert len(drafter.propose(context, 8)) > 0
 
@@ -516,13 +520,13 @@ def test_an_interrupt_in_a_draft_leaves_the_engine_as_new(drafting, plain, kind,
 
 def test_failures_at_random_change_no_token(drafting, plain):
     """70 requests a head. Whatever is called may raise, give nonsense, or be interrupted, at any time."""
-    chance, drafter, is_failing = random.Random(1), drafter_of(drafting), True
+    rng, drafter, is_failing = random.Random(1), drafter_of(drafting), True
     n_failures = 0
 
     def fragile(function):
         def call(*arguments, **options):
             nonlocal n_failures
-            kind = chance.choice(["raise", "nonsense", "late"]) if is_failing and chance.random() < 0.03 else ""
+            kind = rng.choice(["raise", "nonsense", "late"]) if is_failing and rng.random() < 0.03 else ""
             n_failures += bool(kind)
             if kind == "raise":
                 raise RuntimeError("injected")
@@ -531,14 +535,14 @@ def test_failures_at_random_change_no_token(drafting, plain):
                 raise RuntimeError("injected")
             if kind == "nonsense" and output is not None:
                 for rows in (output.logits, output.hidden):
-                    rows[:] = chance.choice([np.nan, np.inf, -np.inf, 0.0, 1e30])
+                    rows[:] = rng.choice([np.nan, np.inf, -np.inf, 0.0, 1e30])
             return output
 
         return call
 
     for name in ("forward", "commit", "truncate"):
         setattr(drafter.session, name, fragile(getattr(drafter.session, name)))
-    drafter.follow = fragile(drafter.follow)
+    drafter.observe_features = fragile(drafter.observe_features)
     prompts = [PROMPT, PROMPT + " again", "something else", PROMPT * 2]
     expected = {}
     for i in range(70):

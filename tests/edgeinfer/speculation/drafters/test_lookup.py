@@ -1,4 +1,4 @@
-"""Guesses in the passes of a draft model: the drafts of single levels, in fewer passes."""
+"""NgramLookup in the passes of a draft model: the drafts of single levels, in fewer passes."""
 
 import pytest
 from drafting import FixedCosts, cost_model
@@ -7,8 +7,8 @@ from tiny_models import write_tiny_model
 from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import Context
-from edgeinfer.speculation.drafters.lookup import Guess, Guesses
-from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.drafters.lookup import LookupToken, NgramLookup
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 REQUESTS = [
@@ -27,7 +27,7 @@ def tokens_of(guesses):
 
 
 def test_what_followed_the_most_tokens_is_guessed_and_of_that_what_came_last():
-    guesses = Guesses()
+    guesses = NgramLookup()
     guesses.note([1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6], 0)
     assert tokens_of(guesses.behind([1, 2, 3], 1, FLAT)) == [4]
     assert tokens_of(guesses.behind([7, 2, 3], 1, FLAT)) == [5]
@@ -39,7 +39,7 @@ def test_what_followed_the_most_tokens_is_guessed_and_of_that_what_came_last():
 
 
 def test_guesses_go_on_behind_guesses():
-    guesses = Guesses()
+    guesses = NgramLookup()
     guesses.note(list(range(20)), 0)
     assert tokens_of(guesses.behind([3, 4, 5], 4, FLAT)) == [6, 7, 8, 9]
     assert tokens_of(guesses.behind([0], 2, FLAT)) == [1, 2]
@@ -47,7 +47,7 @@ def test_guesses_go_on_behind_guesses():
 
 
 def test_no_more_are_made_than_may_save_what_they_cost():
-    guesses = Guesses()
+    guesses = NgramLookup()
     guesses.note(list(range(20)), 0)
     assert guesses.behind([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
     steep_behind_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
@@ -56,30 +56,30 @@ def test_no_more_are_made_than_may_save_what_they_cost():
 
 
 def test_those_that_are_always_wrong_are_made_no_more():
-    guesses = Guesses()
+    guesses = NgramLookup()
     guesses.note(list(range(20)), 0)
     made = 0
     while found := guesses.behind([3, 4, 5], 1, FLAT):
         guesses.learn(found, [0])
         made += 1
-    assert 5 < made < 200 and guesses.levels_a_pass == 1.0
+    assert 5 < made < 200 and guesses.levels_per_pass == 1.0
     assert guesses.behind([9, 5], 1, FLAT), "those behind fewer tokens were never wrong"
 
 
 def test_the_mean_of_levels_is_of_those_that_were_made():
-    guesses = Guesses()
+    guesses = NgramLookup()
     for _ in range(300):
-        guesses.learn([Guess(1, 0), Guess(2, 1), Guess(3, 2)], [1, 2, 7])
-    assert guesses.levels_a_pass == pytest.approx(3.0, rel=0.01)
+        guesses.learn([LookupToken(1, 0), LookupToken(2, 1), LookupToken(3, 2)], [1, 2, 7])
+    assert guesses.levels_per_pass == pytest.approx(3.0, rel=0.01)
     right = [right / all_ for right, all_ in guesses._counts]
     assert right == pytest.approx([1.0, 1.0, 0.0], abs=0.01)
 
 
 def test_the_table_takes_what_the_plan_counts_whatever_it_sees():
-    guesses = Guesses()
+    guesses = NgramLookup()
     guesses.note(list(range(100_000)), 0)
     table = guesses._keys, guesses._tokens
-    assert sum(part.itemsize * len(part) for part in table) == Guesses.memory() < 1 << 20
+    assert sum(part.itemsize * len(part) for part in table) == NgramLookup.memory() < 1 << 20
     assert tokens_of(guesses.behind([99_997, 99_998], 1, FLAT)) == [99_999]
 
 
@@ -118,19 +118,19 @@ def open_drafter(opened, model, monkeypatch):
 def context_of(tokens):
     """With a draft that always pays."""
     context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True)
-    context.outlook = ChanceTable()
-    context.outlook.reward = Reward([10.0] * (MAX_TOKENS + 1))
+    context.acceptance = AcceptanceTable()
+    context.acceptance.length_rule = ChainLengthRule([10.0] * (MAX_TOKENS + 1))
     return context
 
 
 @pytest.mark.parametrize("n_wrong", [0, 1, 2, 5])
 @pytest.mark.parametrize("limit", [1, 2, 7, 20])
 def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, n_wrong, limit):
-    """Guesses of which each n_wrong-th is another token."""
+    """NgramLookup of which each n_wrong-th is another token."""
     _, plain, _ = open_drafter()
     _, guessing, read = open_drafter()
     text = list(range(20, 40))
-    monkeypatch.setattr(Guesses, "behind", lambda *arguments: [])
+    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])
     wanted = plain.propose(context_of(text), 31)
     chain, node = [], -1
     while node in wanted.parents:
@@ -141,18 +141,18 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
         assert list(behind[: len(text)]) == text
         first = len(behind) - len(text)
         right = chain[first : first + min(most, 6)]
-        return [Guess(token + (n_wrong > 0 and i % n_wrong == n_wrong - 1), 0) for i, token in enumerate(right)]
+        return [LookupToken(token + (n_wrong > 0 and i % n_wrong == n_wrong - 1), 0) for i, token in enumerate(right)]
 
-    monkeypatch.setattr(Guesses, "behind", oracle)
+    monkeypatch.setattr(NgramLookup, "behind", oracle)
     drafted = guessing.propose(context_of(text), limit)
     n = len(drafted)
     assert n == limit and drafted.tokens == wanted.tokens[:n] and drafted.parents == wanted.parents[:n]
-    assert drafted.p == wanted.p[:n] and drafted.kinds == wanted.kinds[:n]
+    assert drafted.p == wanted.p[:n] and drafted.buckets == wanted.buckets[:n]
     n_past = guessing.session.n_past
     assert guessing._tokens[:n_past] == [*text, *chain][:n_past]
     if n_wrong == 0 and limit > 6:
         assert len(read) < len(chain[:limit]) / 2
-    monkeypatch.setattr(Guesses, "behind", lambda *arguments: [])
+    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])
     came = [*text, chain[0], 3, 4]
     assert guessing.propose(context_of(came), 8) == plain.propose(context_of(came), 8)
 
@@ -166,7 +166,7 @@ def test_the_text_is_that_of_plain_decoding_and_passes_are_saved(open_drafter, p
         assert completion.tokens == plain.generate(prompt, **request_).tokens
         speculation = completion.timings.speculation
         assert speculation.dropped == {} and speculation.by_drafter["model"].accepted > 10
-    assert any(len(tokens) > 2 for tokens in read) and drafter._guesses.levels_a_pass > 1.2
+    assert any(len(tokens) > 2 for tokens in read) and drafter._guesses.levels_per_pass > 1.2
 
 
 def test_what_is_guessed_makes_a_drafted_token_cheaper(open_drafter):
@@ -174,13 +174,15 @@ def test_what_is_guessed_makes_a_drafted_token_cheaper(open_drafter):
     context = context_of(range(20, 40))
     one, _ = drafter.cost(context)
     for _ in range(300):
-        drafter._guesses.learn([Guess(1, 0)], [1, 2])
+        drafter._guesses.learn([LookupToken(1, 0)], [1, 2])
     assert drafter.cost(context)[0] == pytest.approx(one / 2, rel=0.01)
 
 
 def test_guesses_stay_within_the_context(open_drafter, monkeypatch):
     _, drafter, read = open_drafter()
-    monkeypatch.setattr(Guesses, "behind", lambda guesses, text, most, milliseconds: [Guess(7, 0)] * min(most, 20))
+    monkeypatch.setattr(
+        NgramLookup, "behind", lambda guesses, text, most, milliseconds: [LookupToken(7, 0)] * min(most, 20)
+    )
     for n in (256, 255, 254, 250):
         tree = drafter.propose(context_of([*range(20, 40)] * 12 + [*range(n - 240)]), 31)
         assert (len(tree) > 0) == (n < 256) and drafter.session.n_past <= 256

@@ -11,10 +11,10 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.errors import Interrupted
 from edgeinfer.speculation.cost import MAX_TOKENS
-from edgeinfer.speculation.drafters.base import Context, DraftsAhead, FeatureDrafter
-from edgeinfer.speculation.drafters.overlapped import AheadDrafter, behind, drafting_ahead
+from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, FeatureDrafter
+from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, behind, overlapped
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import ChanceTable, Reward
+from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import DraftTree
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -45,7 +45,7 @@ def ahead(request, model, files):
     """An engine whose only drafter drafts ahead."""
     with edgeinfer.load(model, draft=[str(files[request.param])]) as engine:
         engine.tokenizer.stop_ids = frozenset()
-        drafter = drafting_ahead(engine.speculator.drafters[-1])
+        drafter = overlapped(engine.speculator.drafters[-1])
         n_vocab = engine.tokenizer.n_vocab
         engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), n_vocab, MAX_TOKENS - 1)
         yield engine
@@ -94,21 +94,21 @@ def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plai
 @pytest.mark.usefixtures("patient")
 def test_drafts_go_on_behind_what_is_being_checked(ahead):
     """All drafts are made in the other thread, many of them behind tokens that are not checked yet."""
-    drafter, main, n_assumed = of(ahead), threading.get_ident(), []
+    drafter, main, n_unverified = of(ahead), threading.get_ident(), []
     propose = drafter._drafter.propose
 
     def recorded(context, limit):
         assert threading.get_ident() != main
-        n_assumed.append(context.n_assumed)
+        n_unverified.append(context.n_unverified)
         return propose(context, limit)
 
     drafter._drafter.propose = recorded
     make_passes_last(ahead)
     completion = ahead.generate(PROMPT, max_tokens=60, **REQUESTS[0])
-    assert sum(n > 0 for n in n_assumed) > len(n_assumed) / 3 and max(n_assumed) > 1
+    assert sum(n > 0 for n in n_unverified) > len(n_unverified) / 3 and max(n_unverified) > 1
     assert completion.timings.speculation.steps < 30
     if drafter.name == "model":
-        assert len(n_assumed) < 60 + 2 * 33  # each token once, and what is drafted beyond the end
+        assert len(n_unverified) < 60 + 2 * 33  # each token once, and what is drafted beyond the end
 
 
 @pytest.mark.usefixtures("patient")
@@ -174,8 +174,8 @@ def test_a_draft_that_fails_in_the_other_thread_changes_no_token(ahead, plain, k
 
 
 def test_streams_left_and_interrupted_anywhere_leave_the_engine_as_new(ahead, plain):
-    expected, chance = tokens_of(plain), random.Random(1)
-    for n in [*range(1, 8), *(chance.randrange(60) for _ in range(10))]:
+    expected, rng = tokens_of(plain), random.Random(1)
+    for n in [*range(1, 8), *(rng.randrange(60) for _ in range(10))]:
         with ahead.stream(PROMPT, temperature=0.0) as stream:
             for _ in range(n):
                 next(stream)
@@ -193,7 +193,7 @@ def test_streams_left_and_interrupted_anywhere_leave_the_engine_as_new(ahead, pl
 
 def test_closing_ends_the_thread(model, files):
     with edgeinfer.load(model, draft=[str(files["head of 1"])]) as engine:
-        drafter = drafting_ahead(engine.speculator.drafters[-1])
+        drafter = overlapped(engine.speculator.drafters[-1])
         engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), engine.tokenizer.n_vocab, 31)
         with engine.stream(PROMPT, temperature=0.0) as stream:
             next(stream), next(stream)
@@ -206,10 +206,10 @@ def test_closing_ends_the_thread(model, files):
 def test_only_a_drafter_of_features_is_given_them(files, model):
     for name, wanted in (("model", False), ("head of 1", True)):
         with edgeinfer.load(model, draft=[str(files[name])]) as engine:
-            drafter = drafting_ahead(engine.speculator.drafters[-1])
-            assert isinstance(drafter, AheadDrafter) and isinstance(drafter, DraftsAhead)
+            drafter = overlapped(engine.speculator.drafters[-1])
+            assert isinstance(drafter, OverlappedDrafter) and isinstance(drafter, BackgroundDrafter)
             assert isinstance(drafter, FeatureDrafter) == wanted
-            assert not isinstance(engine.speculator.drafters[-1], DraftsAhead)
+            assert not isinstance(engine.speculator.drafters[-1], BackgroundDrafter)
 
 
 def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
@@ -218,15 +218,15 @@ def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
         used, fresh = engine.speculator.drafters[-1], other.speculator.drafters[-1]
         text = engine.tokenize(PROMPT)
 
-        def proposed(drafter, tokens, n_assumed=0):
-            context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, n_assumed=n_assumed)
-            context.outlook = ChanceTable()
-            context.outlook.reward = Reward([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
+        def proposed(drafter, tokens, n_unverified=0):
+            context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True, n_unverified=n_unverified)
+            context.acceptance = AcceptanceTable()
+            context.acceptance.length_rule = ChainLengthRule([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)])
             return drafter.propose(context, 8)
 
         wrong = [(token + 1) % 200 for token in text[:6]]
         for n in (3, 6):
-            proposed(used, [*text, *wrong[:n]], n_assumed=n)
+            proposed(used, [*text, *wrong[:n]], n_unverified=n)
         came = [*text, *((token + 2) % 200 for token in text[:9])]
         tree = proposed(used, came)
         assert tree == proposed(fresh, came) and len(tree) > 1
