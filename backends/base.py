@@ -28,7 +28,8 @@ Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Ses
 class Session(Protocol):
     """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time.
 
-    n_ctx: positions that the text may have.  n_batch: as planned; most tokens of a tree that is passed to `forward`.
+    n_ctx: positions that the text may have.  n_batch: as planned; the most tokens that a tree may have, and that can be
+    uncommitted where the model has windows. `run_text` runs texts of any length.
     """
 
     n_ctx: int
