@@ -46,7 +46,7 @@ class _Text:
 class LlamaCppSession:
     """See edgeinfer.backends.base.Session. The model is in a process of its own, which may crash without this one.
 
-    It then says so, by BackendLost, in each call until `recall` begins a new text: that starts a process anew.
+    It then says so, by BackendLost, in each call until `reuse_prefix` begins a new text: that starts a process anew.
     """
 
     is_exact = False
@@ -96,22 +96,22 @@ class LlamaCppSession:
         rows = check_path(path, text.links)
         self._text = _Text(text.n_past + len(rows), rows if len(text.links) else text.kept)
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate. A model that keeps a state reads the text again, in the next pass."""
         text = self._open()
         if not 0 <= n_past <= text.n_past:
             raise ShapeError(f"n_past must be in 0..{text.n_past}: found {n_past}")
         self._text = _Text(n_past, text.kept)
+        return n_past
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there.
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there.
 
         Starts llama.cpp again if it has crashed. Raises BackendLost if that fails.
         """
         if self._lost is not None and not self._is_closed:
             self._start_again(self._lost)
-        self.truncate(0)
-        return 0
+        return self.truncate(0)
 
     def memory(self) -> MemoryUse:
         """Bytes of the buffers that llama.cpp logged, to 0.01 MiB each; the vocabulary is not counted."""

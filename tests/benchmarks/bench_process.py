@@ -39,7 +39,7 @@ def by_session(path: Path, n_threads: int) -> Callable[[int], None]:
 
     def step(n_past: int) -> None:
         if n_past == 0:
-            session.recall([])
+            session.reuse_prefix([])
         session.forward([100 + n_past])
         session.commit([0])
 

@@ -249,7 +249,7 @@ def test_a_crash_in_an_answer_is_a_lost_backend_until_the_next_text(stage: Stage
         with pytest.raises(BackendLost, match="halfway"):
             call()
     session.interrupt()
-    assert session.recall(TOKENS) == 0 and session.n_past == 0
+    assert session.reuse_prefix(TOKENS) == 0 and session.n_past == 0
     assert not session._loaded.wanted.extra_buffers
     assert np.abs(session.forward(TOKENS[:10]).logits - expected).max() < 0.1 * expected.std()
 
@@ -262,11 +262,11 @@ def test_a_second_crash_on_starting_again_is_a_lost_backend_too(stage: Stage, mo
     stage.play(CRASH + "llama_cpp.llama_decode = lambda context, batch: crash('again')")
     for _ in range(2):
         with pytest.raises(BackendLost, match="SIGKILL.*started again, and failed: .*again"):
-            session.recall([1, 2])
+            session.reuse_prefix([1, 2])
     with pytest.raises(BackendLost, match="SIGKILL"):
         session.forward([1])
     stage.play("")
-    assert session.recall([1, 2]) == 0
+    assert session.reuse_prefix([1, 2]) == 0
     assert session.forward([1]).logits.shape == (1, 291)
     session.close()
 
@@ -278,10 +278,10 @@ def test_a_file_that_has_become_another_model_is_not_gone_on_with(stage: Stage, 
         session.forward([1])
     write_tiny_model(tmp_path / "m.gguf", "llama", "F32", n_vocab=300)
     with pytest.raises(BackendLost, match="m.gguf has become another model; load it anew"):
-        session.recall([1])
+        session.reuse_prefix([1])
     (tmp_path / "m.gguf").unlink()
     with pytest.raises(BackendLost, match="m.gguf: llama.cpp cannot load this model"):
-        session.recall([1])
+        session.reuse_prefix([1])
 
 
 def test_an_engine_goes_on_with_the_next_request(stage: Stage, model: Path) -> None:
@@ -397,7 +397,7 @@ def test_what_does_not_stop_is_killed(stage: Stage, model: Path, monkeypatch: py
         session.forward([1])
     with pytest.raises(BackendLost):
         session.forward([1])
-    assert session.recall([]) == 0
+    assert session.reuse_prefix([]) == 0
 
 
 # ---- any host ----------------------------------------------------------------------------------------------------
