@@ -74,30 +74,30 @@ enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
 
-// Up to so many columns, products are tuned for each number of them.
+// Products with up to so many columns (tokens) are tuned for each number of them.
 constexpr int kFewColumns = 8;
 constexpr int kFewestColumns = 1;  // for which there are kernels with still more row groups at once
 
-// Which caches lines are asked for into: all, L2 and outwards, or all but the outer ones, for what is read once.
+// Caches to prefetch into: all, L2 and outwards, or all but the outer ones, for what is read once.
 enum class Hint : int { All, FromL2, AroundL3 };
 
-// How a product with a few columns reads its matrix. Another one takes another time, and gives the same bits.
+// How a product with a few columns reads its matrix. It changes the time and no bit of the result.
 struct Stream {
-    int ahead = 0;     // bytes that lines are asked for before they are needed, a multiple of 64; 0: never
-    bool easy = true;  // also lines that take little work, for which the CPU's own prefetchers might keep up alone
+    int ahead = 0;     // prefetch distance in bytes, a multiple of 64; 0: no prefetch
+    bool easy = true;  // prefetches also lines with little arithmetic, where the CPU's own prefetchers might suffice
     Hint hint = Hint::All;
     int at_once = 1;     // row groups read side by side, if the kernels have as many
-    int columns = 1;     // that the kernel multiplies at least; those past the last one are copies of it, and dropped
-    int task = 0;        // bytes of a task; 0 where arithmetic takes the time: many small ones, whatever is read
-    int tasks_each = 1;  // that a thread gets at least, of a small matrix
-    bool eager = false;  // a task begins by asking for its first lines, and the last tasks are shorter
+    int columns = 1;     // least number of columns of the kernel; missing ones repeat the last and are dropped
+    int task = 0;        // bytes of a task; 0 where arithmetic takes the time: many small tasks
+    int tasks_each = 1;  // least number of tasks per thread, for small matrices
+    bool eager = false;  // a task begins with a prefetch of its first lines, and the last tasks are shorter
 };
 
 // By number of columns; index 0 is for more than kFewColumns.
 struct PrefetchPolicy {
     Stream plain[kFewColumns + 1], ternary[kFewColumns + 1];
 };
-extern const PrefetchPolicy known_policy;  // as it was measured on CPUs like this one
+extern const PrefetchPolicy known_policy;  // measured on CPUs like this one
 
 static constexpr bool is_ternary(Format format) {
     switch (format) {
@@ -129,12 +129,12 @@ static inline const Stream& stream_of(const Matrix& w, int n) {
     return (is_ternary(w.format) ? policy.ternary : policy.plain)[n > kFewColumns ? 0 : n];
 }
 
-// So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
+// So many columns of inputs, with their results, stay in a core's cache during all row groups of a task.
 constexpr int kColumnsTogether = 64;
 
-// How many row groups one task of a matrix product with n columns takes, a multiple of those that are read side by side. A
-// task of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
-// kColumnsTogether, from the core's cache.
+// Row groups in one task of a matrix product with n columns, a multiple of those that are read side by side. A task of a
+// stream is long enough for prefetchers to start. With many columns it is read again for each kColumnsTogether, from the
+// core's cache.
 inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
     constexpr size_t kInCache = size_t{192} << 10;
     const Stream& stream = stream_of(w, n);
@@ -176,13 +176,14 @@ struct Tasks {
 };
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
-// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
-// each 32 q, for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
-// instruction set (centre_16 in simd_*.h), and whether the magnitudes of no 16 add up to more than kNarrow.  Int8ByToken: likewise for a whole column. Distances between columns are
-// those of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
+// Int8By32: x = scale * q for each 32; sum: of the 32 q.  Int8By256: the same for each 256, with the sums of each 32 q;
+// for each 16 the start value of a dot product with codes that are 32 above the true ones, in the instruction set's form
+// (centre_16 in simd_*.h); and whether all sums of 16 magnitudes are at most kNarrow.  Int8ByToken: the same for a whole
+// column. Distances between columns are those of the arrays' element type. kBehindInputs bytes behind the last q256 and
+// q_token are read.
 constexpr int kBehindInputs = 16;
 constexpr int kNarrow = 1023;
-enum class NarrowBy { None, Singles, Pairs };  // what an instruction set makes of that, see simd_scalar.h
+enum class NarrowBy { None, Singles, Pairs };  // the instruction set's int16 scaling, see simd_scalar.h
 
 struct Inputs {
     int n_in = 0;

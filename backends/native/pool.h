@@ -1,6 +1,6 @@
-// A pool of threads that run one program together. The program is a sequence of phases, each a number of tasks; a phase
-// is over when its tasks are done, not when all threads have come: a thread that the system has put aside holds up
-// nobody but through the task that it has in hand, and catches up with the others when it comes back.
+// A pool of threads that run one program together. The program is a sequence of phases, each a number of tasks. A phase
+// ends when its tasks are done, not when all threads have arrived: a thread that was descheduled delays the others only by
+// the task that it has begun, and catches up when it runs again.
 #pragma once
 
 #include <atomic>

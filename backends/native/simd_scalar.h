@@ -254,10 +254,10 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 
-// What is made of tiles whose dot products all fit into 16 bits. Singles: add_narrow_times, with the scales that
-// load_scale, even_low and odd_low give. Pairs: add_pair_times, of two dots with the scales that load_scale_pair gives, of
-// 16 rows those of one block, then of the next, or with pairs of one row. all_narrow: whether no 16 of 256 activations
-// have magnitudes that add up to more than kNarrow.
+// Int16 scaling of tiles whose dot products all fit into 16 bits. Singles: add_narrow_times, with the scales of load_scale,
+// even_low and odd_low. Pairs: add_pair_times, of two dots with the scales of load_scale_pair: of 16 rows those of one
+// block, then of the next, or pairs of one row. all_narrow: whether all sums of 16 magnitudes, of 256 activations, are at
+// most kNarrow.
 namespace {
 
 constexpr NarrowBy kNarrowBy = NarrowBy::Singles;
