@@ -75,8 +75,8 @@ namespace {
 
 // Up to `most` columns, or two if weights are ternary, a product is a stream of one row group after the other. With one or
 // two columns some CPUs' own prefetchers keep up, and software prefetch is left out unless `always`; with more, the
-// arithmetic between two lines delays them. Either all lines are prefetched or none: the CPU's prefetchers lose a stream
-// with gaps.
+// arithmetic between two lines delays them. Either all lines are prefetched or none: the CPU's prefetchers would not cover
+// a few lines that are left out.
 constexpr PrefetchPolicy policy_of(int ahead, bool always, Hint hint, int most, int task, int tasks_each) {
     constexpr int kMostTernary = 2, kAllAtOnce = 2;
     PrefetchPolicy policy;
