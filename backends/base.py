@@ -86,7 +86,9 @@ class Session(Protocol):
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """Make the longest prefix of these tokens that is still held the committed text; returns its length.
 
-        tokens: (n,) int, may be empty. What is committed now, or was before an earlier call, may be found again.
+        tokens: (n,) int, may be empty. What is committed now, or was before an earlier call, may be found again. A
+        backend whose logits depend on how a text was cut into passes reuses nothing and returns 0, so that a request
+        gives the same text whatever was asked before.
         """
         ...
 
@@ -123,11 +125,9 @@ class Rows:
 class Model(Protocol):
     """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time.
 
-    is_exact: whether logits depend on the committed text only, bit for bit, and not on how it was cut into passes or
-    what the cache held before.  n_ctx: most positions of a session.  n_batch: most tokens in one pass.
+    n_ctx: most positions of a session.  n_batch: most tokens in one pass.
     """
 
-    is_exact: bool
     n_ctx: int
     n_batch: int
 

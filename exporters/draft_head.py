@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import MATCHES, OUTPUT_TYPE, TARGET_LAYERS, fingerprint
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Floats = NDArray[np.float32]

@@ -16,7 +16,6 @@ import os
 import re
 import stat
 import struct
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
+from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound, warn
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
 
@@ -293,7 +292,7 @@ def _read_part(path: Path) -> _Part:
     _release_pages(mapping, 0, cursor.at)
     if cursor.notes:
         more = f", and so are {len(cursor.notes) - 1} more" if len(cursor.notes) > 1 else ""
-        warnings.warn(f"{path}: {cursor.notes[0]}{more}", RuntimeWarning, stacklevel=4)
+        warn(f"{path}: {cursor.notes[0]}{more}")
     return _Part(path, mapping, metadata, value_offsets, tensors)
 
 

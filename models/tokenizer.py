@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from edgeinfer.errors import TokenizerError, UnsupportedModel
+from edgeinfer.errors import TokenizerError, UnsupportedModel, warn
 from edgeinfer.models._strings import Merger, StringIndex, StringTable, make_tokens_in_order
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.gguf import ModelFile
@@ -291,7 +290,7 @@ class _Metadata:
         return TokenizerError(f"{self.path}: tokenizer.ggml.{key} must be {wanted}: found {found!r:.80}")
 
     def warn(self, message: str) -> None:
-        warnings.warn(f"{self.path}: {message}", RuntimeWarning, stacklevel=5)
+        warn(f"{self.path}: {message}")
 
     def get(self, key: str) -> Any:
         return self.values.get(f"tokenizer.ggml.{key}")

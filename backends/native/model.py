@@ -138,7 +138,6 @@ class NativeModel(NativeDecoder):
     tuning: how the weights are read, None where that was not chosen; see tuning.tune.
     """
 
-    is_exact = True
     tuning: Tuning | None = None
 
     @property

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
+from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.types import LogitsRows, Output
 
 MAX_TOKENS = 32  # of a batch whose cost is known
@@ -251,12 +251,12 @@ def _at_all_sizes(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]
 
 def cost_key(file: ModelFile, *facts: object) -> str:
     """Name of a curve: of everything that the cost depends on. facts: CPU, instruction set, threads, build."""
-    return key_of(file, _FORMAT, *facts)
+    return record_key(file, _FORMAT, *facts)
 
 
 def default_folder() -> Path | None:
     """Where curves are kept, None where the user has no folder for caches."""
-    return folder_of("costs")
+    return record_folder("costs")
 
 
 def load_curve(key: str, folder: Path | None) -> CostCurve | None:
@@ -288,7 +288,7 @@ def cached_costs(key: str, measure: Callable[[], CostCurve], max_ratio: float = 
 
 def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Keep a curve, whole or not at all. Where nothing can be written, it is measured again the next time."""
-    keep_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
+    write_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:

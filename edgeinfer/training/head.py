@@ -15,7 +15,7 @@ from torch.nn import functional
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training.features import Taps

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, TensorRows, check_blocks
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
 from edgeinfer.types import TokenIds

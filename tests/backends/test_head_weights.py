@@ -16,8 +16,7 @@ from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 

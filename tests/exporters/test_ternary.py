@@ -18,8 +18,8 @@ from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import export_ternary
 from edgeinfer.models import read_spec
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.trits import PACK, TernaryMatrix
+from edgeinfer.models.formats import PACK, dequantize
+from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 

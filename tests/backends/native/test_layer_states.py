@@ -44,7 +44,9 @@ class Opener:
         return NativeBackend().plan(self.file, self.spec, self.n_ctx, n_batch, n_threads, self.cache_type)
 
     def __call__(self, n_threads: int = 1, isa: str | None = None, n_batch: int | None = None) -> NativeSession:
-        return NativeBackend().load(self.file, self.spec, self.plan(n_batch, n_threads), Device(n_threads, isa))
+        return (
+            NativeBackend().load(self.file, self.spec, self.plan(n_batch, n_threads), Device(n_threads, isa)).session()
+        )
 
     def whole(self) -> NativeSession:
         return self(n_batch=self.n_ctx)
@@ -83,7 +85,7 @@ def test_the_bits_depend_on_nothing_but_the_text(n_tokens: int, gemma: Opener, r
 def test_far_behind_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
     tokens = gemma.tokens(rng, 600)
     oracle = ReferenceBackend()
-    reference = oracle.load(gemma.file, gemma.spec, oracle.plan(gemma.file, gemma.spec, 600, 32), Device(1))
+    reference = oracle.load(gemma.file, gemma.spec, oracle.plan(gemma.file, gemma.spec, 600, 32), Device(1)).session()
     found, expected = (run_text(session, tokens, logits="all").logits for session in (gemma(), reference))
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()  # float32, and keys rounded to halves
 
