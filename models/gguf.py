@@ -1,10 +1,11 @@
-"""Strict GGUF reader: checks every number of the file against the file before it acts on it.
+"""Strict GGUF reader: every number of the file is checked against the file before it is used.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian:
-magic, version, n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset);
-padding; the bytes of the tensors. The file is mapped, and nothing is allocated by a length that it only declares.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: magic, version,
+n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset); padding; the bytes of
+the tensors. The file is mapped, and memory is never allocated by a declared length alone.
 
-A file that another process cuts short while it is mapped ends this one (SIGBUS): no reader over mmap can prevent that.
+If another process truncates the file while it is mapped, this process ends with SIGBUS; no reader with mmap can prevent
+that.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first
 
 
 class ModelFile:
-    """A GGUF model, whether in one file or split into several; a context manager.
+    """A GGUF model in one file or several parts; a context manager.
 
-    path: the file that was asked for.  paths: the files of the model in their order, one unless it is split.
-    metadata: of the first file. Arrays are Strings or Numbers, which are used as lists are; a float may be NaN or
-    infinite. In a text that is no UTF-8 what is wrong is U+FFFD, in one of an array "surrogateescape", with a
-    RuntimeWarning.
+    path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the
+    first file. Arrays are Strings or Numbers, which behave as lists; a float may be NaN or infinite. Invalid UTF-8
+    becomes U+FFFD in a text, and "surrogateescape" in an array of texts, with a RuntimeWarning.
     """
 
     def __init__(self, path: Path, parts: list[Part]) -> None:
@@ -65,7 +65,7 @@ class ModelFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Map and check a model; any file of a split model stands for all of them.
+        """Map and check a model; for a split model, name any of its files.
 
         Raises ModelNotFound, InvalidGGUF, InvalidArgument.
         """
@@ -73,7 +73,7 @@ class ModelFile:
         return cls(path, read_all_parts(path, read_part(path)))
 
     def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-        """Bytes first..last-1 of a tensor, (n_bytes,) read-only and not copied, unless they are made: see define.
+        """Bytes first..last-1 of a tensor, (n_bytes,), read-only and without a copy, except for tensors of `define`.
 
         Raises KeyError; EdgeInferError once closed.
         """
@@ -120,7 +120,7 @@ class ModelFile:
         release_pages(self._mapping(info.part), info.offset + first, stop)
 
     def close(self) -> None:
-        """Unmap the file. Arrays that data() gave out stay valid: the mapping goes away with the last of them."""
+        """Unmap the file. Arrays from data() stay valid: the mapping is released with the last of them."""
         mappings, self._mappings = self._mappings, []
         for mapping in mappings:
             try:

@@ -75,7 +75,7 @@ class TimedSession(Protocol):
         """See Session.commit."""
         ...
 
-    def truncate(self, n_past: int) -> None:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         ...
 

@@ -25,7 +25,7 @@ from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.files import write_whole
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import MOST_TAPS, DraftHeadSpec, check_target, fingerprint, read_head
+from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training import agreement
@@ -372,7 +372,7 @@ class _Distillation:
         )
         return trainer, head
 
-    def _begin_with(self, head: DraftHead, path: Path) -> DraftHeadSpec:
+    def _begin_with(self, head: DraftHead, path: Path) -> HeadSpec:
         """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""
         with ModelFile.open(path) as file:
             spec = read_head(file)

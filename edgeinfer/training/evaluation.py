@@ -17,7 +17,7 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
+from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.author import NativeAuthor, tree_rows
@@ -95,7 +95,7 @@ class _Judge:
 
     def __init__(self, target: ModelFile, file: ModelFile) -> None:
         self.spec: ModelSpec = read_spec(target)
-        self.head: DraftHeadSpec = read_head_beside(file, target, self.spec)
+        self.head: HeadSpec = read_head_beside(file, target, self.spec)
         if file.metadata.get("general.architecture") != ARCHITECTURE:
             raise UnsupportedModel(
                 f"{file.path} must be a head of the form {ARCHITECTURE!r} to be judged: found "
@@ -103,7 +103,8 @@ class _Judge:
             )
         self._head = DraftHead(HeadSizes.of_head(file, self.head))
         self._head.load_file(file)
-        self._embedding = _matrix(target, self.spec.token_embd) * self.spec.embedding_scale
+        assert self.spec.token_embd is not None  # whole models have it
+        self._embedding = _matrix(target, self.spec.token_embd) * self.head.decoder.embedding_scale
         self._output = _matrix(file, "output.weight")
         self._ids = torch.from_numpy(self.head.draft_vocab.astype(np.int64))
 

@@ -117,9 +117,9 @@ OF_IK_LLAMA = {134: "IQ1_BN", 135: "IQ2_BN", 335: "IQ2_BN_R4"}  # ternary; their
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
+    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
 
-    offset: byte in its file, from the start of the file.  part: index of that file in ModelFile.paths.
+    offset: in bytes, from the start of the file.  part: index of that file in ModelFile.paths.
     """
 
     name: str

@@ -14,9 +14,9 @@ from edgeinfer.models.tokenization.vocabulary import Vocabulary, bytes_of
 
 
 class WordMerger(ABC):
-    """Words to ids: the two neighbours with the least cost become one part, the leftmost of equals, until none can.
+    """Words to ids: the two neighbours with the least cost are merged, the leftmost of equals first, until none can be.
 
-    ids: by text.  A word is merged once; that makes this as fast as a compiled one, and nothing has to be built.
+    ids: by text. Each word is merged only once, so this is as fast as a compiled library, without construction.
     """
 
     _CACHED_WORDS = 1 << 16

@@ -204,17 +204,18 @@ class HeadDrafter:
 
     def _with_last(self, context: Context) -> int:
         """Rows to read, at least the last one, whose outcome is not known."""
-        n = self._n_unread(context)
-        if not n:
+        if not self._n_unread(context):
             self.session.truncate(self.session.n_past - 1)
-        return max(1, n)
+        return max(1, self._n_unread(context))
 
     def _read(self, context: Context, n: int) -> tuple[Features, Logits]:
         """Read and keep the next n rows; the feature and the logits of the last."""
         first = len(self._tokens) - self._n_unread(context)
         self._last = None
-        out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(list(range(n)) if self.session.spec.decoder.n_layers else [])
+        for start in range(first, first + n, self.session.n_batch):
+            end = min(first + n, start + self.session.n_batch)
+            out = self.session.forward(context.tokens[start + 1 : end + 1], self._features[start:end])
+            self.session.commit(list(range(end - start)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 

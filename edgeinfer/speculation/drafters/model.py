@@ -98,8 +98,9 @@ class ModelDrafter:
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain as long as it pays, with a second choice where it is unsure."""
-        n_past = self._align(context.tokens, context.n_unverified)
-        unread, chain, acceptance = context.tokens[n_past:], _Chain(list(context.tokens)), context.acceptance
+        unread = context.tokens[self._align(context.tokens, context.n_unverified) :]
+        unread = self._read_all_but_a_batch(unread)
+        chain, acceptance = _Chain(list(context.tokens)), context.acceptance
         self._guesses.note(context.tokens, self._n_noted)
         self._n_noted = len(context.tokens) - context.n_unverified
         while self._room(chain, limit) and acceptance.should_extend(chain.path_probability):
@@ -176,7 +177,7 @@ class ModelDrafter:
             n += 1
         n = min(n, most)
         if n < len(own):
-            self.session.truncate(n)
+            n = self.session.truncate(n)
             del own[n:]
         self._n_agreed = min(n, len(text) - n_unverified)
         return n
@@ -184,6 +185,7 @@ class ModelDrafter:
     def _in_a_pass(self, context: Context, text: Sequence[int], unread: list[int], most: int) -> list[_Level]:
         """The next level behind a text, and those behind tokens that were guessed right; at most so many."""
         costs = self._costs.milliseconds(self.session.n_past)[len(unread) :]
+        most = min(most, self.session.n_batch - len(unread) + 1)
         guesses = self._guesses.behind(text, most - 1, costs) if len(unread) <= _FEW else []
         tokens = [*unread, *(guess.token for guess in guesses)]
         rows = self._pass(tokens, 1 + len(guesses))
@@ -201,9 +203,19 @@ class ModelDrafter:
 
     def _forward(self, tokens: Sequence[int]) -> Logits:
         """Read and keep tokens; the logits of the last, (n_vocab,) or of the first tokens alone."""
-        row: Logits = self._pass(tokens, 1)[0]
-        self._keep(tokens)
+        last = self._read_all_but_a_batch(tokens)
+        row: Logits = self._pass(last, 1)[0]
+        self._keep(last)
         return row
+
+    def _read_all_but_a_batch(self, tokens: Sequence[int]) -> list[int]:
+        """Read and keep tokens until a pass has room for the rest; gives that."""
+        rest, n_batch = list(tokens), self.session.n_batch
+        while len(rest) > n_batch:
+            self._pass(rest[:n_batch], 1)
+            self._keep(rest[:n_batch])
+            del rest[:n_batch]
+        return rest
 
     def _pass(self, tokens: Sequence[int], n_rows: int) -> Logits:
         """Read tokens; the logits of the last n_rows, (n_rows, n_vocab) or of the first tokens alone."""

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import (
@@ -58,7 +58,7 @@ class Elsewhere:
         return self.native.plan(*arguments)
 
     def load(self, file, spec, plan, device, progress=None):
-        session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
+        session = NativeBackend(for_drafts=True, resident=True).load(file, spec, plan, device).session()
         forward, n_calls = session.forward, 0
 
         def failing(*arguments, **options):
