@@ -78,7 +78,7 @@ constexpr int kRows = 16;  // of a row group
 constexpr int kFewTokens = 8;
 constexpr int kFewestTokens = 1;  // for which there are kernels with still more row groups at once
 
-// Which caches lines are asked for into: all, L2 and outwards, or all but the outer ones, for what is read once.
+// Caches to prefetch into: all, L2 and outwards, or all but the outer ones, for what is read once.
 enum class Hint : int { All, FromL2, AroundL3 };
 
 // How a product with a few tokens reads its matrix. The choice changes the time, not the bits.
@@ -97,7 +97,7 @@ struct Prefetch {
 struct PrefetchPolicy {
     Prefetch plain[kFewTokens + 1], ternary[kFewTokens + 1];
 };
-extern const PrefetchPolicy known_policy;  // as it was measured on CPUs like this one
+extern const PrefetchPolicy known_policy;  // measured on CPUs like this one
 
 static constexpr bool is_ternary(Format format) {
     switch (format) {

@@ -1,8 +1,8 @@
-"""How products with a few tokens read their weights: measured at the first load, kept on disk.
+"""Prefetch tuning: how products with a few tokens read their weights, measured at the first load and kept on disk.
 
-A pass of up to eight tokens takes as long as reading the weights from memory. How far ahead to ask for them, into which
-caches, and how many row groups to read side by side differs from one CPU to the next, by a factor of two. All choices
-give the same bits. The search begins with what was best on known CPUs and leaves it only for a gain beyond noise.
+A pass of up to eight tokens takes as long as reading the weights from memory. The best prefetch distance, cache level
+and number of row groups side by side differ by CPU; the time differs by up to a factor of two. All choices give the
+same bits. The search starts from the best choice on known CPUs and leaves it only for a gain beyond noise.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ def tune(
     is_ternary: bool,
     *facts: object,
 ) -> Tuning:
-    """Choose how a decoder reads its weights, as it was kept or by measuring now.
+    """Choose how a decoder reads its weights, from the kept result or by measuring now.
 
-    n_tokens: that a pass can have.  facts: what else the choice depends on, beside the model, the CPU and the threads.
-    What was measured while others had the cores is not used.  Raises InvalidArgument.
+    n_tokens: most tokens of a pass.  facts: what else the choice depends on, besides the model, the CPU and the
+    threads. A measurement during which other processes had the cores is not used. Raises InvalidArgument.
     """
     sizes = range(1, min(MOST_TOKENS, n_tokens) + 1)
     known = {n: Prefetch(*decoder.prefetch(is_ternary, n)) for n in sizes}
@@ -178,7 +178,7 @@ def _streams_of(record: Any) -> dict[int, Prefetch] | None:
 
 
 class Trials:
-    """Times parts of passes, another part each time: none is in the caches when its turn comes again."""
+    """Times parts of passes, another part each time, so that none is in the caches."""
 
     def __init__(self, decoder: Tunable, n_layers: int, n_threads: int, is_ternary: bool) -> None:
         self._decoder = decoder
