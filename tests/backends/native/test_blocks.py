@@ -171,8 +171,8 @@ def of_different_layers(spec: ModelSpec) -> ModelSpec:
     network = replace(
         ffn,
         n_ff=mixer.n_q,
-        gate=TensorRows(str(ffn.gate), 0, mixer.n_q),
-        up=TensorRows(str(ffn.up), 0, mixer.n_q),
+        gate=TensorRows(str(ffn.gate), ffn.n_ff - mixer.n_q, ffn.n_ff),
+        up=TensorRows(str(ffn.up), ffn.n_ff - mixer.n_q, ffn.n_ff),
         down=mixer.output,
         activation="gelu_tanh",
     )
