@@ -1,6 +1,6 @@
-"""From a target and prompts to a draft head: texts, features, training, a report on texts that are held out, a file.
+"""From a target and prompts to a draft head: texts, features, training, a report on held-out texts, and a file.
 
-Every stage keeps what it made in a folder, and a run that was stopped goes on where it was.
+Every stage keeps its results in a folder, so a run that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked
 
 @dataclass(frozen=True)
 class Settings:
-    """What `edgeinfer distill` was asked for; the command's --help says what each is."""
+    """The options of `edgeinfer distill`; see its --help."""
 
     tokens: int
     max_tokens: int
