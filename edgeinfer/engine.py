@@ -146,7 +146,9 @@ def load(
         tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
         speculator = None
         if drafters is not None:
-            speculator = drafters.open(file, session, plan, device, draft_max)
+            from edgeinfer.speculation.open import open_speculator
+
+            speculator = open_speculator(drafters, file, session, plan, device, draft_max)
             opened.callback(speculator.close)
             for name, reason in drafters.dropped.items():
                 warnings.warn(f"drafting goes on without {name}: {reason}", RuntimeWarning, stacklevel=2)

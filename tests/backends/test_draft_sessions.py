@@ -19,7 +19,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import measure_costs
+from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device

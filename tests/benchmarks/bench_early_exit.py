@@ -42,7 +42,8 @@ from edgeinfer.backends.native.session import DRAFT_TOKENS
 from edgeinfer.backends.reference import Floats, ReferenceBackend, ReferenceSession, scale, visible_slots
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import CostModel, measure_costs
+from edgeinfer.speculation.calibration import measure_costs
+from edgeinfer.speculation.cost import CostModel
 from edgeinfer.types import Device
 
 N_CTX, N_PAST, N_TIMED, MAX_DRAFT = 1024, 64, 15, 15

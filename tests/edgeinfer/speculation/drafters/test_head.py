@@ -15,16 +15,16 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.base import DraftingHead
-from edgeinfer.backends.native import plan_head
+from edgeinfer.backends.native import NativeHead, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import HeadDrafter
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import checked
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -148,7 +148,7 @@ def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, te
     drafting.generate(text[:-1], max_tokens=1, **GREEDY)
     context = greedy_context(text)
     assert 1 <= len(drafter.propose(context, limit)) <= limit
-    context.acceptance.length_rule = ChainLengthRule([float(n) for n in range(40)], draft=1.0)
+    context.acceptance.length_rule = ChainLengthRule([float(n) for n in range(40)], draft_ms=1.0)
     assert len(drafter.propose(context, limit)) == 0
 
 
@@ -247,7 +247,7 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     context = behind(drafter, drafting, texts[0][:40])
-    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), room=3)
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), max_nodes=3)
     drafter.propose(context, 31)
     assert asked == [3]
     drafter._device_drafting = DeviceDrafting(
@@ -316,7 +316,7 @@ def fresh_logits(engine, head, text, path):
     with ModelFile.open(head) as file:
         spec = read_head(file)
         plan = plan_head(file, spec.decoder, 256, 256, 1)
-        session = planning.NativeHead(file, spec.decoder, engine.session, plan, engine.device)
+        session = NativeHead(file, spec.decoder, engine.session, plan, engine.device)
         with edgeinfer.load(engine.path, draft="none") as other:
             rows = other.session.forward(text[:-1], hidden=spec.taps).features
         out = session.forward(text[1:], session.combine(rows))
@@ -334,9 +334,9 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     drafter, found = drafter_of(drafting), []
     children = drafter._children
 
-    def spy(growth, above, depth, logits, is_drawn=True):
+    def spy(growth, above, depth, logits, is_sampled=True):
         found.append((list(growth.context.tokens), above.path, logits.copy()))
-        return children(growth, above, depth, logits, is_drawn)
+        return children(growth, above, depth, logits, is_sampled)
 
     drafter._children = spy
     ids = plain.tokenize(PROMPT)
