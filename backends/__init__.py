@@ -1,1 +1,1 @@
-"""Backends run a forward pass on a device; see base.py for what each offers."""
+"""Backends run forward passes on a device; base.py has the protocols that each implements."""

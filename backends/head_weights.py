@@ -11,24 +11,27 @@ from numpy.typing import NDArray
 from edgeinfer.backends.native import _core
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import DraftHeadSpec, check_target, read_head
+from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 _AT_ONCE = 256  # rows that are gathered before they are rewritten
 
 
-def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> DraftHeadSpec:
-    """Spec of a head, once it is known to be one for this target, whose rows its file then has while both are open.
+def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> HeadSpec:
+    """Spec of a head that is known to be one for this target, with the scale of the target's embeddings.
 
+    Where the head's file leaves the output matrix out, it has those rows of the target's while both files are open.
     Raises UnsupportedModel.
     """
-    spec = read_head(head)
+    spec = read_head(head).beside(of_target)
     check_target(spec, head.path, target, of_target)
     if spec.output_type is not None:
-        if target.tensors[of_target.output].type == GGMLType.I2_S:
+        matrix, name = of_target.output, spec.decoder.output
+        assert isinstance(matrix, str) and isinstance(name, str)  # whole models have one, and so do these heads
+        if target.tensors[matrix].type == GGMLType.I2_S:
             raise UnsupportedModel(f"{target.path}: its output matrix is I2_S, of which {head.path} cannot take rows")
-        make = partial(_rows, target, of_target.output, spec.draft_vocab, spec.output_type)
-        head.define(spec.decoder.output, spec.output_type, (len(spec.draft_vocab), of_target.n_embd), make)
+        make = partial(_rows, target, matrix, spec.draft_vocab, spec.output_type)
+        head.define(name, spec.output_type, (len(spec.draft_vocab), of_target.n_embd), make)
     return spec
 
 

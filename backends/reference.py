@@ -7,33 +7,53 @@ the same bits for any cutting into batches, and for a branch of a tree as for th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    QueryScales,
+from edgeinfer.backends.base import Progress, Rows
+from edgeinfer.backends.checks import (
     check_cache,
     check_parents,
     check_path,
     check_rows,
+    check_session_size,
     check_taps,
     check_tokens,
     common_length,
 )
+from edgeinfer.backends.in_turn import forward_in_turn
+from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.backends.reference_math import (
+    ACTIVATIONS,
+    Floats,
+    attend,
+    rms_norm,
+    rotate,
+    round_activations,
+    scale,
+    soft_cap,
+)
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.models import Activation, ModelSpec, RopeSpec, TensorRef, TensorRows, read_spec
+from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, TensorRows, check_blocks, read_spec
 from edgeinfer.models.formats.dequantize import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
-Floats = NDArray[np.float32]
 Activations = Literal["float32", "int8"]
 _CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32}
+# The fields of blocks that are looked at below; see check_blocks.
+BLOCKS: dict[type, tuple[str, ...]] = {
+    Attention: (
+        *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
+        *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
+        *("q_bias", "k_bias", "v_bias", "output_bias"),
+    ),
+    Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
+}
 
 
 class ReferenceBackend:
@@ -68,22 +88,25 @@ class ReferenceBackend:
         Raises UnsupportedModel for a tensor type that `dequantize` does not know, InvalidArgument for heads that q8_0
         does not fit.
         """
+        check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         check_cache(cache_type, spec)
         for name in spec.tensor_shapes():
             _check_type(model, name)
         n_batch = min(n_batch, n_ctx)
         n_weights = sum(math.prod(shape) for shape in spec.tensor_shapes().values())
-        n_kv = spec.n_layers * n_ctx * 2 * spec.n_kv_heads * spec.head_dim
-        heads = spec.n_heads + 2 * spec.n_kv_heads
-        n_activations = n_batch * (2 * spec.n_embd + heads * spec.head_dim + 2 * spec.n_ff)
+        n_kv = sum(n_ctx * 2 * layer.mixer.n_kv for layer in spec.layers)
+        n_activations = n_batch * 2 * spec.n_embd
+        n_activations += n_batch * max((layer.mixer.n_q + 2 * layer.mixer.n_kv for layer in spec.layers), default=0)
+        n_activations += n_batch * max((2 * layer.ffn.n_ff for layer in spec.layers), default=0)
         use = MemoryUse(4 * n_weights, _CACHE_DTYPES[cache_type]().itemsize * n_kv, 4 * n_activations)
         return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
-    ) -> ReferenceSession:
+    ) -> ReferenceModel:
         """Dequantise all weights. Raises UnsupportedModel. The file may be closed afterwards."""
-        return ReferenceSession(spec, plan, self.read_weights(model, spec.tensor_shapes(), progress))
+        check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        return ReferenceModel(spec, plan, self.read_weights(model, spec.tensor_shapes(), progress))
 
     def read_weights(
         self, model: ModelFile, shapes: Mapping[str, tuple[int, ...]], progress: Progress | None = None
@@ -114,53 +137,25 @@ class Weights:
 
 
 class ReferenceDecoder:
-    """The decoder of a ModelSpec with its KV cache: what sessions of models and of draft heads have in common."""
+    """The weights of a ModelSpec, and what its blocks do to the residual stream of one text.
+
+    weights: by tensor.  `interrupt` ends the pass that runs.
+    """
+
+    is_exact = True
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
-        self.spec = spec
         self.n_ctx = plan.n_ctx
         self.n_batch = plan.n_batch
-        self._plan = plan
+        self.decoder = spec
+        self.plan = plan
         self._weights = weights
-        shape = (spec.n_layers, plan.n_ctx, spec.n_kv_heads, spec.head_dim)
-        self._keys = np.zeros(shape, dtype=_CACHE_DTYPES[plan.cache_type])  # after rope
-        self._values = np.zeros_like(self._keys)
-        self._text: list[int] = []  # committed
-        self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
-        self._tokens = np.empty(0, dtype=np.int32)
-        self._ropes = [None if part.rope is None else part.rope.of_context(plan.n_ctx) for part in spec.attention]
-        self._query_scales = QueryScales.of(spec, plan.n_ctx)
         self._stopped = False
 
-    @property
-    def n_past(self) -> int:
-        """Number of committed tokens."""
-        self._check_open()
-        return len(self._text)
-
-    def commit(self, path: ArrayLike) -> None:
-        """See Session.commit."""
-        self._check_open()
-        rows = check_path(path, self._parents)
-        slots = slice(self.n_past, self.n_past + len(rows))
-        self._keys[:, slots] = self._keys[:, self.n_past + rows]
-        self._values[:, slots] = self._values[:, self.n_past + rows]
-        self._text += self._tokens[rows].tolist()
-        self._parents = np.empty(0, dtype=np.int32)
-
-    def truncate(self, n_past: int) -> None:
-        """See Session.truncate."""
-        self._check_open()
-        if not 0 <= n_past <= self.n_past:
-            raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
-        del self._text[n_past:]
-        self._parents = np.empty(0, dtype=np.int32)
-
     def memory(self) -> MemoryUse:
-        """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
-        self._check_open()
-        weights = sum(weights.values.nbytes for weights in self._weights.values())
-        return MemoryUse(weights, self._keys.nbytes + self._values.nbytes, self._plan.use.activations)
+        """Bytes of the weights that are held, and of the activations that were planned."""
+        self.check_open()
+        return MemoryUse(sum(each.values.nbytes for each in self._weights.values()), 0, self.plan.use.activations)
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -169,96 +164,111 @@ class ReferenceDecoder:
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
         self._weights = {}
-        self._keys = self._values = np.empty((0, 0, 0, 0), dtype=self._keys.dtype)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises EdgeInferError if this is closed."""
         if not self._weights:
-            raise EdgeInferError("this session is closed")
+            raise EdgeInferError("this model is closed")
 
-    def _layers(
-        self, x: Floats, parents: NDArray[np.int32], rows: NDArray[np.int32], taps: tuple[int, ...]
+    def begin(self) -> None:
+        """A pass begins: what `interrupt` asked for before is over."""
+        self._stopped = False
+
+    def run_layers(
+        self,
+        x: Floats,
+        text: TextState,
+        links: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        taps: tuple[int, ...],
+        inputs: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
 
-        parents: (n_pending + n,), of the rows that are pending and of these behind them.
+        links: (n_pending + n,), parents of the rows that are pending and of these behind them.  inputs: see _attention.
         """
-        n_pending = len(parents) - len(x)
-        paths = visible_slots(parents, self.n_past)[n_pending:]
+        spec = self.decoder
+        paths = visible_slots(links, text.n_past)[len(links) - len(x) :]
         tapped = {}
-        for layer in range(self.spec.n_layers):
-            x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
-            x = x + scale(self._feed_forward(layer, x), self.spec.residual_scale)
-            tapped[layer] = x
-        x = tapped[self.spec.n_layers] = self._norm(self.spec.output_norm, x)
-        logits = self._linear(self.spec.output, None, x[rows])
-        logits = soft_cap(scale(logits, self.spec.logit_scale), self.spec.logit_soft_cap)
+        for index, layer in enumerate(spec.layers):
+            added = self._attention(layer.mixer, text, index, x, paths, inputs)
+            x = x + scale(added, spec.residual_scale)
+            x = x + scale(self._dense(layer.ffn, x), spec.residual_scale)
+            tapped[index] = x
+        x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
+        assert spec.output is not None  # a head's is its target's by now
+        logits = self.linear(spec.output, None, x[rows])
+        logits = soft_cap(scale(logits, spec.logit_scale), spec.logit_soft_cap)
         return logits, np.array([tapped[layer] for layer in taps], dtype=np.float32)
 
-    def _attention(self, layer: int, x: Floats, paths: list[NDArray[np.intp]]) -> Floats:
-        spec, names = self.spec, self.spec.layers[layer]
-        q, k, v = self._queries_keys_values(layer, self._attention_inputs(layer, x))
+    def _attention(
+        self,
+        block: Attention,
+        text: TextState,
+        layer: int,
+        x: Floats,
+        paths: list[NDArray[np.intp]],
+        inputs: Floats | None,
+    ) -> Floats:
+        """What attention adds, (n, n_embd).
+
+        paths: for each row the slots that it sees.  inputs: (n, n_in), what queries, keys and values are products with
+        where that is not the norm of x.
+        """
+        q, k, v = self._queries_keys_values(block, self.norm(block.norm, x) if inputs is None else inputs)
         positions = np.array([len(path) - 1 for path in paths])
-        rope, window = self._ropes[layer], spec.attention[layer].window
-        if rope is not None:
+        if block.rope is not None:
+            rope = block.rope.of_context(text.n_ctx)
             q, k = rotate(q, positions, rope), rotate(k, positions, rope)
-        q = q * self._query_scales.at(positions)[:, None, None]
-        if self._plan.cache_type == "q8_0":
-            q, k, v = (
-                round_activations(heads.reshape(-1, spec.head_dim), 32).reshape(heads.shape) for heads in (q, k, v)
-            )
+        q = q * QueryScales.of(block, text.n_ctx).at(positions)[:, None, None]
+        if text.cache_type == "q8_0":
+            q, k, v = (rounded_heads(each) for each in (q, k, v))
+        keys, values = text.keys[layer], text.values[layer]
         slots = [path[-1] for path in paths]
-        self._keys[layer, slots], self._values[layer, slots] = k, v
+        keys[slots], values[slots] = k, v
         y = np.empty_like(q)
         for i, path in enumerate(paths):
             self._poll()
-            seen = path if window is None else path[-window:]
-            y[i] = attend(q[i], self._keys[layer, seen], self._values[layer, seen], spec.attention_soft_cap)
-        heads = self._norm(names.attn_sub_norm, y.reshape(len(x), -1))
-        out = self._linear(names.attn_output, names.attn_output_bias, heads)
-        return self._norm(names.attn_post_norm, out)
+            seen = path if block.window is None else path[-block.window :]
+            y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap)
+        heads = self.norm(block.sub_norm, y.reshape(len(x), -1))
+        return self.norm(block.post_norm, self.linear(block.output, block.output_bias, heads))
 
-    def _attention_inputs(self, layer: int, x: Floats) -> Floats:
-        """What queries, keys and values are made of, (n, n_in)."""
-        return self._norm(self.spec.layers[layer].attn_norm, x)
-
-    def _queries_keys_values(self, layer: int, h: Floats) -> tuple[Floats, Floats, Floats]:
-        """(n, heads, head_dim) each, with norms on queries and keys where the layer has them."""
-        spec, names = self.spec, self.spec.layers[layer]
-        q = self._linear(names.attn_q, names.attn_q_bias, h)
-        k = self._linear(names.attn_k, names.attn_k_bias, h)
-        v = self._linear(names.attn_v, names.attn_v_bias, h)
-        if spec.qk_norm == "whole":
-            q, k = self._norm(names.attn_q_norm, q), self._norm(names.attn_k_norm, k)
-        q, k, v = (rows.reshape(len(h), -1, spec.head_dim) for rows in (q, k, v))
-        if spec.qk_norm == "per_head":
-            q, k = self._norm(names.attn_q_norm, q), self._norm(names.attn_k_norm, k)
+    def _queries_keys_values(self, block: Attention, h: Floats) -> tuple[Floats, Floats, Floats]:
+        """(n, heads, head_dim) each, with norms on queries and keys where the block has them."""
+        q = self.linear(block.q, block.q_bias, h)
+        k = self.linear(block.k, block.k_bias, h)
+        v = self.linear(block.v, block.v_bias, h)
+        if block.qk_norm == "whole":
+            q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
+        q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))
+        if block.qk_norm == "per_head":
+            q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
         return q, k, v
 
-    def _feed_forward(self, layer: int, x: Floats) -> Floats:
-        """Gated network: SwiGLU or GeGLU (Shazeer, arXiv:2002.05202)."""
-        names = self.spec.layers[layer]
-        h = self._norm(names.ffn_norm, x)
-        gate, up = self._linear(names.ffn_gate, None, h), self._linear(names.ffn_up, None, h)
-        gated = self._norm(names.ffn_sub_norm, ACTIVATIONS[self.spec.activation](gate) * up)
-        out = self._linear(names.ffn_down, None, gated)
-        return self._norm(names.ffn_post_norm, out)
+    def _dense(self, block: Dense, x: Floats) -> Floats:
+        """What a feed-forward network adds, (n, n_embd)."""
+        h = self.norm(block.norm, x)
+        gate, up = self.linear(block.gate, None, h), self.linear(block.up, None, h)
+        gated = self.norm(block.sub_norm, ACTIVATIONS[block.activation](gate) * up)
+        return self.norm(block.post_norm, self.linear(block.down, None, gated))
 
-    def _norm(self, weight: TensorRef | None, x: Floats) -> Floats:
-        """RMS norm over the last axis; x itself where the model has none here."""
-        return x if weight is None else rms_norm(x, self._part(weight).values, self.spec.norm_epsilon)
+    def norm(self, weight: TensorRef | None, x: Floats) -> Floats:
+        """RMS norm over the last axis; x itself where there is no weight."""
+        return x if weight is None else rms_norm(x, self.weights_of(weight).values, self.decoder.norm_epsilon)
 
-    def _linear(self, matrix: TensorRef, bias: TensorRef | None, x: Floats) -> Floats:
+    def linear(self, matrix: TensorRef, bias: TensorRef | None, x: Floats) -> Floats:
         """Matrix times each row of x, plus bias: (n, n_in) to (n, n_out)."""
-        weights = self._part(matrix)
+        weights = self.weights_of(matrix)
         if weights.block > 1:
             x = round_activations(x, weights.block)
         y = np.empty((len(x), len(weights.values)), dtype=np.float32)
         for i, row in enumerate(x):  # one at a time: BLAS sums in another order for another number of rows
             self._poll()
             y[i] = weights.values @ row
-        return y if bias is None else y + self._part(bias).values
+        return y if bias is None else y + self.weights_of(bias).values
 
-    def _part(self, ref: TensorRef) -> Weights:
+    def weights_of(self, ref: TensorRef) -> Weights:
         """A tensor, or some rows of one."""
         if isinstance(ref, TensorRows):
             whole = self._weights[ref.name]
@@ -271,10 +281,102 @@ class ReferenceDecoder:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
 
 
-class ReferenceSession(ReferenceDecoder):
+class ReferenceModel(ReferenceDecoder):
+    """See edgeinfer.backends.base.Model."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes and blocks."""
+        return self.decoder
+
+    def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> ReferenceSession:
+        """See Model.session."""
+        self.check_open()
+        return ReferenceSession(self, check_session_size(n_ctx, self.n_ctx), cache_type or self.plan.cache_type)
+
+    def forward(self, batch: Sequence[Rows]) -> list[Output]:
+        """See Model.forward. One text after the other."""
+        return forward_in_turn(self, batch)
+
+    def embeddings(self, ids: NDArray[np.int32]) -> Floats:
+        """What goes into the first layer, (n, n_embd)."""
+        assert self.decoder.token_embd is not None  # every whole model has them
+        return scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
+
+
+class TextState:
+    """The KV cache of a text in every layer, by slot: those of the last forward lie behind the committed ones."""
+
+    def __init__(self, decoder: ReferenceDecoder, n_ctx: int, cache_type: CacheType) -> None:
+        check_cache(cache_type, decoder.decoder)
+        self.n_ctx = n_ctx
+        self.n_batch = decoder.n_batch
+        self.cache_type = cache_type
+        mixers = [layer.mixer for layer in decoder.decoder.layers]
+        shapes = [(n_ctx, mixer.n_kv_heads, mixer.head_dim) for mixer in mixers]
+        self.keys = [np.zeros(shape, dtype=_CACHE_DTYPES[cache_type]) for shape in shapes]  # after rope
+        self.values = [np.zeros_like(keys) for keys in self.keys]
+        self._decoder = decoder
+        self._text: list[int] = []  # committed
+        self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._is_open = True
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        self._check_open()
+        return len(self._text)
+
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit."""
+        rows = check_path(path, self._parents)
+        slots = slice(self.n_past, self.n_past + len(rows))
+        for cache in (*self.keys, *self.values):
+            cache[slots] = cache[self.n_past + rows]
+        self._text += self._tokens[rows].tolist()
+        self._parents = np.empty(0, dtype=np.int32)
+
+    def truncate(self, n_past: int) -> int:
+        """See Session.truncate. Reaches every length."""
+        if not 0 <= n_past <= self.n_past:
+            raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
+        del self._text[n_past:]
+        self._parents = np.empty(0, dtype=np.int32)
+        return n_past
+
+    def memory(self) -> MemoryUse:
+        """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
+        self._check_open()
+        use = self._decoder.memory()
+        return MemoryUse(use.weights, sum(cache.nbytes for cache in (*self.keys, *self.values)), use.activations)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._decoder.interrupt()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._is_open = False
+        self.keys, self.values = [], []
+
+    def _check_open(self) -> None:
+        self._decoder.check_open()
+        if not self._is_open:
+            raise EdgeInferError("this session is closed")
+
+
+class ReferenceSession(TextState):
     """See edgeinfer.backends.base.Session."""
 
-    is_exact = True
+    def __init__(self, model: ReferenceModel, n_ctx: int, cache_type: CacheType) -> None:
+        super().__init__(model, n_ctx, cache_type)
+        self.model = model
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See Session.spec."""
+        return self.model.spec
 
     def forward(
         self,
@@ -290,116 +392,20 @@ class ReferenceSession(ReferenceDecoder):
         links = check_parents(parents, len(ids))
         rows = check_rows(logits, len(ids))
         taps = check_taps(hidden, self.spec.n_layers)
-        self._stopped = False
+        self.model.begin()
         self._parents = np.empty(0, dtype=np.int32)
-        x = scale(self._weights[self.spec.token_embd].values[ids], self.spec.embedding_scale)  # (n, n_embd)
-        out, tapped = self._layers(x, links, rows, taps)
+        out, tapped = self.model.run_layers(self.model.embeddings(ids), self, links, rows, taps)
         self._parents, self._tokens = links, ids
         return Output(out, tapped if taps else None)
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds what is committed now."""
-        self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
-        return self.n_past
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Finds what is committed now."""
+        return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
 
 
-def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    """x / sqrt(mean(x^2) + epsilon) * weight, by row (Zhang and Sennrich, arXiv:1910.07467). x: (n, n_embd)."""
-    root: Floats = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(epsilon))
-    return x / root * weight
-
-
-def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
-    """Heads with their position turned in. x: (n, heads, head_dim), positions: (n,); see RopeSpec."""
-    angles = positions[:, None] * np.array(rope.inverse_frequencies)  # (n, n_dims / 2), float64
-    cosine = (np.cos(angles) * rope.magnitude).astype(np.float32)[:, None]
-    sine = (np.sin(angles) * rope.magnitude).astype(np.float32)[:, None]
-    half = rope.n_dims // 2
-    first, second = {
-        "interleaved": (slice(0, rope.n_dims, 2), slice(1, rope.n_dims, 2)),
-        "halves": (slice(0, half), slice(half, rope.n_dims)),
-    }[rope.kind]
-    turned = x.copy()
-    turned[..., first] = x[..., first] * cosine - x[..., second] * sine
-    turned[..., second] = x[..., first] * sine + x[..., second] * cosine
-    return turned
-
-
-def attend(
-    q: Floats, keys: NDArray[np.floating], values: NDArray[np.floating], score_cap: float | None = None
-) -> Floats:
-    """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, head_dim).
-
-    q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer
-    heads of keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
-    """
-    n_heads, head_dim = q.shape
-    n_kv_heads = keys.shape[1]
-    groups = q.reshape(n_kv_heads, n_heads // n_kv_heads, head_dim)
-    k, v = keys.astype(np.float32).transpose(1, 2, 0), values.astype(np.float32).transpose(1, 0, 2)
-    scores = soft_cap(groups @ k, score_cap)  # (n_kv_heads, group, t)
-    weights: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ v).reshape(n_heads, head_dim)
-
-
-def scale(x: Floats, factor: float) -> Floats:
-    """x * factor, the factor rounded to float32; x itself where that is 1."""
-    return x if factor == 1.0 else x * np.float32(factor)
-
-
-def soft_cap(x: Floats, cap: float | None) -> Floats:
-    """cap * tanh(x * (1 / cap)), in float32, 1 / cap rounded once (Bello et al., arXiv:1611.09940); x where it is None.
-
-    For an engine with an exp of its own: tanh(y) = (1 - t) / (1 + t), t = exp(-2 |y|), with the sign of y; its error
-    is 1e-7, here 1e-7 * cap.
-    """
-    if cap is None:
-        return x
-    y: Floats = np.tanh(x * np.float32(1 / cap)) * np.float32(cap)
-    return y
-
-
-def relu2(x: Floats) -> Floats:
-    """max(x, 0)^2 (So et al., arXiv:2109.08668)."""
-    y: Floats = np.square(np.maximum(x, np.float32(0)))
-    return y
-
-
-def silu(x: Floats) -> Floats:
-    """x * sigmoid(x) = x / (1 + exp(-x))."""
-    with np.errstate(over="ignore"):  # far below zero x / inf is right
-        y: Floats = x / (1 + np.exp(-x))
-    return y
-
-
-def gelu_tanh(x: Floats) -> Floats:
-    """x (1 + tanh(u)) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv:1606.08415, section 2).
-
-    Computed as x / (1 + exp(-2 u)), which is silu with another exponent: -2 u = -x * (a + b * (x * x)) in float32,
-    a = 2 sqrt(2 / pi) and b = 0.044715 a rounded once.
-    """
-    a = np.float32(2 * math.sqrt(2 / math.pi))
-    b = np.float32(0.044715 * 2 * math.sqrt(2 / math.pi))
-    with np.errstate(over="ignore"):
-        y: Floats = x / (1 + np.exp(-x * (a + b * (x * x))))
-    return y
-
-
-ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
-
-
-def round_activations(x: Floats, block: int) -> Floats:
-    """x rounded to 8 bits in blocks along each row: a * scale, a = round(x * 127 / max|x|), scale = max|x| / 127.
-
-    Half rounds to even; all in float32. Blocks below 1e-30, whose inverse would overflow, become zeros.
-    x: (n, n_in), n_in a multiple of block.
-    """
-    blocks = x.reshape(len(x), x.shape[1] // block, block)
-    largest: Floats = np.abs(blocks).max(axis=-1, keepdims=True)
-    inverse: Floats = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest >= 1e-30)
-    codes: Floats = np.rint(blocks * inverse)
-    return (codes * (largest / np.float32(127))).reshape(x.shape)
+def rounded_heads(heads: Floats) -> Floats:
+    """Heads (n, n_heads, head_dim) as a cache of q8_0 holds them."""
+    return round_activations(heads.reshape(-1, heads.shape[-1]), 32).reshape(heads.shape)
 
 
 def visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:

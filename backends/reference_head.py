@@ -2,64 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import check_features, check_parents, check_pending, check_rows, check_tokens
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import (
+    check_features,
+    check_parents,
+    check_pending,
+    check_rows,
+    check_session_size,
+    check_tokens,
+)
+from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
+    BLOCKS,
     Activations,
-    Floats,
     ReferenceBackend,
     ReferenceDecoder,
+    TextState,
     Weights,
-    rms_norm,
-    scale,
-    silu,
 )
-from edgeinfer.models import ModelSpec
+from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
+from edgeinfer.models import ModelSpec, TensorRef, check_blocks
+from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 
 def open_reference_head(
-    head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec, n_ctx: int, activations: Activations
+    head: ModelFile, spec: HeadSpec, target: ModelFile, target_spec: ModelSpec, n_ctx: int, activations: Activations
 ) -> ReferenceHead:
-    """A head of a target, dequantised; both files may be closed afterwards. Raises UnsupportedModel.
+    """A text of a head of a target, dequantised; both files may be closed afterwards. Raises UnsupportedModel.
 
-    spec: DraftHeadSpec.decoder.  activations: see ReferenceBackend.
+    spec: as read_head_beside gives it.  activations: see ReferenceBackend.
     """
+    check_blocks(spec.decoder.blocks(), BLOCKS, ReferenceBackend.name, head.path)
     backend = ReferenceBackend(activations)
     weights = backend.read_weights(head, spec.tensor_shapes())
-    shape = target_spec.n_vocab, target_spec.n_embd
-    if spec.own_embeddings:
-        rows = weights[spec.token_embd].values
-    else:
-        rows = backend.read_weights(target, {target_spec.token_embd: shape})[target_spec.token_embd].values
-    if not spec.own_output:
-        weights[spec.output] = backend.read_weights(target, {target_spec.output: shape})[target_spec.output]
-    rows = scale(rows, 1.0 if spec.pair is not None else target_spec.embedding_scale)
-    return ReferenceHead(spec, MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0)), weights, rows)
+    of_target = backend.read_weights(target, _shapes_of_target(spec, target_spec))
+    decoder = replace(
+        spec.decoder,
+        token_embd=spec.decoder.token_embd or f"target.{target_spec.token_embd}",
+        output=spec.decoder.output or f"target.{target_spec.output}",
+    )
+    weights |= {f"target.{name}": values for name, values in of_target.items()}
+    plan = MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0))
+    return ReferenceHeadModel(replace(spec, decoder=decoder), plan, weights).session()
 
 
-class ReferenceHead(ReferenceDecoder):
-    """See edgeinfer.backends.base.HeadSession. embeddings: (n_vocab, n_embd), scaled as the head wants them."""
+def _shapes_of_target(spec: HeadSpec, target: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the target's tensors that a head uses."""
+    used: set[TensorRef | None] = {target.token_embd} if spec.decoder.token_embd is None else set()
+    used |= {target.output} if spec.decoder.output is None else set()
+    return {name: shape for name, shape in target.tensor_shapes().items() if name in used}
 
-    def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights], embeddings: Floats) -> None:
-        super().__init__(spec, plan, weights)
-        self._embeddings = embeddings
-        self._pairs = np.empty((0, 2 * spec.n_embd), dtype=np.float32)  # of the rows of this pass, see PairTensors
+
+class ReferenceHeadModel(ReferenceDecoder):
+    """See edgeinfer.backends.base.HeadModel. spec: with the names of the target's tensors where it takes those."""
+
+    def __init__(self, spec: HeadSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
+        super().__init__(spec.decoder, plan, weights)
+        self.spec = spec
+
+    def session(self, n_ctx: int | None = None) -> ReferenceHead:
+        """See HeadModel.session."""
+        self.check_open()
+        return ReferenceHead(self, check_session_size(n_ctx, self.n_ctx))
+
+    def forward(self, batch: Sequence[Rows]) -> list[Output]:
+        """See HeadModel.forward. One text after the other."""
+        return heads_in_turn(self, batch)
+
+    def combine(self, rows: ArrayLike) -> Features:
+        """See HeadSession.combine."""
+        self.check_open()
+        h, features = np.asarray(rows, dtype=np.float32), self.spec.features
+        if features is None:
+            return h
+        if features.norm is not None:
+            parts = h.reshape(len(h), -1, features.n_normed)
+            weights = self.weights_of(features.norm).values.reshape(-1, features.n_normed)
+            h = rms_norm(parts, weights, self.decoder.norm_epsilon).reshape(h.shape)
+        return self.linear(features.matrix, None, h)
+
+    def fused(self, f: Floats, tokens: TokenIds) -> tuple[Floats, Floats | None]:
+        """What the residual stream begins with, (n, n_embd), and what the layer attends from if that is not its norm.
+
+        f: (n, n_embd), the features that come with the tokens.
+        """
+        assert self.decoder.token_embd is not None
+        e = scale(self.weights_of(self.decoder.token_embd).values[tokens], self.decoder.embedding_scale)
+        front = self.spec.front
+        if isinstance(front, GatedFusion):
+            return self._gated(front, f, e), None
+        normed = self.norm(front.feature_norm, f)
+        inputs = np.concatenate([self.norm(front.token_norm, e), normed], axis=1)
+        return normed if front.normed_residual else f, inputs
+
+    def _gated(self, front: GatedFusion, f: Floats, e: Floats) -> Floats:
+        a = self.linear(front.feature, None, f)
+        b = silu(self.linear(front.token, None, self.norm(front.token_norm, e)))
+        z = self.linear(front.mix, None, np.concatenate([a, b], axis=1))
+        with np.errstate(over="ignore"):
+            s: Floats = np.ones_like(z) / (1 + np.exp(-z))
+        x: Floats = s * a + (1 - s) * b
+        return x
+
+
+class ReferenceHead(TextState):
+    """See edgeinfer.backends.base.HeadSession."""
+
+    def __init__(self, model: ReferenceHeadModel, n_ctx: int) -> None:
+        super().__init__(model, n_ctx, "f16")
+        self.model = model
+
+    @property
+    def spec(self) -> HeadSpec:
+        """See HeadSession.spec."""
+        return self.model.spec
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""
         self._check_open()
-        h, combine = np.asarray(rows, dtype=np.float32), self.spec.combine
-        if combine is None:
-            return h
-        if combine.norm is not None:
-            parts = h.reshape(len(h), -1, combine.n_normed)
-            weights = self._part(combine.norm).values.reshape(-1, combine.n_normed)
-            h = rms_norm(parts, weights, self.spec.norm_epsilon).reshape(h.shape)
-        return self._linear(combine.matrix, None, h)
+        return self.model.combine(rows)
 
     def forward(
         self,
@@ -73,31 +142,13 @@ class ReferenceHead(ReferenceDecoder):
         """See HeadSession.forward."""
         self._check_open()
         n_pending = check_pending(n_pending, len(self._parents))
-        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
+        ids = check_tokens(tokens, self.spec.decoder.n_vocab, self.n_past + n_pending, self.n_ctx)
         links = np.concatenate([self._parents[:n_pending], check_parents(parents, len(ids), n_pending)])
         rows = check_rows(logits, len(ids))
         f = check_features(features, len(ids), self.spec.n_embd)
-        self._stopped = False
+        self.model.begin()
         pending, self._parents = self._tokens[:n_pending], np.empty(0, dtype=np.int32)
-        out, tapped = self._layers(self._fuse(f, self._embeddings[ids]), links, rows, (self.spec.feature_tap,))
+        x, inputs = self.model.fused(f, ids)
+        out, tapped = self.model.run_layers(x, self, links, rows, (self.spec.feature_tap,), inputs)
         self._parents, self._tokens = links, np.concatenate([pending, ids])
         return Output(out, tapped)
-
-    def _fuse(self, f: Floats, e: Floats) -> Floats:
-        """What goes into the first block, (n, n_embd), of features and embeddings (n, n_embd)."""
-        gate, pair = self.spec.gate, self.spec.pair
-        if pair is not None:
-            normed = self._norm(pair.feature_norm, f)
-            self._pairs = np.concatenate([self._norm(pair.token_norm, e), normed], axis=1)
-            return normed if pair.normed_residual else f
-        assert gate is not None
-        a = self._linear(gate.feature, None, f)
-        b = silu(self._linear(gate.token, None, self._norm(gate.token_norm, e)))
-        z = self._linear(gate.mix, None, np.concatenate([a, b], axis=1))
-        with np.errstate(over="ignore"):
-            s: Floats = np.ones_like(z) / (1 + np.exp(-z))
-        x: Floats = s * a + (1 - s) * b
-        return x
-
-    def _attention_inputs(self, layer: int, x: Floats) -> Floats:
-        return super()._attention_inputs(layer, x) if self.spec.pair is None else self._pairs

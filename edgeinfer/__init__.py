@@ -1,4 +1,4 @@
-"""edgeinfer runs language models on the machine at hand.
+"""Language models on this machine, with speculative decoding.
 
     import edgeinfer
 

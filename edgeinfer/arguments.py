@@ -1,6 +1,6 @@
-"""What callers give to the public functions, checked before anything is done with it.
+"""Checks of arguments of public functions.
 
-Each check gives the value as Python's own type, so that numpy's numbers go in too, or raises InvalidArgument.
+Each check returns the value as Python's own type, so numpy's numbers are accepted, or raises InvalidArgument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast a model runs here, beside what the machine could do at most, measured in the same run."""
+"""Speed of a model on this machine, beside memory bandwidth and int8 peak, measured in the same run."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def work_of_a_token(file: ModelFile, spec: ModelSpec) -> tuple[int, int]:
 def measure(
     sessions: Mapping[str, Session], sizes: Sequence[int], prefill: int, rounds: int
 ) -> tuple[list[Point], Point]:
-    """The cost curve and the prefill of each session, in turns, the order swapped every round.
+    """The cost curve and the prefill of each session, alternating; the order is swapped every round.
 
-    Logits are asked for all tokens of the curve, and for the last one of the prefill. Raises InvalidArgument if the
+    Logits are computed for all tokens of the curve, and for the last one of the prefill. Raises InvalidArgument if the
     contexts are too short.
     """
     for session in sessions.values():
@@ -162,7 +162,7 @@ def report(
     curve, long = measure(sessions, CURVE, prefill, rounds)
     weight_bytes, multiply_adds = work_of_a_token(file, spec) if isinstance(spec, ModelSpec) else (None, None)
     ours = next(iter(sessions.values()))
-    tuning = ours.tuning if isinstance(ours, NativeSession) else None
+    tuning = ours.model.tuning if isinstance(ours, NativeSession) else None
     return Report(
         model=file.path.name,
         cpu=devices.cpu_name(),

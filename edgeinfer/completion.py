@@ -1,4 +1,4 @@
-"""What a request gives back: pieces while it runs, a completion at its end."""
+"""Results of a request: pieces while it runs, a completion at its end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "repetition", "interrupted"]
 class Piece:
     """The next part of a text. All pieces together are the text and the tokens of the completion.
 
-    text: may be empty, where the bytes so far are no whole character or might become a stop string.
-    tokens: ids drawn for it; a stop token is not among them.  finish_reason: set on the last piece only.
-    reasoning: what it adds to that of the completion; in a chat, text is of the answer alone.
+    text: may be empty, if the bytes so far are an incomplete character or might become a stop string.  tokens: ids
+    sampled for it, without a stop token.  finish_reason: set on the last piece only.  reasoning: the next part of the
+    completion's reasoning; in a chat, text is that of the answer only.
     """
 
     text: str
@@ -33,8 +33,8 @@ class Piece:
 class Usage:
     """Tokens of a request.
 
-    prompt_tokens: all of the prompt.  cached_tokens: those of the prompt that were in the KV cache already.
-    completion_tokens: those drawn, without a stop token.
+    prompt_tokens: all of the prompt.  cached_tokens: those of the prompt that were in the KV cache.  completion_tokens:
+    those generated, without a stop token.
     """
 
     prompt_tokens: int
@@ -44,11 +44,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a request; what the caller does between two pieces does not count.
+    """Times of a request, without what the caller does between two pieces.
 
-    prompt_seconds: from the start to the first token drawn.  decode_seconds: for all tokens after it, a stop token
-    included.  prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens
-    after the first. Rates are 0 where nothing was done.  speculation: what drafts did for it, None without any.
+    prompt_seconds: from the start to the first token.  decode_seconds: for all tokens after it, a stop token included.
+    prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens after the
+    first. Rates are 0 if there were no such tokens.  speculation: figures of speculative decoding, None without it.
     """
 
     prompt_seconds: float
@@ -62,10 +62,10 @@ class Timings:
 class Completion:
     """A finished text.
 
-    text: without the stop string.  tokens: every id drawn but a stop token; a stop string's tokens are among them.
-    params: as used, with the seed that was drawn if none was given: the same prompt with them gives the same text.
-    reasoning, tool_calls: in a chat, what the model thought before it answered, None if it did not, and the tools that
-    it asked for; text is then the answer without them. The completion of a raw prompt is all text.
+    text: without the stop string.  tokens: all ids generated but a stop token; those of a stop string are included.
+    params: as used, with the seed that was drawn if none was given; the same prompt with them gives the same text.
+    reasoning, tool_calls: in a chat, what the model thought before it answered, or None, and the tools that it called;
+    text is the answer without them. For a raw prompt everything is text.
     """
 
     text: str

@@ -1,7 +1,7 @@
-"""What the machine offers to this process: cores, memory, the name of its CPU.
+"""Cores, memory and CPU name, as this process may use them.
 
-Containers count: the limits of the control group (cgroup v2 and v1) are read beside those of the machine. `root` is
-where /proc and /sys are found, for the tests.
+Limits of containers count: those of the control group (cgroup v2 and v1) are read beside those of the machine. `root`
+is where /proc and /sys are found, for the tests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ROOT = Path("/")
 
 
 def default_n_threads(root: Path = _ROOT) -> int:
-    """Threads that a forward pass should use: one for each physical core that this process may use.
+    """Threads that a forward pass should use: one per physical core that this process may use.
 
-    Two threads on one core share the units that do the work. With a CPU quota, whole cores of it: a pool that works
-    in step waits for the thread that is throttled.
+    Two threads on one core share its vector units. With a CPU quota: as many as whole cores fit into it, as the threads
+    of a pass wait for the one that is throttled.
     """
     quota = _cpu_quota(root)
     cores = physical_cores(root)
@@ -49,7 +49,7 @@ def cpu_name(root: Path = _ROOT) -> str:
 
 
 def _core_of(cpu: int, root: Path) -> tuple[str, str]:
-    """What the logical CPUs of one core have in common: socket and core. Its own number where the system is silent."""
+    """Socket and core, the same for all logical CPUs of one core; its own number if the system does not tell."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     socket, core = _read(topology / "physical_package_id").strip(), _read(topology / "core_id").strip()
     return (socket, core) if core else ("", f"cpu{cpu}")
@@ -79,7 +79,7 @@ def _memory_available(root: Path) -> int:
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:
-    """Bytes left under each limit that applies. File pages that nobody used lately count as free: they are given up."""
+    """Bytes left under each limit that applies. Inactive file pages count as free: the kernel reclaims them."""
     for controller, limit_name, usage_name, reclaimable_name in (
         ("", "memory.max", "memory.current", "inactive_file"),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

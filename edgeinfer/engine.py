@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, get_args
 
 from edgeinfer import devices
 from edgeinfer.arguments import MAX_INT32, check_callback, check_file_name, check_integer, check_text, shown
-from edgeinfer.backends.base import Backend, Progress, Session, check_tokens
+from edgeinfer.backends.base import Backend, Progress, Session
+from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
     BackendCrashed,
@@ -142,7 +143,7 @@ def load(
             plan = replace(plan, use=replace(plan.use, drafters=drafters.n_bytes))
         device = Device(n_threads)
         session = loadable.load(device, progress)
-        opened.callback(session.close)
+        opened.callback(getattr(session, "model", session).close)
         tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
         speculator = None
         if drafters is not None:
@@ -177,8 +178,10 @@ class Loadable:
     plan: MemoryPlan
 
     def load(self, device: Device, progress: Progress | None = None) -> Session:
-        """The session that was planned; closed by the caller."""
-        return self.backend.load(self.file, self.spec, self.plan, device, progress)
+        """The session that was planned; its model is closed by the caller."""
+        loaded: Any = self.backend.load(self.file, self.spec, self.plan, device, progress)
+        session: Session = loaded.session() if hasattr(loaded, "session") else loaded
+        return session
 
 
 def plan_model(
@@ -536,7 +539,7 @@ class Engine:
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, stats: StatsCounter) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
-        n_cached = record.n_cached = self.session.recall(prompt[:-1])  # the last one's logits are not kept
+        n_cached = record.n_cached = self.session.reuse_prefix(prompt[:-1])  # the last one's logits are not kept
         # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
         starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
         for start in starts:

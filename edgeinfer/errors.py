@@ -1,7 +1,7 @@
-"""Every exception that edgeinfer raises on purpose.
+"""All exceptions that edgeinfer raises.
 
-All derive from EdgeInferError. A message says what was wanted, what was found and what to do. `exit_code` is what the
-command line leaves with when the error reaches it.
+All derive from EdgeInferError. A message says what was expected, what was found and what to do. `exit_code` is that of
+the command line.
 """
 
 
@@ -12,13 +12,13 @@ class EdgeInferError(Exception):
 
 
 class InvalidArgument(EdgeInferError, ValueError):
-    """A parameter is outside of its range, or two parameters do not go together."""
+    """An argument is out of range, or two arguments exclude each other."""
 
     exit_code = 2
 
 
 class ShapeError(InvalidArgument):
-    """An array has another shape, type or range of values than the call needs."""
+    """An array has the wrong shape, type or range of values."""
 
 
 class ModelFileError(EdgeInferError):
@@ -28,11 +28,11 @@ class ModelFileError(EdgeInferError):
 
 
 class ModelNotFound(ModelFileError):
-    """There is no model file at the given place."""
+    """There is no model file with that name."""
 
 
 class InvalidGGUF(ModelFileError):
-    """The file breaks a rule of the GGUF format; `field` and `offset` (bytes) say where."""
+    """The file violates the GGUF format; `field` and `offset` (bytes) say where."""
 
     def __init__(self, path: object, field: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: {field} at byte {offset}: {reason}")
@@ -46,11 +46,11 @@ class BadPack(ModelFileError):
 
 
 class UnsupportedModel(ModelFileError):
-    """The file is sound, but holds an architecture, a tensor type or a tokenizer that edgeinfer does not know."""
+    """The file is valid, but has an architecture, a tensor type or a tokenizer that is not supported."""
 
 
 class TokenizerError(ModelFileError):
-    """The vocabulary in the file is not usable, or a token id is outside of it."""
+    """The vocabulary in the file cannot be used, or a token id is outside of it."""
 
 
 class TemplateError(EdgeInferError):
@@ -60,9 +60,9 @@ class TemplateError(EdgeInferError):
 
 
 class ContextOverflow(EdgeInferError):
-    """The tokens do not fit into the context; `n_tokens` are wanted, `n_ctx` is all there is.
+    """The tokens do not fit into the context: `n_tokens` are needed, `n_ctx` is its size.
 
-    at_least: the text was so long that it was not made into tokens; it has `n_tokens` or more.
+    at_least: the text was too long to be tokenised; it has `n_tokens` or more.
     """
 
     def __init__(
@@ -75,34 +75,34 @@ class ContextOverflow(EdgeInferError):
 
 
 class BudgetExceeded(EdgeInferError):
-    """The memory plan is larger than the memory that may be used."""
+    """The memory plan needs more memory than is available."""
 
     exit_code = 4
 
 
 class BackendUnavailable(EdgeInferError):
-    """A backend, or the library behind it, is not installed or not usable on this machine."""
+    """A backend, or its library, is not installed or cannot be used on this machine."""
 
 
 class BackendCrashed(BackendUnavailable):
-    """A library ended the process of its own that it runs in, before there was a session."""
+    """A backend that runs in its own process crashed before there was a session."""
 
     exit_code = 5
 
 
 class BackendLost(EdgeInferError):
-    """A device or a worker stopped working during a run."""
+    """A device or a backend's process stopped working during a run."""
 
     exit_code = 5
 
 
 class NumericalError(EdgeInferError):
-    """The model produced logits that are not numbers: the file is damaged or its hyper-parameters are wrong."""
+    """The logits are not numbers: the file is damaged or its hyper-parameters are wrong."""
 
     exit_code = 3
 
 
 class Interrupted(EdgeInferError):
-    """The forward pass was stopped by `Session.interrupt` from another thread; the session is as it was before."""
+    """`Session.interrupt` stopped the forward pass from another thread; the session is unchanged."""
 
     exit_code = 130

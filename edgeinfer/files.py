@@ -1,4 +1,4 @@
-"""Files on the user's machine: names that callers give, the user's folders, and writing a file whole or not at all."""
+"""Files of the user: names that callers give, the user's folders, and atomic writing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expanded(name: str) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Where what can be measured again is kept; it need not exist. None where the user has no such folder."""
+    """Folder for measurements that can be repeated; it need not exist. None if the user has no such folder."""
     import platformdirs
 
     with suppress(RuntimeError, OSError):  # newer versions raise where there is no home folder
@@ -57,7 +57,7 @@ def cache_folder() -> Path | None:
 
 
 def state_folder() -> Path | None:
-    """Where histories are kept; it need not exist. None where the user has no such folder."""
+    """Folder for histories; it need not exist. None if the user has no such folder."""
     import platformdirs
 
     with suppress(RuntimeError, OSError):
@@ -83,7 +83,7 @@ def behind_links(path: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError, which names what is in the way, where `written_whole` could not begin. Changes nothing."""
+    """Raises OSError, which names the obstacle, if `written_whole` could not begin. Changes nothing."""
     target, found = _target(path)
     if found is not None and not stat.S_ISREG(found.st_mode):
         return
@@ -98,11 +98,11 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write into, which gets its name when all is written; on any error nothing of it is left behind.
+    """A file to write into, which gets its name when everything is written; on an error nothing is left behind.
 
-    A file that is there keeps its mode and, where the system allows it, its owner; through a symbolic link its target
-    is written. What is no regular file, such as a pipe or /dev/stdout, is written as it comes. durable: whether it must
-    outlive a power cut that comes right after it. Raises OSError, which names the file.
+    An existing file keeps its mode and, if the system allows it, its owner; of a symbolic link the target is written.
+    What is not a regular file, such as a pipe or /dev/stdout, is written directly.  durable: whether it must survive a
+    power cut right after it. Raises OSError, which names the file.
     """
     with _named(path):
         check_writable(path)

@@ -1,4 +1,4 @@
-"""What a text repeats: DRY, which makes repetitions less likely, and the loop guard, which ends them."""
+"""Repetition: DRY, which makes it less likely, and the loop guard, which ends it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 def dry_penalties(
     text: Sequence[int], multiplier: float, base: float, allowed_length: int, last_n: int, breakers: Breakers
 ) -> dict[int, float]:
-    """What DRY takes off the logits of tokens, as llama.cpp defines it; see SamplingParams for the arguments.
+    """The DRY penalties of tokens, as llama.cpp defines them; see SamplingParams for the arguments.
 
-    text: ids so far.  The penalty of a token that would continue a repetition of n tokens is
-    multiplier * base ** (n - allowed_length), at most the largest float32.
+    text: ids so far. The penalty of a token that would continue a repetition of n tokens is multiplier * base ** (n -
+    allowed_length), at most the largest float32.
     """
     recent = text if last_n < 0 else text[-last_n:]
     if len(recent) <= allowed_length:
@@ -58,7 +58,7 @@ def _since_breaker(recent: Sequence[int], breakers: Breakers) -> int:
 
 
 def _power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring: the same bits on every machine, which a library's pow does not promise."""
+    """base ** exponent by squaring: the same bits on every machine, which pow of a C library does not guarantee."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -88,13 +88,14 @@ def breakers_of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
 
 
 class LoopGuard:
-    """Tells when an answer only repeats itself, from its tokens alone, in constant time for each.
+    """Detects an answer that only repeats itself, from its tokens, in constant time per token.
 
-    n: tokens that must do so, at least 64; see SamplingParams.loop_guard.  The last tokens repeat themselves if they
-    hold few different runs of some tokens; a text with a period holds as many as the period has tokens. Where at least
-    half of the tokens are words, n tokens are enough for a period of up to n / 16, and 2 n for one of up to n / 4; for
-    the short ones all numbers are the same, so that a counter hides no loop. Tables, code and data have long stretches
-    of the same signs too: there a period of up to 3/16 n needs 3 n tokens, one of up to n / 2 or 3/4 n, 4 n or 6 n.
+    n: length of the repetition, at least 64; see SamplingParams.loop_guard. Tokens repeat themselves if they have few
+    different runs of k tokens; a text with a period of p tokens has p different runs. If at least half of the tokens
+    are words, n tokens are enough for a period of up to n / 16, and 2 n for one of up to n / 4; in the short windows
+    all counting numbers are the same, so that a counter does not hide a loop. Tables, code and data have long stretches
+    of the same characters too: there a period of up to 3/16 n needs 3 n tokens, one of up to n / 2 or 3/4 n needs 4 n
+    or 6 n.
     """
 
     def __init__(self, n: int, tokenizer: Tokenizer) -> None:
@@ -157,10 +158,10 @@ class _Runs:
 
 
 class _Window:
-    """The runs within the last n tokens, how many different ones they are, and how many of them end with a word.
+    """The runs within the last n tokens: how many different ones, and how many end with a word.
 
-    often: times that each is to be there, on average, for the tokens to repeat themselves.  of_words: only if half of
-    the tokens are words.
+    often: average number of times that each run must occur for the tokens to count as a repetition.  of_words: only if
+    half of the tokens are words.
     """
 
     def __init__(self, n: int, run: int, often: int, *, of_words: bool = False) -> None:

@@ -66,23 +66,23 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen from the logits. Raises InvalidArgument where a value is out of range.
+    """How a token is chosen from the logits. Raises InvalidArgument if a value is out of range.
 
     temperature: logits are divided by it before the draw; 0 takes the largest one.
-    top_k: the k largest logits stay; 0 keeps all.  top_p: of these the smallest set, likeliest first, that holds this
-    share of the probability; 1 keeps all.  min_p: of these the ones at least this share as likely as the likeliest.
-    repeat_penalty: positive logits of tokens seen lately are divided by it, negative ones multiplied; 1 is off.
-    frequency_penalty, presence_penalty: taken off the logit, once for each time seen and once in all; 0 is off.
-    penalty_last_n: how many tokens back "lately" reaches, prompt included; 0 switches the penalties off, -1 is all.
-    dry_multiplier: DRY ("don't repeat yourself") takes dry_multiplier * dry_base ** (n - dry_allowed_length) off the
-    logit of a token that would continue a repetition of n tokens, where n >= dry_allowed_length; 0 is off.
-    dry_penalty_last_n: how many tokens back DRY looks, prompt included; 0 is off, -1 is all.  dry_sequence_breakers:
-    texts that no repetition reaches over.
+    top_k: keeps the k largest logits; 0 keeps all.  top_p: of these keeps the smallest set with this probability, most
+    likely tokens first; 1 keeps all.  min_p: of these keeps tokens at least this many times as likely as the first.
+    repeat_penalty: positive logits of recent tokens are divided by it, negative ones multiplied; 1 is off.
+    frequency_penalty, presence_penalty: subtracted from the logit, once per occurrence and once in all; 0 is off.
+    penalty_last_n: how many tokens are recent, prompt included; 0 switches the penalties off, -1 is all.
+    dry_multiplier: DRY ("don't repeat yourself") subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from
+    the logit of a token that would continue a repetition of n tokens, where n >= dry_allowed_length; 0 is off.
+    dry_penalty_last_n: how many tokens DRY looks back, prompt included; 0 is off, -1 is all.  dry_sequence_breakers:
+    texts that end a repetition.
     logit_bias: token ids and what is added to their logits before all else, as a mapping or as pairs; -inf or False
     bans a token.  Kept as a tuple of pairs, sorted by id.
-    loop_guard: an answer whose last `loop_guard` tokens or more only repeat themselves ends, "repetition"; at least 64,
-    or 0 for off. How many more: see edgeinfer.repetition.LoopGuard.
-    seed: 0..2**64 - 1; None means that one is drawn for each request.
+    loop_guard: an answer whose last `loop_guard` tokens or more only repeat themselves ends with "repetition"; at least
+    64, or 0 for off; see edgeinfer.repetition.LoopGuard.
+    seed: 0..2**64 - 1; None draws one for each request.
     """
 
     temperature: float = 0.8
@@ -131,7 +131,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, without a draw."""
+        """Whether the most likely token is taken, without a draw."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
@@ -169,12 +169,12 @@ def sample(
     previous: Sequence[int] = (),
     breakers: Breakers | None = None,
 ) -> int:
-    """Id of the token at `position`, the index in the whole text of the token to be chosen.
+    """Id of the token at `position`, its index in the whole text.
 
-    logits: (n_vocab,) float32, not changed.  previous: the tokens before it, prompt included; only the penalties and
-    DRY look at them.  breakers: dry_sequence_breakers as tokens. Equal values are told apart by the lower id.
-    Raises NumericalError if the largest logit is not a finite number or any is NaN, ShapeError, and InvalidArgument if
-    a draw is wanted without a seed or logit_bias bans every token.
+    logits: (n_vocab,) float32, not changed.  previous: the tokens before it, prompt included; used by the penalties and
+    DRY only.  breakers: dry_sequence_breakers as tokens. Of equal values the lower id is taken. Raises NumericalError
+    if the largest logit is not a finite number or any is NaN, ShapeError, and InvalidArgument without a seed for a
+    draw, or if logit_bias bans every token.
     """
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise ShapeError(f"logits must be (n_vocab,) float32: found {logits.shape} {logits.dtype}")
@@ -200,9 +200,9 @@ def sample(
 def adjusted(
     logits: Logits, params: SamplingParams, previous: Sequence[int], breakers: Breakers | None = None
 ) -> Logits:
-    """The logits with what logit_bias, the penalties and DRY make of them; a copy where anything changes.
+    """The logits after logit_bias, penalties and DRY; a copy if anything changes.
 
-    logits: (n_vocab,) float32, or a drafter's for the first tokens alone.
+    logits: (n_vocab,) float32, or those of a drafter, for the first tokens only.
     """
     if params.biases:
         ids, biases = (np.array(values) for values in zip(*params.biases, strict=True))

@@ -1,4 +1,4 @@
-"""Sampling parameters of requests that give none: the file's, those that suit a known model, or the general ones."""
+"""Default sampling parameters of a request: the file's, those of a known model, or the general ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 
 _KEY = "general.sampling."
-# For SmolLM2-135M-Instruct its authors advise temperature 0.2 and top_p 0.9 (the model's card; its code draws from the
-# 50 likeliest). With these alone half of the answers end in a loop; docs/sampling.md has what the penalty changes.
+# For SmolLM2-135M-Instruct its authors advise temperature 0.2 and top_p 0.9, and the code on its card has top_k 50.
+# With these alone half of the answers end in a loop; docs/sampling.md has the effect of the penalty.
 _SMOLLM2 = SamplingOptions(temperature=0.2, top_k=50, top_p=0.9, min_p=0.0, repeat_penalty=1.1)
 _OF_MODELS: dict[tuple[str, str], SamplingOptions] = {("smollm2", "135m"): _SMOLLM2}  # by general.basename, size_label
 _KEYS = {  # of the file, and the fields that they are
@@ -42,10 +42,10 @@ _OTHER_STEPS = {"top_n_sigma", "typ_p", "typical_p", "xtc", "infill", "adaptive_
 
 
 def default_params(file: ModelFile) -> tuple[SamplingParams, list[str]]:
-    """The parameters for requests that give none, and what of the file's is not used and why.
+    """The parameters for requests that give none, and which of the file's are not used, with the reason.
 
-    The file's are the keys general.sampling.* of llama.cpp; what it does not say is taken from what suits the model, if
-    it is a known one, and else from the general defaults.
+    The file's are llama.cpp's keys general.sampling.*. For what is missing there, those of a known model apply, then
+    the general defaults.
     """
     basename, size = (str(file.metadata.get(f"general.{key}", "")).lower() for key in ("basename", "size_label"))
     found, ignored = _of_file(file.metadata)

@@ -1,4 +1,4 @@
-"""A request while it runs: an iterator of pieces that can be left at any time."""
+"""A running request: an iterator of pieces that can be closed at any time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from edgeinfer.speculation.stats import StatsCounter
 
 
 class Stream(Iterator[Piece]):
-    """Pieces of a text as they are made. Work starts with the first one; from then on the engine is taken.
+    """Pieces of a text as they are generated. The first piece starts the work and takes the engine.
 
-    Left early, by `close`, a `with` block or because nobody holds it any more, it frees the engine; its completion is
-    then what was made so far, "interrupted". So it is when KeyboardInterrupt comes out of it.
+    Closed early, by `close`, a `with` block or garbage collection, it frees the engine; its completion is what was
+    generated so far, "interrupted". The same holds if KeyboardInterrupt comes out of it.
     """
 
     def __init__(self, pieces: Generator[Piece, None, None], record: Record) -> None:
@@ -59,7 +59,7 @@ class Stream(Iterator[Piece]):
 
 
 class Output(Protocol):
-    """What makes text of the tokens of a request: an edgeinfer.models.reasoning.OutputParser, or RawOutput."""
+    """Converts the tokens of a request to text: edgeinfer.models.reasoning.OutputParser or RawOutput."""
 
     def push(self, token: int) -> tuple[str, str, str]:
         """What a token adds to the reasoning and to the text, and its name if it is special and not shown."""
@@ -77,7 +77,7 @@ class Output(Protocol):
 
 
 class RawOutput:
-    """All that is emitted is text, but for control tokens."""
+    """Everything emitted is text, except control tokens."""
 
     reasoning = None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -97,9 +97,9 @@ class RawOutput:
 
 
 class Record:
-    """What a request has made so far: tokens to text, text to pieces, and the clock.
+    """The state of a request: tokens to text, text to pieces, and the clock.
 
-    Stop strings are looked for in the text and among the special tokens around it, not within the reasoning.
+    Stop strings are looked for in the text and the special tokens around it, not in the reasoning.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class Record:
 class StopStrings:
     """Cuts a text that comes in parts before the first stop string, and holds back what might become one.
 
-    Special tokens are not shown, but a stop string may name them: it is looked for in the text as it is shown and in
-    the text with their names.
+    Special tokens are not shown, but a stop string may name them: it is looked for in the text as shown and in the text
+    with their names.
     """
 
     def __init__(self, stops: str | Sequence[str]) -> None:

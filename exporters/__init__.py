@@ -1,1 +1,1 @@
-"""What edgeinfer writes for itself and for others, from the checkpoints that models come in."""
+"""Export of checkpoints and model files to other formats."""

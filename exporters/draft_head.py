@@ -1,4 +1,4 @@
-"""A draft head as a GGUF file; CONTRIBUTING.md has its keys, tensors and equations."""
+"""A draft head as a GGUF file; docs/draft-heads.md has its keys, tensors and equations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadTypes:
-    """What matrices are stored in. ffn: those of the feed-forward networks, and the rows of the output matrix.  others:
-    those of the gate and of attention, which suffer more from few bits."""
+    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the gate and
+    of attention, which lose more from few bits.
+    """
 
     ffn: GGMLType
     others: GGMLType

@@ -1,4 +1,4 @@
-"""A GGUF file from metadata and the bytes of tensors; edgeinfer.models.gguf has the format."""
+"""Writing a GGUF file from metadata and tensors; edgeinfer.models.gguf describes the format."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FORMATS = {_UINT32: "I", _INT32: "i", _FLOAT32: "f", _BOOL: "?", _UINT64: "Q", 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor whose bytes are made when they are written, so that one is in memory at a time.
+    """A tensor whose bytes are made when they are written, so that only one is in memory at a time.
 
-    shape: in numpy's order.  pieces: the bytes as GGUF stores them, one array after the other.
+    shape: in numpy's order.  pieces: the bytes as GGUF stores them, concatenated.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Tensor:
 
 
 def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
-    """Write a file; it is whole or not there, whatever happens.
+    """Write a file completely or not at all.
 
-    Integers become UINT32, or what they need, floats FLOAT32; arrays of integers INT32.
-    progress: called with the share that is done. Raises OSError, and what making a tensor raises.
+    Integers become UINT32, or a larger type if needed, floats FLOAT32; arrays of integers INT32.  progress: called with
+    the share that is done. Raises OSError, and what making a tensor raises.
     """
     total, done = sum(tensor.n_bytes for tensor in tensors), 0
     with written_whole(path) as file:

@@ -1,4 +1,4 @@
-"""Ternary models to GGUF: from checkpoints of Hugging Face, and from one ternary format to another."""
+"""Ternary models to GGUF: from Hugging Face checkpoints, and from one ternary format to another."""
 
 from __future__ import annotations
 

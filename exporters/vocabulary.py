@@ -1,7 +1,7 @@
-"""The vocabulary of a checkpoint of Hugging Face, tokenizer.json, as the keys of a GGUF file.
+"""The vocabulary of a Hugging Face checkpoint, tokenizer.json, as the keys of a GGUF file.
 
-Two kinds are converted: byte-level BPE, and BPE that was made of a SentencePiece model. What comes out is compared with
-the `tokenizers` library on some texts before it is believed.
+Two kinds are converted: byte-level BPE, and BPE made from a SentencePiece model. The result is compared with the
+`tokenizers` library on some texts and refused if it differs.
 """
 
 from __future__ import annotations

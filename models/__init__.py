@@ -1,4 +1,4 @@
-"""What a model file says: its tensors, tokenizer, chat template and layers. Nothing here runs a model."""
+"""Reading model files: tensors, tokenizer, chat template and the layers of a model. Nothing here runs a model."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from edgeinfer.models.reader import Architecture
 from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
     Activation,
-    AttentionSpec,
-    CombineTensors,
-    GateTensors,
-    LayerTensors,
+    Attention,
+    Dense,
+    Layer,
     LongRope,
     ModelSizes,
     ModelSpec,
-    PairTensors,
     QueryTemperature,
     RopeSpec,
     TensorRef,
     TensorRows,
+    Weight,
+    check_blocks,
 )
 
 __all__ = [
     "Activation",
     "Architecture",
-    "AttentionSpec",
-    "CombineTensors",
-    "GateTensors",
-    "LayerTensors",
+    "Attention",
+    "Dense",
+    "Layer",
     "LongRope",
     "ModelSizes",
     "ModelSpec",
-    "PairTensors",
     "QueryTemperature",
     "RopeSpec",
     "TensorRef",
     "TensorRows",
+    "Weight",
+    "check_blocks",
     "query_factors",
     "read_spec",
     "supported_architectures",

@@ -1,7 +1,7 @@
-"""Arrays of a model file's metadata: lists that cannot be changed, whose elements are made when they are asked for.
+"""Arrays of a model file's metadata: read-only lists whose elements are created on access.
 
-A vocabulary has 152,000 texts and as many merges, of which hardly any is ever looked at. To make Python objects of them
-takes 50 ms.
+A vocabulary has 152,000 texts and as many merges, few of which are ever accessed. Creating Python objects for all takes
+50 ms.
 """
 
 from __future__ import annotations

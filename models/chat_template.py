@@ -1,17 +1,17 @@
-"""Chat templates: Jinja source out of a model file, which is to say a program by a stranger.
+"""Chat templates: Jinja source from a model file, that is, a program written by a stranger.
 
-It runs in this process, in jinja2's immutable sandbox, which keeps it away from Python's internals but bounds neither
-time nor memory. What is added here, so that any thread may render without a signal or a process of its own:
+It runs in this process, in jinja2's immutable sandbox, which keeps it away from Python's internals but limits neither
+time nor memory. Added here are these limits, so that any thread may render without a signal or another process:
 
-- What makes a text or list larger than its operands (* + ~ % **, join, replace, indent, format) is refused before it
-  runs if the result is too long; all that is made, and all that the body of a loop or a macro writes, is counted.
-- Loops, macros, calls, filters, tests and comparisons count as steps and look at the clock.
-- What Python walks through by itself, to print, compare, sort or hash it, is weighed first: a list that holds one list
-  many times over, and that ten levels deep, is small in memory and without end in print.
+- Operations whose result is longer than their operands (* + ~ % **, join, replace, indent, format) are refused before
+  they run if the result would be too long. All memory allocated is counted, also what bodies of loops and macros write.
+- Loops, macros, calls, filters, tests and comparisons count as steps and check the clock.
+- Values that Python would print, compare, sort or hash in one go are measured first: a list that contains one list many
+  times, ten levels deep, is small in memory but endless in print.
 - Only the filters, tests and methods named here exist.
 
 Special tokens come from the template's own characters only: see edgeinfer.models.provenance. Its literals are trusted,
-what messages say is not, and each operation that is let through either keeps track or gives an untrusted text.
+texts of messages are not, and each allowed operation either keeps the marks or gives an untrusted text.
 """
 
 from __future__ import annotations

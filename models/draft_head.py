@@ -12,6 +12,7 @@ EAGLE-3 heads, in the form that llama.cpp gives them, always do that, and embedd
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array, Strings
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
-from edgeinfer.models.spec import CombineTensors, GateTensors, ModelSizes, ModelSpec, PairTensors
+from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader, each_mixer
+from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file, weights_of
 
 ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
 KINDS = ("dgf",)  # dynamic gating fusion
@@ -32,7 +33,6 @@ _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 MOST_TAPS = 16
 _MOST_DEPTHS = 64  # that matches are known of
 _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
-_GATE = GateTensors("gate.feature.weight", "gate.token_norm.weight", "gate.token.weight", "gate.mix.weight")
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,105 @@ class Target:
 
 
 @dataclass(frozen=True)
-class DraftHeadSpec:
-    """A head: its decoder and its vocabulary.
+class GatedFusion:
+    """The front of a head by Dovetail's dynamic gating fusion (Zhang et al., arXiv:2412.18934).
 
-    draft_vocab: (n_draft,) int32, ascending ids of the target's tokens, one for each row of logits.  taps: the target's
-    rows that features are made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a
-    drafted token was right where those before it were, on text that was not trained on; empty where that is not known.
-    output_type: what the target's rows for draft_vocab are to be rewritten in, where the file leaves them out.
+    With the feature f that comes with a token of embedding e, its decoder begins with
+    x = s a + (1 - s) b; a = feature @ f, b = silu(token @ norm(e, token_norm)), s = sigmoid(mix @ [a; b]).
     """
 
-    target: Target
+    n_embd: int
+    feature: str  # (n_embd, n_embd)
+    token_norm: str  # (n_embd,)
+    token: str  # (n_embd, n_embd)
+    mix: str  # (n_embd, 2 n_embd)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by role."""
+        square = (self.n_embd, self.n_embd)
+        return {
+            "feature": square,
+            "token_norm": (self.n_embd,),
+            "token": square,
+            "mix": (self.n_embd, 2 * self.n_embd),
+        }
+
+
+@dataclass(frozen=True)
+class ConcatenatedInput:
+    """The front of an EAGLE-3 head (Li et al., arXiv:2503.01840): what its one layer attends from.
+
+    With the feature f that comes with a token of embedding e, queries, keys and values are products with
+    [norm(e, token_norm); norm(f, feature_norm)], and what the layer adds to is x = f, or norm(f, feature_norm) where
+    normed_residual is set.
+    """
+
+    n_embd: int
+    token_norm: str  # (n_embd,)
+    feature_norm: str  # (n_embd,)
+    normed_residual: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by role."""
+        return {"token_norm": (self.n_embd,), "feature_norm": (self.n_embd,)}
+
+
+@dataclass(frozen=True)
+class FeatureProjection:
+    """What makes a head's features of the target's hidden rows h, n_rows numbers of several layers side by side.
+
+    f = matrix @ norm(h), once for each row of the target. The norm is over each n_normed numbers of h.
+    """
+
+    n_embd: int
+    n_rows: int
+    n_normed: int
+    matrix: str  # (n_embd, n_rows)
+    norm: str | None  # (n_rows,)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there may be, by role."""
+        return {"matrix": (self.n_embd, self.n_rows), "norm": (self.n_rows,)}
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A draft head: a front that joins tokens with features, a decoder behind it, and what makes the features.
+
+    features: None where they are the target's hidden rows themselves.  draft_vocab: (n_logits,) int32, ascending ids of
+    the target's tokens, one for each row of the decoder's output matrix.  taps: the target's rows that features are
+    made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a drafted token was right
+    where those before it were, on text that was not trained on; empty where that is not known.  output_type: what the
+    target's rows for draft_vocab are rewritten in, where the file leaves them out.
+    """
+
+    front: GatedFusion | ConcatenatedInput
     decoder: ModelSpec
+    features: FeatureProjection | None
+    target: Target
     draft_vocab: NDArray[np.int32]
     taps: bool | tuple[int, ...] = True
     matches: tuple[float, ...] = ()
     output_type: GGMLType | None = None
 
     @property
+    def n_embd(self) -> int:
+        """Numbers of a feature."""
+        return self.decoder.n_embd
+
+    @property
+    def n_rows(self) -> int:
+        """Numbers of the target's hidden rows that make one feature."""
+        return self.decoder.n_embd if self.features is None else self.features.n_rows
+
+    @property
+    def feature_tap(self) -> int:
+        """Layer behind which the predicted feature stands, in front of the norm of the output matrix."""
+        return self.decoder.n_layers - 1 if self.decoder.output_norm is not None else self.decoder.n_layers
+
+    @property
     def acceptance_rate(self) -> float | None:
-        """Of the tokens of chains that end with the first wrong one: how many are right, if that is known."""
+        """Share of drafted tokens that are right, in chains that end with the first wrong one; None if not known."""
         right, n_drafted, reached = 0.0, 0.0, 1.0
         for match in self.matches:
             n_drafted += reached
@@ -77,16 +157,33 @@ class DraftHeadSpec:
             right += reached
         return right / n_drafted if n_drafted else None
 
+    def weights(self) -> Iterator[Weight]:
+        """Every tensor beside the embeddings: those of the blocks "front" and "features", and the decoder's."""
+        yield from weights_of("front", self.front)
+        if self.features is not None:
+            yield from weights_of("features", self.features)
+        yield from self.decoder.weights()
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape that each tensor of the file must have, (n_out, n_in) or (n,)."""
+        return shapes_in_file(self.weights()) | self.decoder.tensor_shapes()
+
+    def beside(self, target: ModelSpec) -> HeadSpec:
+        """The spec with the scale of the target's embeddings, if the front takes them scaled."""
+        if isinstance(self.front, ConcatenatedInput):
+            return self
+        return replace(self, decoder=replace(self.decoder, embedding_scale=target.embedding_scale))
+
 
 def is_draft_head(file: ModelFile) -> bool:
     """Whether a file says that it is a draft head."""
     return file.metadata.get("general.architecture") in (ARCHITECTURE, EAGLE3)
 
 
-def read_head(file: ModelFile) -> DraftHeadSpec:
+def read_head(file: ModelFile) -> HeadSpec:
     """Spec of the file of a head. Raises UnsupportedModel if its keys or tensors do not fit."""
     if file.metadata.get("general.architecture") == EAGLE3:
-        without, factors = frozenset({"attn_norm"}), ROPE_FREQS
+        without, factors = frozenset({"mixer.norm"}), ROPE_FREQS
         eagle3 = Architecture(EAGLE3, "interleaved", optional=frozenset(), without=without, rope_factors=factors)
         return _Eagle3Reader(eagle3, file).head()
     return _HeadReader(Architecture(ARCHITECTURE, "interleaved", optional=frozenset()), file).head()
@@ -108,7 +205,7 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     return digest.hexdigest()
 
 
-def check_target(head: DraftHeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
+def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
     """Raises UnsupportedModel unless the head at that path is one for this target, naming what both have."""
     wanted = head.target
     own = Target(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
@@ -133,27 +230,38 @@ def check_target(head: DraftHeadSpec, path: object, target: ModelFile, spec: Mod
 class _HeadReader(Reader):
     """Reads a head as a llama model, but for what it lacks and what it has beyond that."""
 
-    def head(self) -> DraftHeadSpec:
+    def head(self) -> HeadSpec:
         """See read_head."""
         kind = self._text("kind")
         if kind not in KINDS:
             self.refuse("kind", f"must be {' or '.join(KINDS)}: found {kind!r:.80}")
         self._check_keys()
         common = self._common_spec()
+        n_embd, taps = common.n_embd, self._taps()
         draft_vocab = self._draft_vocab(DRAFT_VOCAB, "I32", common.n_vocab)
-        taps = self._taps()
-        decoder = replace(common, output_norm=None, gate=_GATE, own_embeddings=False, n_draft=len(draft_vocab))
-        if not isinstance(taps, bool):
-            n_embd = common.n_embd
-            if n_embd % _LANES:
-                self.refuse("embedding_length", f"must be a multiple of {_LANES} with {TARGET_LAYERS}: found {n_embd}")
-            combine = CombineTensors("combine.weight", "combine_norm.weight", len(taps) * n_embd, n_normed=n_embd)
-            decoder = replace(decoder, combine=combine)
-        output_type = self._output_type(common.n_embd)
-        self._check_tensors(replace(decoder, own_output=output_type is None), {DRAFT_VOCAB})
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
-        target = Target(architecture, name, common.n_vocab, common.n_embd, found)
-        return DraftHeadSpec(target, decoder, draft_vocab, taps, self._matches(), output_type)
+        head = HeadSpec(
+            front=GatedFusion(
+                n_embd, "gate.feature.weight", "gate.token_norm.weight", "gate.token.weight", "gate.mix.weight"
+            ),
+            decoder=replace(common, output_norm=None, token_embd=None, n_logits=len(draft_vocab)),
+            features=None if isinstance(taps, bool) else self._features(taps, n_embd),
+            target=Target(architecture, name, common.n_vocab, n_embd, found),
+            draft_vocab=draft_vocab,
+            taps=taps,
+            matches=self._matches(),
+            output_type=self._output_type(n_embd),
+        )
+        in_file = head
+        if head.output_type is not None:
+            in_file = replace(head, decoder=replace(head.decoder, output=None))
+        self._check_tensors(in_file.tensor_shapes(), {DRAFT_VOCAB})
+        return head
+
+    def _features(self, taps: Sequence[int], n_embd: int) -> FeatureProjection:
+        if n_embd % _LANES:
+            self.refuse("embedding_length", f"must be a multiple of {_LANES} with {TARGET_LAYERS}: found {n_embd}")
+        return FeatureProjection(n_embd, len(taps) * n_embd, n_embd, "combine.weight", "combine_norm.weight")
 
     def _output_type(self, n_embd: int) -> GGMLType | None:
         """What the rows are made in that the file leaves out, None for a file that has them, or was given them."""
@@ -223,41 +331,49 @@ class _HeadReader(Reader):
 class _Eagle3Reader(_HeadReader):
     """Reads an EAGLE-3 head as llama.cpp stores it."""
 
-    def head(self) -> DraftHeadSpec:
+    def head(self) -> HeadSpec:
         """See read_head."""
         self._check_keys()
         common = self._common_spec()
         n_rows = self.integer("target_hidden_size", 1, 1 << 20)
-        own_embeddings, own_output = (f"{name}.weight" in self.file.tensors for name in ("token_embd", "output"))
-        if not (own_embeddings and own_output) and n_rows != common.n_embd:
-            lacking = "embedding matrix" if own_output else "output matrix"
-            self.refuse("target_hidden_size", f"must be {common.n_embd}, as there is no {lacking}: found {n_rows}")
-        pair = PairTensors(
-            token_norm="blk.0.attn_norm.weight",
-            feature_norm="blk.0.attn_norm_2.weight",
-            normed_residual=self.flag("norm_before_residual", False),
-        )
-        n_combined = _EAGLE3_LAYERS * n_rows
-        norm = "enc.output_norm.weight" if self.flag("norm_before_fc", False) else None
-        combine = CombineTensors("fc.weight", norm, n_combined, n_normed=n_combined)
         draft_vocab = np.arange(common.n_vocab, dtype=np.int32)
         if EAGLE3_VOCAB in self.file.tensors:
             draft_vocab = self._draft_vocab(EAGLE3_VOCAB, "I64", common.n_vocab)
-        if not own_output and len(draft_vocab) < common.n_vocab:
-            raise UnsupportedModel(f"{self.file.path}: tensor output.weight is missing, and {EAGLE3_VOCAB} has no use")
-        decoder = replace(
-            common,
-            pair=pair,
-            combine=combine,
-            own_embeddings=own_embeddings,
-            own_output=own_output,
-            n_draft=len(draft_vocab),
-        )
-        self._check_tensors(decoder, {EAGLE3_VOCAB})
         name = f"the target of {self.file.metadata.get('general.name')}"
         mark = fingerprint(self.file, by_tokens=True)
-        target = Target("", name, common.n_vocab, n_rows, mark, by_tokens=True)
-        return DraftHeadSpec(target, decoder, draft_vocab, self._taps())
+        norm = "enc.output_norm.weight" if self.flag("norm_before_fc", False) else None
+        n_features = _EAGLE3_LAYERS * n_rows
+        head = HeadSpec(
+            front=ConcatenatedInput(
+                common.n_embd,
+                token_norm="blk.0.attn_norm.weight",
+                feature_norm="blk.0.attn_norm_2.weight",
+                normed_residual=self.flag("norm_before_residual", False),
+            ),
+            decoder=self._decoder(common, n_rows, len(draft_vocab)),
+            features=FeatureProjection(common.n_embd, n_features, n_features, "fc.weight", norm),
+            target=Target("", name, common.n_vocab, n_rows, mark, by_tokens=True),
+            draft_vocab=draft_vocab,
+            taps=self._taps(),
+        )
+        self._check_tensors(head.tensor_shapes(), {EAGLE3_VOCAB})
+        return head
+
+    def _decoder(self, common: ModelSpec, n_rows: int, n_logits: int) -> ModelSpec:
+        """The one layer, which attends from embedding and feature, with matrices of its own or the target's."""
+        has_embeddings, has_output = (f"{name}.weight" in self.file.tensors for name in ("token_embd", "output"))
+        if not (has_embeddings and has_output) and n_rows != common.n_embd:
+            lacking = "embedding matrix" if has_output else "output matrix"
+            self.refuse("target_hidden_size", f"must be {common.n_embd}, as there is no {lacking}: found {n_rows}")
+        if not has_output and n_logits < common.n_vocab:
+            raise UnsupportedModel(f"{self.file.path}: tensor output.weight is missing, and {EAGLE3_VOCAB} has no use")
+        decoder = each_mixer(common, lambda _, mixer: replace(mixer, n_in=2 * common.n_embd))
+        return replace(
+            decoder,
+            token_embd=common.token_embd if has_embeddings else None,
+            output="output.weight" if has_output else None,
+            n_logits=n_logits,
+        )
 
     def _n_layers(self) -> int:
         return self.integer("block_count", 1, 1)

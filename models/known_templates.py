@@ -1,4 +1,4 @@
-"""Chat templates by the names that llama.cpp has for them, for files that name one in place of its source."""
+"""llama.cpp's built-in chat templates by name, for files that name one instead of its source."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from edgeinfer.errors import TemplateError
 
 @dataclass(frozen=True)
 class _Template:
-    """Messages one behind the other, each as its role has it; {} is the content.
+    """Messages concatenated, each with the text around it for its role; {} is the content.
 
-    prompt: what an answer begins with.  begin: before all messages.  opens: before a user's message, or the system's
-    that it goes with.  trimmed: roles whose contents lose the white space around them.
+    prompt: the beginning of an answer.  begin: before all messages.  opens: before a user's message, or the system's
+    that belongs to it.  trimmed: roles whose contents are stripped of white space.
     """
 
     system: str

@@ -1,12 +1,12 @@
 # ruff: noqa: D102 -- the methods are those of str
 """Texts that know which of their characters may become special tokens.
 
-A prompt mixes two kinds of text: what the chat template writes itself, whose "<|im_end|>" is that token, and what
-others wrote, whose "<|im_end|>" is ten characters. Templates cut, trim, replace and join both, so nothing in the
-finished prompt tells them apart: every character has to carry where it came from.
+A prompt mixes two kinds of text: what the chat template writes, whose "<|im_end|>" is that token, and what others
+wrote, whose "<|im_end|>" is ten characters. Templates cut, trim, replace and join both, so the finished prompt does not
+tell them apart: every character has to carry its origin.
 
-Trust is positive. A plain str is untrusted throughout; a Text has trusted characters. Only the operations written here
-keep track; any other one gives a plain str, whose control texts stay text.
+Only marked characters are trusted. A plain str is untrusted; a Text has trusted characters. The operations written here
+keep the marks; any other operation gives a plain str, whose control texts stay text.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import rope
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import (
-    AttentionSpec,
-    LayerTensors,
+    Attention,
+    Dense,
+    Layer,
     LongRope,
     ModelSpec,
     QKNorm,
@@ -26,32 +27,36 @@ from edgeinfer.models.spec import (
     TensorRows,
 )
 
-QKV_BIASES = frozenset({"attn_q_bias", "attn_k_bias", "attn_v_bias"})
+QKV_BIASES = frozenset({"mixer.q_bias", "mixer.k_bias", "mixer.v_bias"})
+BIASES = QKV_BIASES | {"mixer.output_bias"}
+POST_NORMS = frozenset({"mixer.post_norm", "ffn.post_norm"})
+QK_NORMS = frozenset({"mixer.q_norm", "mixer.k_norm"})
 ROPE_FREQS = frozenset({"rope_freqs.weight"})
 LONG_AND_SHORT = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 
+# Tensors of a layer in GGUF, behind "blk.<index>.", by block and role. First those that most architectures have.
 _COMMON = {
-    "attn_norm": "attn_norm.weight",
-    "attn_q": "attn_q.weight",
-    "attn_k": "attn_k.weight",
-    "attn_v": "attn_v.weight",
-    "attn_output": "attn_output.weight",
-    "ffn_norm": "ffn_norm.weight",
-    "ffn_gate": "ffn_gate.weight",
-    "ffn_up": "ffn_up.weight",
-    "ffn_down": "ffn_down.weight",
+    "mixer.norm": "attn_norm.weight",
+    "mixer.q": "attn_q.weight",
+    "mixer.k": "attn_k.weight",
+    "mixer.v": "attn_v.weight",
+    "mixer.output": "attn_output.weight",
+    "ffn.norm": "ffn_norm.weight",
+    "ffn.gate": "ffn_gate.weight",
+    "ffn.up": "ffn_up.weight",
+    "ffn.down": "ffn_down.weight",
 }
 _SPECIAL = {
-    "attn_post_norm": "post_attention_norm.weight",
-    "ffn_post_norm": "post_ffw_norm.weight",
-    "attn_sub_norm": "attn_sub_norm.weight",
-    "ffn_sub_norm": "ffn_sub_norm.weight",
-    "attn_q_norm": "attn_q_norm.weight",
-    "attn_k_norm": "attn_k_norm.weight",
-    "attn_q_bias": "attn_q.bias",
-    "attn_k_bias": "attn_k.bias",
-    "attn_v_bias": "attn_v.bias",
-    "attn_output_bias": "attn_output.bias",
+    "mixer.post_norm": "post_attention_norm.weight",
+    "mixer.sub_norm": "attn_sub_norm.weight",
+    "mixer.q_norm": "attn_q_norm.weight",
+    "mixer.k_norm": "attn_k_norm.weight",
+    "mixer.q_bias": "attn_q.bias",
+    "mixer.k_bias": "attn_k.bias",
+    "mixer.v_bias": "attn_v.bias",
+    "mixer.output_bias": "attn_output.bias",
+    "ffn.post_norm": "post_ffw_norm.weight",
+    "ffn.sub_norm": "ffn_sub_norm.weight",
 }
 _UNSUPPORTED = {
     "expert_count": "mixture-of-experts models are not supported yet",
@@ -72,16 +77,34 @@ def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
+    """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
+    layers = enumerate(spec.layers)
+    return replace(spec, layers=tuple(replace(layer, mixer=change(index, layer.mixer)) for index, layer in layers))
+
+
+def each_ffn(spec: ModelSpec, change: Callable[[int, Dense], Dense]) -> ModelSpec:
+    """The spec with another feed-forward network in each layer; see each_mixer."""
+    layers = enumerate(spec.layers)
+    return replace(spec, layers=tuple(replace(layer, ffn=change(index, layer.ffn)) for index, layer in layers))
+
+
+def _of_block(block: str, refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+    """The tensors of a block, by role."""
+    prefix = f"{block}."
+    return {role.removeprefix(prefix): ref for role, ref in refs.items() if role.startswith(prefix)}
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """How one GGUF `general.architecture` departs from the common recipe.
+    """How one GGUF `general.architecture` departs from the common layer: `Attention` with RoPE, then `Dense`.
 
     rope_kind: see RopeSpec.  required / optional: tensors of a layer beyond those that most architectures have, by
-    field name of LayerTensors; without: those it lacks.  fused: queries, keys and values may be one tensor, gate and up
-    are one.  output: whether there is an output matrix beside the embeddings.  rope_factors: tensors of factors on the
-    frequencies that there may be.  fixed: keys with the values that are understood, the default first; reads: common
-    ones of these that it reads.  unsupported_keys: metadata that asks for something the recipe lacks, with the reason.
-    refine: the spec with what the other keys say.
+    block and role, such as "mixer.q_bias"; without: those it lacks.  fused: queries, keys and values may be one tensor.
+    fused_ffn: gate and up are one.  output: whether there is an output matrix beside the embeddings.  rope_factors:
+    tensors of factors on the frequencies that there may be.  fixed: keys with the values that are understood, the
+    default first; reads: common ones of these that it reads.  unsupported_keys: metadata that asks for something that
+    no block has, with the reason.  refine: the spec with what the other keys say.
     """
 
     name: str
@@ -90,6 +113,7 @@ class Architecture:
     optional: frozenset[str] = QKV_BIASES
     without: frozenset[str] = frozenset()
     fused: bool = False
+    fused_ffn: bool = False
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None
     rope_factors: frozenset[str] = frozenset()
@@ -114,7 +138,7 @@ class Reader:
         """What the file says, all of it checked."""
         self._check_keys()
         spec = self.architecture.refine(self, self._common_spec())
-        self._check_tensors(spec)
+        self._check_tensors(spec.tensor_shapes())
         return spec
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
@@ -172,21 +196,34 @@ class Reader:
             magnitude *= self.number("rope.scaling.attn_factor", 0.0, 1e6, default=1.0)
         return self._with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
 
-    def attention(self, full: RopeSpec, local: RopeSpec, window: int, period: int) -> tuple[AttentionSpec, ...]:
-        """Which layers see a window only, and all that they have: the file's pattern, or this period.
+    def windows(
+        self, spec: ModelSpec, window: int, period: int, full: RopeSpec | None, local: RopeSpec | None
+    ) -> ModelSpec:
+        """The spec with a window in some layers, whose rotation is `local`; in the others it is `full`.
 
-        The pattern is true or false for each layer, or a period; of each period the last layer sees everything.
+        Which layers those are the file says, else the period.
+        """
+        has_window = self._windowed(period)
+        return each_mixer(
+            spec,
+            lambda layer, mixer: (
+                replace(mixer, rope=local, window=window) if has_window[layer] else replace(mixer, rope=full)
+            ),
+        )
+
+    def _windowed(self, period: int) -> list[bool]:
+        """Whether each layer sees a window only: as the file says, or by this period.
+
+        The file's pattern is true or false for each layer, or a period; of each period the last layer sees everything.
         """
         n_layers, key = self._n_layers(), "attention.sliding_window_pattern"
         pattern = self.file.metadata.get(self._key(key), period)
         if isinstance(pattern, (Array, list)):
             if len(pattern) != n_layers or not all(isinstance(value, int) and value in (0, 1) for value in pattern):
                 self.refuse(key, f"must be {n_layers} times true or false: found {pattern!r:.80}")
-            windowed = [bool(value) for value in pattern]
-        else:
-            period = self.integer(key, 0, 1 << 20, default=period)
-            windowed = [period == 0 or layer % period < period - 1 for layer in range(n_layers)]
-        return tuple(AttentionSpec(local, window) if has else AttentionSpec(full) for has in windowed)
+            return [bool(value) for value in pattern]
+        period = self.integer(key, 0, 1 << 20, default=period)
+        return [period == 0 or layer % period < period - 1 for layer in range(n_layers)]
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
@@ -205,33 +242,23 @@ class Reader:
 
     def _common_spec(self) -> ModelSpec:
         """What all architectures have, before the architecture's own file has its say."""
-        n_embd = self.integer("embedding_length", 1, 1 << 20)
-        n_ff = self.integer("feed_forward_length", 1, 1 << 20)
-        n_heads = self.integer("attention.head_count", 1, 1 << 14)
-        n_kv_heads = self.integer("attention.head_count_kv", 1, n_heads, default=n_heads)
-        if n_heads % n_kv_heads:
-            self.refuse("attention.head_count_kv", f"must divide the {n_heads} heads: found {n_kv_heads}")
-        head_dim = self._head_dim(n_embd // n_heads)
-        n_layers, n_q, n_kv = self._n_layers(), n_heads * head_dim, n_kv_heads * head_dim
+        n_embd, n_vocab = self._n_embd(), self._n_vocab()
         return ModelSpec(
             architecture=self.architecture.name,
-            n_vocab=self._n_vocab(),
+            n_vocab=n_vocab,
             n_ctx_train=self._trained_context(),
-            n_layers=n_layers,
+            n_layers=self._n_layers(),
             n_embd=n_embd,
-            n_ff=n_ff,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
             norm_epsilon=self.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
             token_embd="token_embd.weight",
             output_norm="output_norm.weight",
             output=self._output(),
-            layers=tuple(self._layer(index, n_q, n_kv, n_ff) for index in range(n_layers)),
-            attention=(AttentionSpec(self.rope(head_dim, self.rope_base())),) * n_layers,
-            attention_scale=1 / math.sqrt(head_dim),
-            qk_norm=self.architecture.qk_norm,
+            n_logits=n_vocab,
+            layers=self._layers(n_embd),
         )
+
+    def _n_embd(self) -> int:
+        return self.integer("embedding_length", 1, 1 << 20)
 
     def _trained_context(self) -> int:
         return self.integer("context_length", 1, (1 << 32) - 1)
@@ -261,48 +288,74 @@ class Reader:
         tied = kind == "tied" or (kind == "optional" and "output.weight" not in self.file.tensors)
         return "token_embd.weight" if tied else "output.weight"
 
-    def _layer(self, index: int, n_q: int, n_kv: int, n_ff: int) -> LayerTensors:
-        architecture, block = self.architecture, f"blk.{index}."
-        refs: dict[str, TensorRef | None] = {
-            role: None if role in architecture.without else block + suffix for role, suffix in _COMMON.items()
+    def _layers(self, n_embd: int) -> tuple[Layer, ...]:
+        """The common layer, once for each; tensors differ by name."""
+        n_ff = self.integer("feed_forward_length", 1, 1 << 20)
+        n_heads = self.integer("attention.head_count", 1, 1 << 14)
+        n_kv_heads = self.integer("attention.head_count_kv", 1, n_heads, default=n_heads)
+        if n_heads % n_kv_heads:
+            self.refuse("attention.head_count_kv", f"must divide the {n_heads} heads: found {n_kv_heads}")
+        head_dim = self._head_dim(n_embd // n_heads)
+        rope = self.rope(head_dim, self.rope_base())
+        layers = []
+        for index in range(self._n_layers()):
+            refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim, n_ff)
+            mixer = Attention(
+                n_embd=n_embd,
+                n_in=n_embd,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                scale=1 / math.sqrt(head_dim),
+                rope=rope,
+                qk_norm=self.architecture.qk_norm,
+                **_of_block("mixer", refs),
+            )
+            layers.append(Layer(mixer, Dense(n_embd=n_embd, n_ff=n_ff, **_of_block("ffn", refs))))
+        return tuple(layers)
+
+    def _refs(self, index: int, n_q: int, n_kv: int, n_ff: int) -> dict[str, TensorRef]:
+        """The tensors of a layer that there are, by block and role."""
+        architecture, prefix = self.architecture, f"blk.{index}."
+        refs: dict[str, TensorRef] = {
+            role: prefix + suffix for role, suffix in _COMMON.items() if role not in architecture.without
         }
         for role, suffix in _SPECIAL.items():
-            there = role in architecture.optional and block + suffix in self.file.tensors
+            there = role in architecture.optional and prefix + suffix in self.file.tensors
             if role in architecture.required or there:
-                refs[role] = block + suffix
+                refs[role] = prefix + suffix
         if architecture.fused:
-            refs |= self._fused(block, n_q, n_kv, n_ff)
-        return LayerTensors(**refs)  # type: ignore[arg-type]
-
-    def _fused(self, block: str, n_q: int, n_kv: int, n_ff: int) -> dict[str, TensorRef]:
-        """Parts of attn_qkv, where the file has that in place of attn_q and the others, and of ffn_up, gate first."""
-        refs: dict[str, TensorRef] = {
-            "ffn_gate": TensorRows(block + "ffn_up.weight", 0, n_ff),
-            "ffn_up": TensorRows(block + "ffn_up.weight", n_ff, 2 * n_ff),
-        }
-        for kind, ending in [("weight", ""), ("bias", "_bias")]:
-            name = f"{block}attn_qkv.{kind}"
-            if name in self.file.tensors:
-                refs["attn_q" + ending] = TensorRows(name, 0, n_q)
-                refs["attn_k" + ending] = TensorRows(name, n_q, n_q + n_kv)
-                refs["attn_v" + ending] = TensorRows(name, n_q + n_kv, n_q + 2 * n_kv)
+            refs |= self._fused_attention(prefix, n_q, n_kv)
+        if architecture.fused_ffn:
+            up = f"{prefix}ffn_up.weight"
+            refs |= {"ffn.gate": TensorRows(up, 0, n_ff), "ffn.up": TensorRows(up, n_ff, 2 * n_ff)}
         return refs
 
-    def _check_tensors(self, spec: ModelSpec, others: Set[str] = frozenset()) -> None:
-        expected = spec.tensor_shapes()
+    def _fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
+        """Parts of attn_qkv, where the file has that in place of attn_q and the others."""
+        refs: dict[str, TensorRef] = {}
+        for kind, ending in [("weight", ""), ("bias", "_bias")]:
+            name = f"{prefix}attn_qkv.{kind}"
+            if name in self.file.tensors:
+                refs["mixer.q" + ending] = TensorRows(name, 0, n_q)
+                refs["mixer.k" + ending] = TensorRows(name, n_q, n_q + n_kv)
+                refs["mixer.v" + ending] = TensorRows(name, n_q + n_kv, n_q + 2 * n_kv)
+        return refs
+
+    def _check_tensors(self, expected: Mapping[str, tuple[int, ...]], others: Set[str] = frozenset()) -> None:
+        """Raises UnsupportedModel unless the file has the expected tensors, and none beside them and `others`."""
+        architecture = self.architecture.name
         for name, shape in expected.items():
             info = self.file.tensors.get(name)
             if info is None:
-                raise UnsupportedModel(
-                    f"{self.file.path}: tensor {name} {shape} is missing, {spec.architecture} needs it"
-                )
+                raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
             if info.shape != shape:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
         unknown = sorted(self.file.tensors.keys() - expected.keys() - self.architecture.rope_factors - others)
         if unknown:
             # A tensor that is not read would silently change the text.
             raise UnsupportedModel(
-                f"{self.file.path}: {len(unknown)} tensors are not part of a {spec.architecture} model that edgeinfer "
+                f"{self.file.path}: {len(unknown)} tensors are not part of a {architecture} model that edgeinfer "
                 f"knows, first {unknown[0]}"
             )
 

@@ -1,12 +1,12 @@
-"""What a model emits in a chat, split into reasoning, answer and tool calls.
+"""Splitting what a model emits in a chat into reasoning, answer and tool calls.
 
-Models mark these parts each in their own way: with tags around the reasoning (<think>, [THINK]) and around calls of
-tools, or with channels (gpt-oss). `OutputFormat` finds a model's way in its template and vocabulary, once; an
-`OutputParser` then splits one answer, token by token.
+Models mark these parts differently: with tags around the reasoning (<think>, [THINK]) and around tool calls, or with
+channels (gpt-oss). `OutputFormat` finds a model's marks in its template and vocabulary, once; an `OutputParser` then
+splits one answer, token by token.
 
-A mark that the vocabulary has as a special token counts only as that token: a model that merely spells "<think>" in
-ordinary tokens writes about it. In the text that the parser looks at, each special token stands as one lone surrogate,
-which no decoded UTF-8 contains; the marks are written in the same way.
+A mark that the vocabulary has as a special token counts only as that token: a model that spells "<think>" in ordinary
+tokens writes about it. In the text that the parser sees, each special token is one lone surrogate, which no decoded
+UTF-8 contains; the marks are written in the same way.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ Kind: TypeAlias = Literal["mark", "reasoning", "answer", "tool call", "break"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that the model asked for.
+    """A tool call of the model.
 
-    text: as emitted, between the marks.  name, arguments: read from it where it is JSON, else None.
+    text: as emitted, between the marks.  name, arguments: parsed from it if it is JSON, else None.
     """
 
     text: str
@@ -220,7 +220,7 @@ def _has(pair: tuple[str, str], source: str, special: set[str]) -> bool:
 
 
 def _looks_for_marks(pairs: Iterable[tuple[str, str]], render: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
-    """Tries out what a template makes of an earlier answer. It may refuse all of it: then it gets the answer alone."""
+    """Tests what a template does with an earlier answer. If it refuses all forms, it gets the answer only."""
     question, following = {"role": "user", "content": "q1"}, {"role": "user", "content": "q2"}
 
     def rendered(**answer: str) -> list[str]:
@@ -358,7 +358,7 @@ class _Segment:
 
 
 class _Machine:
-    """What an answer is split by: takes text in parts, and keeps back what might become a mark."""
+    """Splits an answer that comes in parts, and holds back what might become a mark."""
 
     def __init__(self, format: OutputFormat) -> None:
         self.segments: list[_Segment] = []

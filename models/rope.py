@@ -1,4 +1,4 @@
-"""Rotary frequencies and the factors of queries. In decimal arithmetic: libm may differ by CPU, every bit counts."""
+"""Rotary frequencies and factors of queries, in decimal arithmetic, as libm differs by CPU and every bit counts."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What an architecture file says about a model.
+"""What a model file says about a model, as data: sizes, and layers made of blocks that name their tensors.
 
-A `ModelSpec` is data: sizes, the names of the tensors and the recipe of a layer. The backends follow it; nothing here
-computes.
+Nothing here computes. A backend matches on the kinds of block that it runs; `check_blocks` refuses the others, and
+every field of a block that the backend does not name, so that nothing is skipped silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal, TypeAlias
+
+from edgeinfer.errors import UnsupportedModel
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
 # x sigmoid(x); x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2; max(x, 0)^2
@@ -29,6 +31,22 @@ class TensorRows:
 
 
 TensorRef: TypeAlias = str | TensorRows  # the whole tensor of that name, or a part of one
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of a block, by the block's name in its model and its role in the block.
+
+    shape: (n_out, n_in) of a matrix, which is what the product needs, or (n,) of a vector.
+    """
+
+    block: str
+    role: str
+    tensor: TensorRef
+    shape: tuple[int, ...]
+
+
+# ---- the parts of attention ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,18 +79,6 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """What differs between the attention of one layer and of another.
-
-    rope: None where queries and keys are not turned.  window: number of positions that a token sees, its own among
-    them: position p sees p - window + 1 .. p; None for all. In a tree these are the nearest nodes of its own branch.
-    """
-
-    rope: RopeSpec | None
-    window: int | None = None
-
-
-@dataclass(frozen=True)
 class QueryTemperature:
     """Queries multiplied by 1 + scale * ln(1 + floor(position / n_positions)) (Llama 4, Ministral 3).
 
@@ -83,71 +89,133 @@ class QueryTemperature:
     n_positions: int
 
 
-@dataclass(frozen=True)
-class LayerTensors:
-    """Tensors of one layer; None where the model has none. Matrices are (n_out, n_in)."""
-
-    attn_norm: TensorRef | None
-    attn_q: TensorRef
-    attn_k: TensorRef
-    attn_v: TensorRef
-    attn_output: TensorRef
-    ffn_norm: TensorRef | None
-    ffn_gate: TensorRef
-    ffn_up: TensorRef
-    ffn_down: TensorRef
-    attn_post_norm: TensorRef | None = None  # of what attention gives, before it is added
-    ffn_post_norm: TensorRef | None = None  # of what the feed-forward network gives, before it is added
-    attn_sub_norm: TensorRef | None = None  # (n_heads * head_dim,), of what goes into attn_output
-    ffn_sub_norm: TensorRef | None = None  # (n_ff,), of what goes into ffn_down
-    attn_q_norm: TensorRef | None = None  # (head_dim,) or (n_heads * head_dim,), see ModelSpec.qk_norm
-    attn_k_norm: TensorRef | None = None
-    attn_q_bias: TensorRef | None = None
-    attn_k_bias: TensorRef | None = None
-    attn_v_bias: TensorRef | None = None
-    attn_output_bias: TensorRef | None = None
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GateTensors:
-    """What a draft head begins with, in place of a token's embedding e alone (Dovetail, arXiv:2412.18934).
+class Attention:
+    """Softmax attention (Vaswani et al., arXiv:1706.03762) with grouped heads (Ainslie et al., arXiv:2305.13245).
 
-    With the feature f that comes with the token: a = feature f, b = silu(token norm(e, token_norm)),
-    s = sigmoid(mix [a; b]), x = s a + (1 - s) b. feature and token are (n_embd, n_embd), mix (n_embd, 2 n_embd).
+    With norm(x) = x where there is no such tensor, it adds to the residual stream x:
+
+        h = norm(x, norm);  q, k, v = the three products with h, plus their biases
+        q, k = rope(norm(q, q_norm)), rope(norm(k, k_norm))
+        scores = cap(q * scale * temperature(position) @ k, soft_cap) over the window
+        a = norm(softmax(scores) @ v, sub_norm) @ output + output_bias
+        x += residual_scale * norm(a, post_norm)
+
+    n_in: numbers that q, k and v are products with: n_embd, but for a head that attends from more.  rope: None where
+    queries and keys are not turned.  window: number of positions that a token sees, its own among them: position p sees
+    p - window + 1 .. p; None for all; in a tree these are the nearest nodes of its own branch.  qk_norm: what a norm of
+    queries and keys is over, None without one.
     """
 
-    feature: str
-    token_norm: str
-    token: str
-    mix: str
+    n_embd: int
+    n_in: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    q: TensorRef  # (n_heads * head_dim, n_in)
+    k: TensorRef  # (n_kv_heads * head_dim, n_in)
+    v: TensorRef  # (n_kv_heads * head_dim, n_in)
+    output: TensorRef  # (n_embd, n_heads * head_dim)
+    rope: RopeSpec | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    query_temperature: QueryTemperature | None = None
+    qk_norm: QKNorm | None = None
+    norm: TensorRef | None = None  # (n_embd,)
+    post_norm: TensorRef | None = None  # (n_embd,), of what is added
+    sub_norm: TensorRef | None = None  # (n_heads * head_dim,), of what goes into output
+    q_norm: TensorRef | None = None  # (head_dim,) or (n_heads * head_dim,), see qk_norm
+    k_norm: TensorRef | None = None
+    q_bias: TensorRef | None = None
+    k_bias: TensorRef | None = None
+    v_bias: TensorRef | None = None
+    output_bias: TensorRef | None = None
+
+    @property
+    def n_q(self) -> int:
+        """Numbers of all queries of a token."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def n_kv(self) -> int:
+        """Numbers of all keys of a token, and of all values."""
+        return self.n_kv_heads * self.head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there may be, by role."""
+        q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
+        return {
+            "norm": (self.n_embd,),
+            "q": (self.n_q, self.n_in),
+            "k": (self.n_kv, self.n_in),
+            "v": (self.n_kv, self.n_in),
+            "output": (self.n_embd, self.n_q),
+            "post_norm": (self.n_embd,),
+            "sub_norm": (self.n_q,),
+            "q_norm": (q_norm,),
+            "k_norm": (k_norm,),
+            "q_bias": (self.n_q,),
+            "k_bias": (self.n_kv,),
+            "v_bias": (self.n_kv,),
+            "output_bias": (self.n_embd,),
+        }
 
 
 @dataclass(frozen=True)
-class PairTensors:
-    """What the one layer of an EAGLE-3 head attends from, in place of norm(x, attn_norm) (Li et al., arXiv:2503.01840).
+class Dense:
+    """A gated feed-forward network, SwiGLU, GeGLU or the like (Shazeer, arXiv:2002.05202). It adds:
 
-    With the embedding e of a token and the feature f that comes with it, queries, keys and values are products with
-    [norm(e, token_norm); norm(f, feature_norm)], and what the layer adds to is x = f, or norm(f, feature_norm) where
-    normed_residual is set.
+    h = norm(x, norm);  f = norm(activation(gate @ h) * (up @ h), sub_norm) @ down
+    x += residual_scale * norm(f, post_norm)
     """
 
-    token_norm: str
-    feature_norm: str
-    normed_residual: bool = False
+    n_embd: int
+    n_ff: int
+    gate: TensorRef  # (n_ff, n_embd)
+    up: TensorRef  # (n_ff, n_embd)
+    down: TensorRef  # (n_embd, n_ff)
+    activation: Activation = "silu"
+    norm: TensorRef | None = None  # (n_embd,)
+    post_norm: TensorRef | None = None  # (n_embd,), of what is added
+    sub_norm: TensorRef | None = None  # (n_ff,), of what goes into down
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there may be, by role."""
+        return {
+            "norm": (self.n_embd,),
+            "gate": (self.n_ff, self.n_embd),
+            "up": (self.n_ff, self.n_embd),
+            "down": (self.n_embd, self.n_ff),
+            "post_norm": (self.n_embd,),
+            "sub_norm": (self.n_ff,),
+        }
+
+
+Mixer: TypeAlias = Attention  # a union, once there are more kinds
+FeedForward: TypeAlias = Dense
 
 
 @dataclass(frozen=True)
-class CombineTensors:
-    """What makes a head's features of the target's hidden rows h, n_rows numbers of several layers side by side.
+class Layer:
+    """What happens to the residual stream in a layer: first the mixer, which sees other tokens, then the network."""
 
-    f = matrix norm(h), once for each row of the target. The norm is over each n_normed numbers of h, its weights are
-    (n_rows,); matrix is (n_embd, n_rows).
-    """
+    mixer: Mixer
+    ffn: FeedForward
 
-    matrix: str
-    norm: str | None
-    n_rows: int
-    n_normed: int
+
+def weights_of(block: str, part: Any) -> Iterator[Weight]:
+    """The tensors that a block has, in the order of its `shapes`; block: its name in the model."""
+    for role, shape in part.shapes().items():
+        tensor = getattr(part, role)
+        if tensor is not None:
+            yield Weight(block, role, tensor, shape)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,128 +231,93 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class ModelSpec(ModelSizes):
-    """Sizes, tensor names and layer recipe of a decoder-only transformer.
+    """Sizes and layers of a decoder-only transformer.
 
-    With norm(x) = x where the layer has no such tensor, a token becomes a row of logits by
+    A token becomes a row of logits by
 
         x = embedding_scale * token_embd[token]
-        each layer:
-            h = norm(x, attn_norm);  q, k, v = the three products with h, plus their biases
-            q, k = rope(norm(q, attn_q_norm)), rope(norm(k, attn_k_norm))
-            scores = cap(q * attention_scale * temperature(position) @ k, attention_soft_cap) over the window
-            a = norm(softmax(scores) @ v, attn_sub_norm) @ attn_output + attn_output_bias
-            x = x + residual_scale * norm(a, attn_post_norm)
-            h = norm(x, ffn_norm);  f = norm(activation(gate(h)) * up(h), ffn_sub_norm) @ ffn_down
-            x = x + residual_scale * norm(f, ffn_post_norm)
+        each layer: its mixer, then its ffn, add to x
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
-    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon. A draft head has a
-    gate or a pair behind the first line, mostly embeddings in the file of its target, and rows of output for a part of
-    the tokens only; with combine its features are made of several rows of the target.
+    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
+
+    token_embd, output: the same tensor where the embeddings are tied; None in the decoder of a draft head that takes
+    those of its target.  n_logits: rows of the output matrix, tokens that there are logits for.
     """
 
-    n_ff: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
     norm_epsilon: float
-    token_embd: str
+    token_embd: str | None
     output_norm: str | None
-    output: str  # the same tensor as token_embd where the embeddings are tied
-    layers: tuple[LayerTensors, ...]
-    attention: tuple[AttentionSpec, ...]  # (n_layers,)
-    attention_scale: float
-    activation: Activation = "silu"
-    qk_norm: QKNorm | None = None
+    output: TensorRef | None
+    n_logits: int
+    layers: tuple[Layer, ...]
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    query_temperature: QueryTemperature | None = None
-    gate: GateTensors | None = None
-    pair: PairTensors | None = None
-    combine: CombineTensors | None = None
-    own_embeddings: bool = True  # False: a head reads those of the target
-    own_output: bool = True  # False: a head's logits are made with the target's output matrix
-    n_draft: int | None = None  # rows of output that drafts are made with: all of a head's, the first of a model's
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output head is the embedding matrix."""
+        """Whether the output matrix is the embedding matrix."""
         return self.output == self.token_embd
 
-    @property
-    def is_head(self) -> bool:
-        """Whether tokens come with features."""
-        return self.gate is not None or self.pair is not None
+    def blocks(self) -> Iterator[tuple[str, Mixer | FeedForward]]:
+        """Every block and its name, in the order in which they run."""
+        for index, layer in enumerate(self.layers):
+            yield f"layers.{index}.mixer", layer.mixer
+            yield f"layers.{index}.ffn", layer.ffn
 
-    @property
-    def feature_tap(self) -> int:
-        """Layer behind which a head's own feature stands, in front of the norm of the output matrix."""
-        return self.n_layers - 1 if self.output_norm is not None else self.n_layers
+    def weights(self) -> Iterator[Weight]:
+        """Every tensor beside the embeddings, in the order in which a pass reads them.
 
-    @property
-    def n_logits(self) -> int:
-        """Rows of the output matrix that are used."""
-        return self.n_vocab if self.n_draft is None else self.n_draft
+        Those of blocks have the block's name; the others are the block "", with the roles output_norm and output.
+        """
+        for name, block in self.blocks():
+            yield from weights_of(name, block)
+        if self.output_norm is not None:
+            yield Weight("", "output_norm", self.output_norm, (self.n_embd,))
+        if self.output is not None:
+            yield Weight("", "output", self.output, (self.n_logits, self.n_embd))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape that each tensor of the file must have, (n_out, n_in) or (n,)."""
-        square = (self.n_embd, self.n_embd)
-        shapes: dict[str, tuple[int, ...]] = {}
-        if self.own_output:
-            shapes[self.output] = (self.n_logits, self.n_embd)
-        if self.own_embeddings:
-            shapes[self.token_embd] = (self.n_vocab, self.n_embd)
-        if self.gate is not None:
-            shapes |= {self.gate.feature: square, self.gate.token: square, self.gate.token_norm: (self.n_embd,)}
-            shapes[self.gate.mix] = (self.n_embd, 2 * self.n_embd)
-        if self.pair is not None:
-            shapes |= {self.pair.token_norm: (self.n_embd,), self.pair.feature_norm: (self.n_embd,)}
-        if self.combine is not None:
-            shapes[self.combine.matrix] = (self.n_embd, self.combine.n_rows)
-            if self.combine.norm is not None:
-                shapes[self.combine.norm] = (self.combine.n_rows,)
-        if self.output_norm is not None:
-            shapes[self.output_norm] = (self.n_embd,)
-        n_rows: dict[str, int] = {}
-        for layer in self.layers:
-            for ref, shape in self._shapes_of(layer):
-                if isinstance(ref, TensorRows):  # the last of the parts ends where the tensor ends
-                    n_rows[ref.name] = max(n_rows.get(ref.name, 0), ref.last)
-                    shapes[ref.name] = (n_rows[ref.name], *shape[1:])
-                else:
-                    shapes[ref] = shape
+        shapes = shapes_in_file(self.weights())
+        if self.token_embd is not None:
+            shapes[self.token_embd] = (self.n_vocab, self.n_embd)  # all rows, where the output matrix reads some
         return shapes
 
-    def _shapes_of(self, layer: LayerTensors) -> Iterator[tuple[TensorRef, tuple[int, ...]]]:
-        """Every tensor of a layer, or part of one, and its shape."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        n_in = 2 * self.n_embd if self.pair is not None else self.n_embd
-        q_norm, kv_norm = (q, kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
-        shapes: dict[str, tuple[int, ...]] = {
-            "attn_q": (q, n_in),
-            "attn_k": (kv, n_in),
-            "attn_v": (kv, n_in),
-            "attn_output": (self.n_embd, q),
-            "ffn_gate": (self.n_ff, self.n_embd),
-            "ffn_up": (self.n_ff, self.n_embd),
-            "ffn_down": (self.n_embd, self.n_ff),
-            "attn_norm": (self.n_embd,),
-            "ffn_norm": (self.n_embd,),
-            "attn_post_norm": (self.n_embd,),
-            "ffn_post_norm": (self.n_embd,),
-            "attn_sub_norm": (q,),
-            "ffn_sub_norm": (self.n_ff,),
-            "attn_q_norm": (q_norm,),
-            "attn_k_norm": (kv_norm,),
-            "attn_q_bias": (q,),
-            "attn_k_bias": (kv,),
-            "attn_v_bias": (kv,),
-            "attn_output_bias": (self.n_embd,),
-        }
-        for role, shape in shapes.items():
-            ref: TensorRef | None = getattr(layer, role)
-            if ref is not None:
-                yield ref, shape
+
+def shapes_in_file(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor that is named; of several parts of one the last ends where the tensor ends."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight in weights:
+        if isinstance(weight.tensor, TensorRows):
+            n_rows = max(shapes.get(weight.tensor.name, (0,))[0], weight.tensor.last)
+            shapes[weight.tensor.name] = (n_rows, *weight.shape[1:])
+        else:
+            shapes[weight.tensor] = weight.shape
+    return shapes
+
+
+def check_blocks(
+    blocks: Iterable[tuple[str, object]], known: Mapping[type, Sequence[str]], backend: str, path: object
+) -> None:
+    """Raises UnsupportedModel for the first block of a kind that `known` lacks, or that uses a field it lacks.
+
+    known: the kinds of block that a backend runs, and of each the fields that it looks at.  A field that holds its
+    default asks for nothing.  path: of the model file, for the message.
+    """
+    for name, block in blocks:
+        handled = known.get(type(block))
+        if handled is None:
+            kinds = ", ".join(kind.__name__ for kind in known)
+            raise UnsupportedModel(
+                f"{path}: {name} is a block {type(block).__name__}, which the {backend} backend cannot run; it runs "
+                f"{kinds}"
+            )
+        for field in fields(block):  # type: ignore[arg-type]
+            is_asked = field.default is MISSING or getattr(block, field.name) != field.default
+            if is_asked and field.name not in handled:
+                raise UnsupportedModel(
+                    f"{path}: {name} has {field.name}, which the {backend} backend does not know: use another backend"
+                )

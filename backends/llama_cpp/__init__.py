@@ -1,16 +1,16 @@
-"""Any model file that llama.cpp loads, through the C API of llama-cpp-python: what the native engine lacks.
+"""Models that the native engine does not run, through the C API of llama-cpp-python.
 
-Promise 1 does not hold here. llama.cpp's logits depend on how a text is cut into batches and on which slots of the KV
-cache it fell: on quantised models they move by some percent of their spread, and once in a while that tips a choice.
-Nothing is added to that: the same calls, on a new session or after truncate(0), give the same bits.
+Results are not bit-identical: llama.cpp's logits depend on the batch size and on the slots of the KV cache. On
+quantised models they differ by some percent of their spread, which sometimes changes a token. The same calls, on a new
+session or after truncate(0), give the same bits.
 
-llama.cpp checks less than `ModelFile` does, and ends its process on some files that are sound but make no sense, and on
-some CPUs on any. So each loaded model is in a process of its own (`server.py`), which the host asks over a socket
-(`process.py`); logits come through memory that both see. Only that process imports llama_cpp. Where it crashes, the
-host raises BackendCrashed or BackendLost with llama.cpp's last line.
+llama.cpp checks less than `ModelFile` does: it aborts on some well-formed files with meaningless content, and on some
+CPUs on any file. So each loaded model runs in a process of its own (`server.py`). The host talks to it over a socket
+(`process.py`); logits come through shared memory. Only that process imports llama_cpp. If it crashes, the host raises
+BackendCrashed or BackendLost with llama.cpp's last line.
 
-The host's side of the socket is one thread, while the caller waits for it in Python. So Ctrl-C is served at once, and
-cannot strike within a message. llama.cpp asks between any two operations of a pass whether to stop; the answer is a
+One thread of the host reads and writes the socket, while the caller waits for it in Python. So Ctrl-C is served at once
+and cannot interrupt a message. llama.cpp checks between any two operations of a pass whether to stop; the flag is a
 byte of the shared memory.
 """
 

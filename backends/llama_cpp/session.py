@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import check_parents, check_path, check_rows, check_taps, check_tokens
+from edgeinfer.backends.checks import check_parents, check_path, check_rows, check_taps, check_tokens
 from edgeinfer.backends.llama_cpp.context import MAX_OUTPUTS
 from edgeinfer.backends.llama_cpp.loading import Loaded, load
 from edgeinfer.backends.llama_cpp.process import Ended, Process

@@ -1,24 +1,22 @@
-"""The C++ engine: packed weights, kernels by instruction set, a pool of threads, the KV cache and the decoder."""
+"""The C++ engine for CPUs: packed weights, kernels per instruction set, threads, KV cache and decoder."""
 
-from edgeinfer.backends.native.head import NativeHead, plan_head
-from edgeinfer.backends.native.session import (
-    MachineLimits,
-    NativeBackend,
-    NativeSession,
-    available_isas,
-    best_isa,
-    build_id,
-    likeliest,
-)
+from edgeinfer.backends.native.backend import NativeBackend
+from edgeinfer.backends.native.head import NativeHeadModel, NativeHeadSession, load_head, plan_head
+from edgeinfer.backends.native.machine import MachineLimits, available_isas, best_isa, build_id, top_k
+from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.backends.native.session import NativeSession
 
 __all__ = [
     "MachineLimits",
     "NativeBackend",
-    "NativeHead",
+    "NativeHeadModel",
+    "NativeHeadSession",
+    "NativeModel",
     "NativeSession",
     "available_isas",
     "best_isa",
     "build_id",
-    "likeliest",
+    "load_head",
     "plan_head",
+    "top_k",
 ]

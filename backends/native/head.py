@@ -1,47 +1,133 @@
-"""A draft head on the C++ decoder."""
+"""Draft heads on the C++ decoder."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import check_features, check_pending, check_tokens
-from edgeinfer.backends.native.session import NativeDecoder, NativeSession, decoder_config, packed_bytes, parts_of
-from edgeinfer.models import ModelSpec
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import check_features, check_session_size, check_sessions
+from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, decoder_config, front_config
+from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
+from edgeinfer.backends.native.passes import TextRows
+from edgeinfer.backends.native.session import NativeText
+from edgeinfer.backends.native.weights import embedding_of, pack_weights, packed_bytes, parts_of
+from edgeinfer.errors import ShapeError
+from edgeinfer.models import check_blocks
+from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 
-def plan_head(head: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int, n_threads: int) -> MemoryPlan:
-    """Bytes that a head takes beside its target, whose embeddings it reads if it has none. Exact.
+def plan_head(head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int, n_threads: int) -> MemoryPlan:
+    """Bytes that a head and one text of it take beside its target, whose embeddings it reads if it has none. Exact.
 
-    spec: DraftHeadSpec.decoder. Raises UnsupportedModel.
+    Raises UnsupportedModel.
     """
+    _check(head, spec)
     n_batch = min(n_batch, n_ctx)
-    config = decoder_config(spec, n_ctx, n_batch, "f16")
-    embedding = head.tensors[spec.token_embd].n_bytes if spec.own_embeddings else 0
-    use = MemoryUse(
-        packed_bytes(parts_of(head, spec)) + embedding, config.kv_bytes(), config.activation_bytes(n_threads)
-    )
+    config = decoder_config(spec.decoder, n_ctx, n_batch)
+    embedding = embedding_of(head, spec.decoder)
+    weights = packed_bytes(parts_of(head, spec.weights())) + (0 if embedding is None else embedding.n_bytes)
+    activations = config.activation_bytes(front_config(spec), n_threads)
+    if spec.features is not None:
+        activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
+    use = MemoryUse(weights, config.kv_bytes(_core.KvType.f16, n_ctx), activations)
     return MemoryPlan(n_ctx, n_batch, use)
 
 
-class NativeHead(NativeDecoder):
-    """See edgeinfer.backends.base.HeadSession. Its file may be closed; that of the target must stay open."""
+def load_head(
+    head: ModelFile, spec: HeadSpec, target: NativeModel, plan: MemoryPlan, device: Device
+) -> NativeHeadModel:
+    """A head of a target. Its file may be closed afterwards; the target's must stay open.
+
+    It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
+    Raises UnsupportedModel.
+    """
+    _check(head, spec)
+    spec = spec.beside(target.spec)
+    parts = parts_of(head, spec.weights())
+    threads = shared_threads(target.threads, device.n_threads)
+    weights = _core.Weights(packed_bytes(parts), None, target.weights())
+    pack_weights(weights, head, parts, threads)
+    embedding, embedding_bytes = embedding_of(head, spec.decoder), 0
+    if embedding is not None:
+        rows = head.data(embedding.name).copy()
+        weights.set_embedding(int(embedding.type), *embedding.shape, rows)
+        embedding_bytes = rows.nbytes
+    made = assemble(spec.decoder, front_config(spec), plan, device, weights, threads, embedding_bytes)
+    projection = None
+    if (part := spec.features) is not None:
+        sizes = part.n_embd, part.n_rows, part.n_normed, spec.decoder.norm_epsilon
+        projection = _core.FeatureProjection(weights, made.decoder.isa, threads, *sizes)
+    weights.check_all_are_used()
+    return NativeHeadModel(made, spec, plan, projection)
+
+
+def _check(head: ModelFile, spec: HeadSpec) -> None:
+    """Raises UnsupportedModel for a part that the engine lacks."""
+    parts = [("front", spec.front)] if spec.features is None else [("front", spec.front), ("features", spec.features)]
+    check_blocks([*parts, *spec.decoder.blocks()], {**BLOCKS, **PARTS_OF_HEADS}, "native", head.path)
+
+
+class NativeHeadModel(NativeDecoder):
+    """See edgeinfer.backends.base.HeadModel. Made by load_head."""
 
     def __init__(
-        self, head: ModelFile, spec: ModelSpec, target: NativeSession, plan: MemoryPlan, device: Device
+        self, parts: DecoderParts, spec: HeadSpec, plan: MemoryPlan, projection: _core.FeatureProjection | None
     ) -> None:
-        if spec.pair is None:
-            spec = replace(spec, embedding_scale=target.spec.embedding_scale)
-        embedding = target.embedding
-        if spec.own_embeddings:
-            embedding = head.tensors[spec.token_embd].type, head.data(spec.token_embd).copy()
-        super().__init__(head, spec, parts_of(head, spec), plan, device, embedding, beside=target)
-        if not spec.own_output:
-            self._open().share_output(target.decoder())
+        super().__init__(parts, spec.decoder, plan)
+        self.spec = spec
+        self._projection = projection
+
+    def session(self, n_ctx: int | None = None) -> NativeHeadSession:
+        """See HeadModel.session."""
+        return NativeHeadSession(self, check_session_size(n_ctx, self.n_ctx))
+
+    def forward(self, batch: Sequence[Rows]) -> list[Output]:
+        """See HeadModel.forward and NativeModel.forward."""
+        check_sessions(self, batch)
+        sessions: list[NativeHeadSession] = [rows.session for rows in batch]
+        return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
+
+    def combine(self, rows: ArrayLike) -> Features:
+        """See HeadSession.combine."""
+        self.check_open()
+        n = len(np.asarray(rows))
+        of_target = check_features(rows, n, self.spec.n_rows)
+        if self._projection is None:
+            return of_target
+        features = np.empty((n, self.spec.n_embd), dtype=np.float32)
+        if n:
+            self._projection.run(of_target, features)
+        return features
+
+    def memory(self) -> MemoryUse:
+        """See HeadModel.memory."""
+        use = super().memory()
+        of_features = 0 if self._projection is None else self._projection.activation_bytes
+        return MemoryUse(use.weights, 0, use.activations + of_features)
+
+    def close(self) -> None:
+        """See HeadModel.close."""
+        super().close()
+        self._projection = None
+
+
+class NativeHeadSession(NativeText):
+    """See edgeinfer.backends.base.HeadSession."""
+
+    def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
+        super().__init__(model, n_ctx, "f16")
+        self.model = model
+
+    @property
+    def spec(self) -> HeadSpec:
+        """See HeadSession.spec."""
+        return self.model.spec
 
     def forward(
         self,
@@ -56,26 +142,15 @@ class NativeHead(NativeDecoder):
         taps = (self.spec.feature_tap,)
         if (out := self._forward_few(tokens, parents, n_pending, logits, taps, features)) is not None:
             return out
-        n_pending = check_pending(n_pending, len(self._parents))
-        ids = check_tokens(tokens, self.spec.n_vocab, self.n_past + n_pending, self.n_ctx)
-        rows = check_features(features, len(ids), self.spec.n_embd)
-        return self._forward(ids, parents, n_pending, logits, taps, rows)
+        return self.model.forward([Rows(self, tokens, parents, logits, n_pending=n_pending, features=features)])[0]
+
+    def checked(self, rows: Rows) -> TextRows:
+        """Rows of this text, checked. Raises ShapeError, ContextOverflow."""
+        if rows.features is None:
+            raise ShapeError("rows of a draft head need features, one a token: found none")
+        return self._checked(rows, (self.spec.feature_tap,), rows.features)
 
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine."""
-        decoder, combine = self._open(), self.spec.combine
-        n = len(np.asarray(rows))
-        of_target = check_features(rows, n, self.spec.n_embd if combine is None else combine.n_rows)
-        if combine is None:
-            return of_target
-        combined = np.empty((n, self.spec.n_embd), dtype=np.float32)
-        for first in range(0, n, self.n_batch):
-            part = slice(first, first + self.n_batch)
-            decoder.combine(of_target[part], combined[part])
-        return combined
-
-    def memory(self) -> MemoryUse:
-        """See HeadSession.memory."""
-        decoder = self._open()
-        own = self.embedding[1].nbytes if self.spec.own_embeddings else 0
-        return MemoryUse(decoder.weight_bytes + own, decoder.kv_bytes, decoder.activation_bytes)
+        self._open()
+        return self.model.combine(rows)

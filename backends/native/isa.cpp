@@ -77,18 +77,18 @@ namespace {
 // or two there are CPUs whose own prefetchers keep up with it, and are better left alone, unless `always`; with more, the
 // arithmetic between two lines holds them back. Either all lines are asked for or none: the prefetchers do not see a few
 // that are left out.
-constexpr Reading reading_of(int ahead, bool always, Hint hint, int most, int task, int tasks_each) {
+constexpr PrefetchPolicy policy_of(int ahead, bool always, Hint hint, int most, int task, int tasks_each) {
     constexpr int kMostTernary = 2, kAllAtOnce = 2;
-    Reading reading;
+    PrefetchPolicy policy;
     for (int n = 0; n <= kFewColumns; n++) {
         const auto stream = [&](int most_columns) {
             const bool few = n > 0 && n <= most_columns, easy = always || n == 0 || n > 2;
             return Stream{ahead, easy, hint, few ? 1 : kAllAtOnce, 1, few ? task : 0, few ? tasks_each : 1, always};
         };
-        reading.plain[n] = stream(most);
-        reading.ternary[n] = stream(kMostTernary);
+        policy.plain[n] = stream(most);
+        policy.ternary[n] = stream(kMostTernary);
     }
-    return reading;
+    return policy;
 }
 
 #if defined(__x86_64__)
@@ -105,15 +105,15 @@ bool is_amd_from_zen5() {
 // and another twentieth around its L3, which takes what L2 throws out; on Ice Lake a quarter faster, on Zen 3 a fifth, but
 // not around its L3. Zen 4's own prefetchers do better at one and two columns; up to six, one long stream around its L3
 // takes up to a quarter less time than several at once.
-const Reading known_reading = [] {
+const PrefetchPolicy known_policy = [] {
     constexpr int kShort = 192 << 10;
 #if defined(__x86_64__)
     constexpr int kLong = 800 << 10;
     __builtin_cpu_init();
-    if (is_amd_from_zen5()) return reading_of(7104, true, Hint::AroundL3, 4, kLong, 2);
-    if (__builtin_cpu_is("znver3")) return reading_of(4736, true, Hint::All, 6, kShort, 2);
-    if (__builtin_cpu_is("amd")) return reading_of(4736, false, Hint::AroundL3, 6, kShort, 2);
-    if (__builtin_cpu_is("intel")) return reading_of(4736, true, Hint::All, 2, kShort, 4);
+    if (is_amd_from_zen5()) return policy_of(7104, true, Hint::AroundL3, 4, kLong, 2);
+    if (__builtin_cpu_is("znver3")) return policy_of(4736, true, Hint::All, 6, kShort, 2);
+    if (__builtin_cpu_is("amd")) return policy_of(4736, false, Hint::AroundL3, 6, kShort, 2);
+    if (__builtin_cpu_is("intel")) return policy_of(4736, true, Hint::All, 2, kShort, 4);
 #endif
-    return reading_of(4736, false, Hint::All, 2, kShort, 4);
+    return policy_of(4736, false, Hint::All, 2, kShort, 4);
 }();

@@ -757,7 +757,7 @@ namespace {
 // ---- what this machine can do at most --------------------------------------------------------------------------
 
 int32_t read(const uint8_t* p, size_t n) {
-    const Stream& stream = known_reading.plain[1];
+    const Stream& stream = known_policy.plain[1];
     const Ahead of_stream{p + n, 0, static_cast<size_t>(stream.ahead), stream.easy, stream.hint};
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);

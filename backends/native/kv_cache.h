@@ -48,6 +48,7 @@ public:
     size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(n_touched_); }
 
     int n_past() const { return text_.n_past; }
+    int n_ctx() const { return sizes_.n_ctx; }
     KvHead head(int layer, int kv_head) const;
 
     // Makes the slots n_past..n_slots-1 this text's own. Forgets the texts that were put aside longest ago for it.

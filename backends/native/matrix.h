@@ -94,10 +94,10 @@ struct Stream {
 };
 
 // By number of columns; index 0 is for more than kFewColumns.
-struct Reading {
+struct PrefetchPolicy {
     Stream plain[kFewColumns + 1], ternary[kFewColumns + 1];
 };
-extern const Reading known_reading;  // as it was measured on CPUs like this one
+extern const PrefetchPolicy known_policy;  // as it was measured on CPUs like this one
 
 static constexpr bool is_ternary(Format format) {
     switch (format) {
@@ -117,15 +117,16 @@ struct Matrix {
     size_t group_bytes = 0;
     const uint8_t* data = nullptr;
     bool is_kept = false;  // in the outer caches from pass to pass, as far as they have room
-    const Reading* reading = &known_reading;
+    const PrefetchPolicy* policy = &known_policy;
 
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
+    size_t n_bytes() const { return group_bytes * static_cast<size_t>(n_groups()); }
 };
 
 // How its product with n columns reads it.
 static inline const Stream& stream_of(const Matrix& w, int n) {
-    const Reading& reading = *w.reading;
-    return (is_ternary(w.format) ? reading.ternary : reading.plain)[n > kFewColumns ? 0 : n];
+    const PrefetchPolicy& policy = *w.policy;
+    return (is_ternary(w.format) ? policy.ternary : policy.plain)[n > kFewColumns ? 0 : n];
 }
 
 // So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.

@@ -31,7 +31,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import TernaryBits
 
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 5  # to be raised whenever matrix.h, the order of the weights or what is sampled changes
+LAYOUT = 6  # to be raised whenever matrix.h, the order of the weights or what is sampled changes
 SUFFIX = ".packed"
 _ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-// The likeliest tokens of a row of logits, for drafts: sampling.py draws the text's.
+// The most probable tokens of a row of logits, for drafts: sampling.py draws the text's.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@ namespace {
 constexpr int kGroups = 1024;
 constexpr float kNegligible = 20.0f;  // logits below the largest
 
-// (id, probability) of about the k likeliest of n logits, likeliest first, but at -infinity the first at most. In a
+// (id, probability) of about the k most probable of n logits, most probable first, but at -infinity the first at most. In a
 // large vocabulary only the best of each of 1024 groups is looked at: one in some hundred of the ids is missed, and
 // probabilities are a little too large; so the row is read once, at the speed of the cache. The probabilities are NaN
 // where a logit is, and where the largest is infinite.
-inline std::vector<std::pair<int, double>> likeliest(const float* logits, int n, int k) {
+inline std::vector<std::pair<int, double>> top_k(const float* logits, int n, int k) {
     const int n_groups = n >= 8 * kGroups ? kGroups : n;
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     std::vector<float> best(static_cast<size_t>(n_groups), kNone);

@@ -1,21 +1,21 @@
 """Draft models and draft heads on ONNX Runtime, on any of its execution providers, and their graphs as files.
 
-Sums of floats run in whatever order suits the provider, so sessions here do not keep promise one (`is_exact` is False):
+Sums of floats run in whatever order suits the provider, so models here do not keep promise one (`is_exact` is False):
 they are for drafting, where the text does not depend on them.
 """
 
-from edgeinfer.backends.onnx.decoder import build_model
+from edgeinfer.backends.onnx.decoder import build_head, build_model
 from edgeinfer.backends.onnx.files import check_file, write_graph
-from edgeinfer.backends.onnx.head import OnnxHead, OnnxHeadBackend, build_head, plan_onnx_head
+from edgeinfer.backends.onnx.head import OnnxHeadBackend, OnnxHeadModel
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider, library_version, list_providers, open_onnx
 from edgeinfer.backends.onnx.runtime import check_provider
-from edgeinfer.backends.onnx.session import OnnxBackend, OnnxSession
+from edgeinfer.backends.onnx.session import OnnxBackend, OnnxModel
 
 __all__ = [
     "OnnxBackend",
-    "OnnxHead",
     "OnnxHeadBackend",
-    "OnnxSession",
+    "OnnxHeadModel",
+    "OnnxModel",
     "ProviderInfo",
     "build_head",
     "build_model",
@@ -25,6 +25,5 @@ __all__ = [
     "library_version",
     "list_providers",
     "open_onnx",
-    "plan_onnx_head",
     "write_graph",
 ]

@@ -1,4 +1,4 @@
-"""The Session and the Backend in front of a graph on ONNX Runtime."""
+"""Backend, models and sessions on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from edgeinfer.backends.base import (
-    Progress,
-    check_links,
-    check_path,
-    check_rows,
-    check_taps,
-    check_tokens,
-)
-from edgeinfer.backends.onnx.decoder import HIDDEN, bias_name, build_model, build_move, windows_of
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.device_session import Batch, DeviceModel
+from edgeinfer.backends.onnx.attention import bias_name, windows_of
+from edgeinfer.backends.onnx.decoder import HIDDEN, build_model, build_move
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_bytes
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
+from edgeinfer.types import CacheType, Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 
 _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more
 
@@ -53,36 +48,63 @@ class OnnxBackend:
         n_threads: int = 1,
         cache_type: CacheType = "f16",
     ) -> MemoryPlan:
-        """Bytes that a session takes: constants, the KV cache, in float32, and at most those of a pass.
+        """Bytes that a model and a session take: constants, the KV cache, in float32, and at most those of a pass.
 
         ONNX Runtime keeps a copy of the constants, and of most another that its kernels read. Passes have 128 tokens at
-        most. Raises UnsupportedModel for a tensor type without a rule, InvalidArgument for a cache of another type.
+        most. Raises UnsupportedModel for a block or a tensor type without a rule, InvalidArgument for a cache of
+        another type.
         """
         if cache_type != "f16":
             raise InvalidArgument(f"the onnx backend has no KV cache of {cache_type}: use f16, which is float32 here")
         graph = build_model(model, spec, n_ctx, self.info.style, taps=True)
-        return plan_graph(graph, spec, n_ctx, n_batch)
+        return plan_graphs([graph], spec, n_ctx, n_batch)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
-    ) -> OnnxSession:
+    ) -> OnnxModel:
         """Build the graph and load it. The file may be closed afterwards. Raises UnsupportedModel, BackendLost."""
-        return OnnxSession(model, spec, plan, device, self.info, progress)
+        return OnnxModel(model, spec, plan, device, self.info, progress)
 
 
-def plan_graph(graph: Graph, spec: ModelSpec, n_ctx: int, n_batch: int, others: Sequence[Graph] = ()) -> MemoryPlan:
-    """Bytes of a decoder's graph, of the one that moves rows of its cache, and of others; see OnnxBackend.plan."""
+def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, n_ctx: int, n_batch: int, n_rows: int = 0) -> MemoryPlan:
+    """Bytes of the graphs of a decoder, and of the one that moves rows of its cache; see OnnxBackend.plan.
+
+    n_rows: numbers of a row that a head's features are made of.
+    """
     n_batch = min(n_batch, n_ctx, _MAX_BATCH)
-    widths = 12 * spec.n_embd + 4 * (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim + 4 * spec.n_ff
-    widths += 0 if spec.combine is None else 2 * spec.combine.n_rows
-    n_activations = n_batch * (widths + 2 * spec.n_heads * n_ctx + 2 * spec.n_logits)
-    n_cache = 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
-    use = MemoryUse(constant_bytes([graph, build_move(spec), *others]), 4 * n_cache, 4 * n_activations)
+    mixers, ffns = [layer.mixer for layer in spec.layers], [layer.ffn for layer in spec.layers]
+    widths = 12 * spec.n_embd + 2 * n_rows + 4 * max((mixer.n_q + 2 * mixer.n_kv for mixer in mixers), default=0)
+    widths += 4 * max((ffn.n_ff for ffn in ffns), default=0)
+    n_heads = max((mixer.n_heads for mixer in mixers), default=0)
+    n_activations = n_batch * (widths + 2 * n_heads * n_ctx + 2 * spec.n_logits)
+    n_cache = sum(2 * mixer.n_kv * n_ctx for mixer in mixers)
+    use = MemoryUse(constant_bytes([build_move(spec), *graphs]), 4 * n_cache, 4 * n_activations)
     return MemoryPlan(n_ctx, n_batch, use)
 
 
+class Cache:
+    """Keys and values of one text, and where its passes find them.
+
+    n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are wanted.
+    """
+
+    def __init__(self, provider: ProviderInfo, spec: ModelSpec, n_ctx: int) -> None:
+        self.n_ctx = n_ctx
+        self.buffers: dict[str, Buffer] = {}
+        self.bindings: dict[tuple[str, ...], Binding] = {}
+        for index, block in enumerate(layer.mixer for layer in spec.layers):
+            for kind in ("key", "value"):
+                buffer = Buffer(provider, (1, block.n_kv_heads, n_ctx, block.head_dim))
+                self.buffers |= {f"past_{kind}.{index}": buffer, f"present_{kind}.{index}": buffer}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(buffer.n_bytes for name, buffer in self.buffers.items() if name.startswith("past"))
+
+
 class OnnxDecoder:
-    """A graph in memory with its KV cache: what sessions of models and of draft heads have in common."""
+    """A graph in memory; see DeviceDecoder. plan: its n_ctx is that of the graph."""
 
     def __init__(
         self,
@@ -94,131 +116,89 @@ class OnnxDecoder:
         progress: Progress | None = None,
     ) -> None:
         self.spec = spec
-        self.n_ctx = plan.n_ctx
-        self.n_batch = plan.n_batch
-        self._use = plan.use
-        self._n_past = 0
-        self._parents = np.empty(0, dtype=np.int32)  # of what is pending; its row i is in slot n_past + i
+        self.provider = provider
+        self.n_threads = device.n_threads
+        self._plan = plan
         self._has_slots = any(value.name == "cache_slots" for value in graph.inputs)
         self._windows = windows_of(spec)
-        self._program: Program | None = Program(graph, provider, device.n_threads, progress)
-        move = build_move(spec)
-        self._move = Program(move, provider, device.n_threads) if spec.n_layers else None
-        shape = (1, spec.n_kv_heads, plan.n_ctx, spec.head_dim)
-        self._caches: dict[str, Buffer] = {}
-        for layer in range(spec.n_layers):
-            for kind in ("key", "value"):
-                buffer = Buffer(provider, shape)
-                self._caches |= {f"past_{kind}.{layer}": buffer, f"present_{kind}.{layer}": buffer}
-        self._bindings: dict[tuple[str, ...], Binding] = {}  # by the outputs that are wanted
+        self.program = Program(graph, provider, device.n_threads, progress)
+        self._move = Program(build_move(spec), provider, device.n_threads) if spec.layers else None
 
-    @property
-    def n_past(self) -> int:
-        """Number of committed tokens."""
-        self._open()
-        return self._n_past
+    def new_cache(self, n_ctx: int) -> Cache:
+        """See DeviceDecoder.new_cache. A graph with slots has a cache of the size that was planned."""
+        whole = self._plan.n_ctx
+        for rope in {layer.mixer.rope for layer in self.spec.layers} - {None}:
+            assert rope is not None
+            if rope.of_context(n_ctx) != rope.of_context(whole):
+                raise InvalidArgument(
+                    f"a session of {n_ctx} positions has other rotations than the graph, which was made for {whole}: "
+                    f"load the model with n_ctx {n_ctx}"
+                )
+        return Cache(self.provider, self.spec, whole if self._has_slots else n_ctx)
 
-    def commit(self, path: ArrayLike) -> None:
-        """See Session.commit."""
-        self._open()
-        rows = check_path(path, self._parents)
-        if self._move is not None and not np.array_equal(rows, np.arange(len(rows))):
-            binding = self._move.binding(self._caches)
-            slots = self._n_past + np.arange(len(rows), dtype=np.int64)
-            binding.give({"rows": self._n_past + rows.astype(np.int64), "slots": slots})
-            self._move.run(binding)
-        self._parents = np.empty(0, dtype=np.int32)
-        self._n_past += len(rows)
-
-    def truncate(self, n_past: int) -> None:
-        """See Session.truncate."""
-        self._open()
-        if not 0 <= n_past <= self._n_past:
-            raise ShapeError(f"n_past must be in 0..{self._n_past}: found {n_past}")
-        self._n_past = n_past
-        self._parents = np.empty(0, dtype=np.int32)
+    def cache_bytes(self, cache: Cache) -> int:
+        """See DeviceDecoder.cache_bytes."""
+        return cache.n_bytes
 
     def memory(self) -> MemoryUse:
-        """Bytes of the KV cache; of the constants and of a pass those that were planned."""
-        self._open()
-        cache = sum(buffer.n_bytes for name, buffer in self._caches.items() if name.startswith("past"))
-        return MemoryUse(self._use.weights, cache, self._use.activations)
+        """Bytes of the constants and of a pass, as they were planned."""
+        return MemoryUse(self._plan.use.weights, 0, self._plan.use.activations)
+
+    def begin(self) -> None:
+        """See DeviceDecoder.begin."""
+        self.program.start()
 
     def interrupt(self) -> None:
-        """See Session.interrupt. It is looked for before each operator."""
-        if self._program is not None:
-            self._program.interrupt()
+        """See DeviceDecoder.interrupt. It is looked for before each operator."""
+        self.program.interrupt()
 
-    def close(self) -> None:
-        """Give the memory back. Further calls raise."""
-        self._program = self._move = None
-        self._bindings, self._caches = {}, {}
-
-    def _forward(
+    def forward(
         self,
-        ids: TokenIds,
-        parents: ArrayLike | None,
-        n_pending: int,
-        logits: LogitsRows,
+        cache: Cache,
+        batch: Batch,
+        rows: NDArray[np.int32],
+        out: Logits,
         taps: Sequence[int],
-        features: Features | None = None,
-    ) -> Output:
-        """Run tokens behind the first n_pending of those that are; see HeadSession.forward."""
-        n = len(ids)
-        rows = check_rows(logits, n)
-        links, is_chain = check_links(self._parents[:n_pending], parents, n, self.n_batch)
-        self._open().start()
-        self._parents = np.empty(0, dtype=np.int32)
-        out = np.empty((len(rows), self.spec.n_logits), dtype=np.float32)
-        tapped = np.empty((len(taps), n, self.spec.n_embd), dtype=np.float32)
-        for first in range(0, n, self.n_batch):
-            last = min(first + self.n_batch, n)
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            family = _family(links, is_chain, n_pending + first, n_pending + last)
-            given: dict[str, NDArray[Any]] = {
-                "input_ids": ids[None, first:last].astype(np.int64),
-                "logit_rows": rows[wanted] - np.int64(first),
-            }
-            if features is not None:
-                given["features"] = features[None, first:last]
-            of_chunk = np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
-            states = np.empty((len(taps), 1, last - first, self.spec.n_embd), dtype=np.float32)
-            self._run(given | self._places(*family), taps, of_chunk, states)
-            out[wanted] = of_chunk
-            tapped[:, first:last] = states[:, 0]
-        self._parents = links
-        return Output(out, tapped if taps else None)
-
-    def _run(
-        self,
-        given: dict[str, NDArray[Any]],
-        taps: Sequence[int],
-        out: NDArray[np.float32],
-        states: NDArray[np.float32],
+        tapped: HiddenStates,
     ) -> None:
-        """One pass. out: (m, n_logits), states: (len(taps), 1, n, n_embd), to be written."""
-        program = self._open()
+        """See DeviceDecoder.forward."""
+        given: dict[str, NDArray[Any]] = {
+            "input_ids": batch.ids[None].astype(np.int64),
+            "logit_rows": rows.astype(np.int64),
+        }
+        if batch.features is not None:
+            given["features"] = batch.features[None]
         names = ["hidden_states" if tap == self.spec.n_layers else f"layer_output.{tap}" for tap in taps]
-        taken = dict(zip(names, states, strict=True)) | ({"logits": out} if len(out) else {})
+        taken = dict(zip(names, tapped[:, None], strict=True)) | ({"logits": out} if len(out) else {})
         key = tuple(taken)
-        if key not in self._bindings:
-            self._bindings[key] = program.binding(self._caches)
-        binding = self._bindings[key]
-        binding.give(given)
+        if key not in cache.bindings:
+            cache.bindings[key] = self.program.binding(cache.buffers)
+        binding = cache.bindings[key]
+        binding.give(given | self._places(cache, batch))
         binding.take(taken)
-        program.run(binding)
+        self.program.run(binding)
 
-    def _places(self, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """The inputs that say where tokens stand; see _family, of the tokens that are not committed."""
-        n, first = len(seen), len(depths) - len(seen)
-        n_slots = self.n_ctx if self._has_slots else self._n_past + len(depths)
+    def keep_path(self, cache: Cache, rows: NDArray[np.int32], n_past: int) -> None:
+        """See DeviceDecoder.keep_path."""
+        if self._move is not None:
+            binding = self._move.binding(cache.buffers)
+            slots = n_past + np.arange(len(rows), dtype=np.int64)
+            binding.give({"rows": n_past + rows.astype(np.int64), "slots": slots})
+            self._move.run(binding)
+
+    def _places(self, cache: Cache, batch: Batch) -> dict[str, NDArray[Any]]:
+        """The inputs that say where tokens stand, and what they see."""
+        n, n_past = len(batch), batch.n_past
+        n_nodes = batch.first + n  # that stand behind n_past, these the last of them
+        n_slots = cache.n_ctx if self._has_slots else n_past + n_nodes
         positions = np.zeros(n_slots, dtype=np.int64)  # by slot
-        positions[: self._n_past] = np.arange(self._n_past)
-        positions[self._n_past :][: len(depths)] = self._n_past + depths
+        positions[:n_past] = np.arange(n_past)
+        positions[n_past:][:n_nodes] = batch.positions
         visible = np.zeros((n, n_slots), dtype=np.bool_)
-        visible[:, : self._n_past] = True
-        visible[:, self._n_past :][:, : len(depths)] = seen
-        slots = self._n_past + first + np.arange(n, dtype=np.int64)
+        visible[:, :n_past] = True
+        sees = np.tri(n, dtype=np.bool_) if batch.sees is None else batch.sees[batch.first :].astype(np.bool_)
+        visible[:, n_past:][:, :n_nodes] = sees
+        slots = n_past + batch.first + np.arange(n, dtype=np.int64)
         own = positions[slots]
         given: dict[str, NDArray[Any]] = {"position_ids": own[None]}
         for window in self._windows:
@@ -226,16 +206,9 @@ class OnnxDecoder:
             given[bias_name(window)] = np.where(near, np.float32(0), np.float32(HIDDEN))[None, None]
         return given | ({"cache_slots": slots} if self._has_slots else {})
 
-    def _open(self) -> Program:
-        if self._program is None:
-            raise EdgeInferError("this session is closed")
-        return self._program
 
-
-class OnnxSession(OnnxDecoder):
-    """See edgeinfer.backends.base.Session."""
-
-    is_exact = False
+class OnnxModel(DeviceModel[OnnxDecoder]):
+    """See edgeinfer.backends.base.Model. The file may be closed afterwards."""
 
     def __init__(
         self,
@@ -247,41 +220,4 @@ class OnnxSession(OnnxDecoder):
         progress: Progress | None = None,
     ) -> None:
         graph = build_model(model, spec, plan.n_ctx, provider.style, taps=True)
-        super().__init__(graph, spec, plan, device, provider, progress)
-
-    def forward(
-        self,
-        tokens: ArrayLike,
-        parents: ArrayLike | None = None,
-        *,
-        logits: LogitsRows = "last",
-        hidden: bool | Sequence[int] = False,
-    ) -> Output:
-        """See Session.forward. A tree must fit into one batch of n_batch tokens; a chain may have any length.
-
-        Raises BackendLost if the provider fails.
-        """
-        self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
-        return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
-
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there."""
-        self.truncate(0)
-        return 0
-
-
-def _family(
-    links: NDArray[np.int32], is_chain: bool, first: int, last: int
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Of rows below last: which each of those from first on sees, (last - first, last), and the depths of all, (last,).
-
-    A row sees itself and its ancestors.
-    """
-    if is_chain:
-        return np.tri(last - first, last, first, dtype=np.bool_), np.arange(last)
-    sees = np.eye(last, dtype=np.bool_)
-    for row, parent in enumerate(links[:last].tolist()):
-        if parent >= 0:
-            sees[row] |= sees[parent]
-    return sees[first:], sees.sum(axis=1) - 1
+        super().__init__(OnnxDecoder(graph, spec, plan, device, provider, progress), plan)

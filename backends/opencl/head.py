@@ -2,52 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress, check_features, check_pending, check_tokens
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.checks import check_features, check_session_size, check_tokens
+from edgeinfer.backends.device_session import DeviceHeadModel, DeviceHeadSession
+from edgeinfer.backends.opencl.decoder import Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
-from edgeinfer.backends.opencl.parts import ModelParts
-from edgeinfer.backends.opencl.session import OpenCLDecoder, plan_parts
+from edgeinfer.backends.opencl.parts import ModelParts, head_activation_bytes
+from edgeinfer.backends.opencl.session import DraftingText, plan_parts
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
+from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, Nodes, Output
+from edgeinfer.types import Device, MemoryPlan, Nodes
 
 
 class OpenCLHeadBackend:
-    """Makes sessions of heads beside a target, as OpenCLBackend does of models; the device is that of `info`."""
+    """Loads heads beside a target, as OpenCLBackend does models; the device is that of `info`."""
 
     def __init__(self, info: DeviceInfo | None, target: ModelFile, target_spec: ModelSpec) -> None:
         self.info = choose_device() if info is None else info
         self._target = target, target_spec
 
-    def plan(self, head: ModelFile, spec: ModelSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+    def plan(self, head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
         """Bytes of all buffers on the device, its copy of the target's embeddings among them; see OpenCLBackend.plan.
 
-        spec: DraftHeadSpec.decoder. Raises UnsupportedModel for a head of another kind than the gate's.
+        Raises UnsupportedModel for a head with another front than GatedFusion, or that is fed by several layers.
         """
-        parts = ModelParts.read_head(head, spec, *self._target)
-        return plan_parts(head, parts, spec, n_ctx, n_batch, self.info)
+        n_batch, parts = min(n_batch, n_ctx), ModelParts.read_head(head, spec, *self._target)
+        activations = head_activation_bytes(spec.decoder, n_batch)
+        return plan_parts(head, parts, spec.decoder, n_ctx, n_batch, activations, self.info)
 
-    def load(self, head: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device) -> OpenCLHead:
+    def load(
+        self, head: ModelFile, spec: HeadSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
+    ) -> OpenCLHeadModel:
         """See OpenCLBackend.load. Both files may be closed afterwards."""
-        return OpenCLHead(head, spec, *self._target, plan, OpenCLDevice(self.info))
+        return OpenCLHeadModel(head, spec, *self._target, plan, OpenCLDevice(self.info), progress)
 
 
-class OpenCLHead(OpenCLDecoder):
-    """See edgeinfer.backends.base.HeadSession. Both files may be closed afterwards.
+class OpenCLHeadModel(DeviceHeadModel[Decoder]):
+    """See edgeinfer.backends.base.HeadModel. Both files may be closed afterwards.
 
-    device: not shared with another session.
+    device: not shared with another model.
     """
 
     def __init__(
         self,
         head: ModelFile,
-        spec: ModelSpec,
+        spec: HeadSpec,
         target: ModelFile,
         target_spec: ModelSpec,
         plan: MemoryPlan,
@@ -55,29 +60,15 @@ class OpenCLHead(OpenCLDecoder):
         progress: Progress | None = None,
     ) -> None:
         parts = ModelParts.read_head(head, spec, target, target_spec)
-        scaled = replace(spec, embedding_scale=target_spec.embedding_scale)
-        super().__init__(parts, scaled, plan, device, progress)
-        assert parts.draft_vocab is not None  # heads have one
-        self._draft_vocab = parts.draft_vocab
+        super().__init__(Decoder(device, parts, spec.decoder, plan.n_batch, progress), spec, plan)
 
-    def forward(
-        self,
-        tokens: ArrayLike,
-        features: ArrayLike,
-        parents: ArrayLike | None = None,
-        *,
-        n_pending: int = 0,
-        logits: LogitsRows = "last",
-    ) -> Output:
-        """See HeadSession.forward. All rows of a tree must fit into n_batch.
+    def session(self, n_ctx: int | None = None) -> OpenCLHead:
+        """See HeadModel.session."""
+        return OpenCLHead(self, check_session_size(n_ctx, self.n_ctx))
 
-        Raises BackendLost if the device fails.
-        """
-        self._open()
-        n_pending = check_pending(n_pending, len(self._parents))
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past + n_pending, self.n_ctx)
-        rows = check_features(features, len(ids), self.spec.n_embd)
-        return self._forward(ids, parents, n_pending, logits, (self.spec.feature_tap,), rows)
+
+class OpenCLHead(DeviceHeadSession[Decoder], DraftingText):
+    """See edgeinfer.backends.base.DraftingHead."""
 
     def draft(
         self,
@@ -94,17 +85,13 @@ class OpenCLHead(OpenCLDecoder):
         there have p 0. Raises BackendLost if the device fails.
         """
         self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
+        n_tokens, vocabulary = self.spec.decoder.n_vocab, self.spec.draft_vocab
+        ids = check_tokens(tokens, n_tokens, self._n_past, self.n_ctx)
         rows = check_features(features, len(ids), self.spec.n_embd)
         path: list[int] = []
         if np.size(np.asarray(assumed)):
-            path = check_tokens(assumed, self.spec.n_vocab, self._n_past + len(ids), self.n_ctx).tolist()
-        n_logits = len(self._draft_vocab) if n_vocab is None else int(np.searchsorted(self._draft_vocab, n_vocab))
+            path = check_tokens(assumed, n_tokens, self._n_past + len(ids), self.n_ctx).tolist()
+        n_logits = len(vocabulary) if n_vocab is None else int(np.searchsorted(vocabulary, n_vocab))
         if not n_logits:
             raise InvalidArgument(f"one of the head's tokens must be below n_vocab {n_vocab}: found none")
         return self._draft(ids, n_levels, width, n_logits, rows, path)
-
-    def combine(self, rows: ArrayLike) -> Features:
-        """See HeadSession.combine: the rows themselves."""
-        self._open()
-        return check_features(rows, len(np.asarray(rows)), self.spec.n_embd)

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vector_of
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import LayerTensors, ModelSpec, RopeSpec, TensorRef
-from edgeinfer.models.draft_head import read_head
+from edgeinfer.models import Attention, Dense, ModelSpec, QueryTemperature, RopeSpec, TensorRef, check_blocks
+from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.spec import weights_of
 
 TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
 MAX_NODES = 128  # of a tree that it chooses
 HEAD_ROWS = 32  # rows of logits at once
+
+# The fields of blocks that are looked at here and in decoder.py; see check_blocks.
+BLOCKS: dict[type, tuple[str, ...]] = {
+    Attention: (
+        *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
+        *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
+        *("q_bias", "k_bias", "v_bias", "output_bias"),
+    ),
+    Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
+}
+FRONTS: dict[type, tuple[str, ...]] = {GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix")}
+
+
+def check_spec(spec: ModelSpec, path: object) -> None:
+    """Raises UnsupportedModel for blocks, or fields of blocks, that do not run here."""
+    check_blocks(spec.blocks(), BLOCKS, "opencl", path)
+    for index, layer in enumerate(spec.layers):
+        if layer.mixer.n_in != spec.n_embd:
+            raise UnsupportedModel(
+                f"{path}: layers.{index}.mixer attends from rows of {layer.mixer.n_in} numbers, other than the "
+                f"model's {spec.n_embd}, which the opencl backend cannot run: use another backend"
+            )
+
+
+def check_head(spec: HeadSpec, path: object) -> GatedFusion:
+    """The front of a head. Raises UnsupportedModel for a head that does not run here."""
+    front = spec.front
+    if not isinstance(front, GatedFusion) or spec.features is not None:
+        kind = "draft heads that are fed by several layers" if isinstance(front, GatedFusion) else "EAGLE-3 heads"
+        raise UnsupportedModel(f"{path}: {kind} do not run on OpenCL: run them on the native engine (-md)")
+    check_blocks([("front", front)], FRONTS, "opencl", path)
+    check_spec(spec.decoder, path)
+    return front
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,20 +74,32 @@ class LinearParts:
         return sizes
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """What a layer is made of, in the file. norms: by their names in LayerTensors."""
+Norms = dict[str, NDArray[np.float32]]  # of a block, by role
 
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """The tensors of an Attention."""
+
+    block: Attention
     qkv: LinearParts
-    attn_output: LinearParts
+    output: LinearParts
+    norms: Norms
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """The tensors of a Dense."""
+
+    block: Dense
     gate_up: LinearParts
     down: LinearParts
-    norms: dict[str, NDArray[np.float32]]
+    norms: Norms
 
 
 @dataclass(frozen=True)
-class GateParts:
-    """What a draft head begins with; see GateTensors."""
+class FusionParts:
+    """The tensors of a GatedFusion."""
 
     feature: LinearParts
     token_norm: NDArray[np.float32]
@@ -61,46 +111,51 @@ class GateParts:
 class ModelParts:
     """What a model or a draft head is made of, in the file; output is None where it is the embedding.
 
-    output_norm, gate: None where there is none.  draft_vocab: (n_draft,) int32, tokens that the rows of output are
+    output_norm, fusion: None where there is none.  draft_vocab: (n_logits,) int32, tokens that the rows of output are
     for; None where they are for the first ones.
     """
 
     token_embd: LinearParts
     output: LinearParts | None
     output_norm: NDArray[np.float32] | None
-    layers: tuple[LayerParts, ...]
-    gate: GateParts | None = None
+    layers: tuple[tuple[AttentionParts, DenseParts], ...]
+    fusion: FusionParts | None = None
     draft_vocab: NDArray[np.int32] | None = None
 
     @classmethod
     def read(cls, model: ModelFile, spec: ModelSpec) -> ModelParts:
         """Find all tensors, without converting any. Raises UnsupportedModel."""
+        check_spec(spec, model.path)
+        assert spec.token_embd is not None and spec.output is not None  # whole models have them
         return cls(
             token_embd=_linear(model, [spec.token_embd]),
             output=None if spec.tied_embeddings else _linear(model, [spec.output]),
             output_norm=None if spec.output_norm is None else vector_of(model, spec.output_norm),
-            layers=tuple(_layer(model, names) for names in spec.layers),
+            layers=_layers(model, spec),
         )
 
     @classmethod
-    def read_head(cls, head: ModelFile, spec: ModelSpec, target: ModelFile, target_spec: ModelSpec) -> ModelParts:
-        """The same of a head, with its target's embeddings. spec: DraftHeadSpec.decoder. Raises UnsupportedModel."""
-        names = spec.gate
-        if names is None or spec.combine is not None:
-            kind = "EAGLE-3 heads" if names is None else "draft heads that are fed by several layers"
-            raise UnsupportedModel(f"{head.path}: {kind} do not run on OpenCL: run them on the native engine (-md)")
+    def read_head(cls, head: ModelFile, spec: HeadSpec, target: ModelFile, target_spec: ModelSpec) -> ModelParts:
+        """The same of a head, with its target's embeddings. Raises UnsupportedModel."""
+        front, decoder = check_head(spec, head.path), spec.decoder
+        assert target_spec.token_embd is not None
+        if decoder.token_embd is not None or decoder.output is None or decoder.output_norm is not None:
+            raise UnsupportedModel(
+                f"{head.path}: on OpenCL a draft head has its target's embeddings, an output matrix and no norm before "
+                "it: run others on the native engine (-md)"
+            )
         return cls(
             token_embd=_linear(target, [target_spec.token_embd]),
-            output=_linear(head, [spec.output]),
+            output=_linear(head, [decoder.output]),
             output_norm=None,
-            layers=tuple(_layer(head, names) for names in spec.layers),
-            gate=GateParts(
-                feature=_linear(head, [names.feature]),
-                token_norm=vector_of(head, names.token_norm),
-                token=_linear(head, [names.token]),
-                mix=_linear(head, [names.mix]),
+            layers=_layers(head, decoder),
+            fusion=FusionParts(
+                feature=_linear(head, [front.feature]),
+                token_norm=vector_of(head, front.token_norm),
+                token=_linear(head, [front.token]),
+                mix=_linear(head, [front.mix]),
             ),
-            draft_vocab=read_head(head).draft_vocab,
+            draft_vocab=spec.draft_vocab,
         )
 
     def buffer_bytes(self) -> Iterator[int]:
@@ -118,34 +173,46 @@ class ModelParts:
     def _norms(self) -> Iterator[NDArray[np.float32]]:
         if self.output_norm is not None:
             yield self.output_norm
-        if self.gate is not None:
-            yield self.gate.token_norm
-        for layer in self.layers:
-            yield from layer.norms.values()
+        if self.fusion is not None:
+            yield self.fusion.token_norm
+        for mixer, ffn in self.layers:
+            yield from (*mixer.norms.values(), *ffn.norms.values())
 
     def _linears(self) -> Iterator[LinearParts]:
         yield self.token_embd
         if self.output is not None:
             yield self.output
-        if self.gate is not None:
-            yield from (self.gate.feature, self.gate.token, self.gate.mix)
-        for layer in self.layers:
-            yield from (layer.qkv, layer.attn_output, layer.gate_up, layer.down)
+        if self.fusion is not None:
+            yield from (self.fusion.feature, self.fusion.token, self.fusion.mix)
+        for mixer, ffn in self.layers:
+            yield from (mixer.qkv, mixer.output, ffn.gate_up, ffn.down)
 
 
-def _layer(model: ModelFile, names: LayerTensors) -> LayerParts:
-    norms = {role: ref for role, ref in vars(names).items() if role.endswith("_norm") and ref is not None}
-    return LayerParts(
-        qkv=_linear(
-            model,
-            [names.attn_q, names.attn_k, names.attn_v],
-            [names.attn_q_bias, names.attn_k_bias, names.attn_v_bias],
-        ),
-        attn_output=_linear(model, [names.attn_output], [names.attn_output_bias]),
-        gate_up=_linear(model, [names.ffn_gate, names.ffn_up]),
-        down=_linear(model, [names.ffn_down]),
-        norms={role: vector_of(model, ref) for role, ref in norms.items()},
+def _layers(model: ModelFile, spec: ModelSpec) -> tuple[tuple[AttentionParts, DenseParts], ...]:
+    return tuple((_attention(model, layer.mixer), _dense(model, layer.ffn)) for layer in spec.layers)
+
+
+def _attention(model: ModelFile, block: Attention) -> AttentionParts:
+    return AttentionParts(
+        block,
+        qkv=_linear(model, [block.q, block.k, block.v], [block.q_bias, block.k_bias, block.v_bias]),
+        output=_linear(model, [block.output], [block.output_bias]),
+        norms=_norms_of(model, block),
     )
+
+
+def _dense(model: ModelFile, block: Dense) -> DenseParts:
+    return DenseParts(
+        block,
+        gate_up=_linear(model, [block.gate, block.up]),
+        down=_linear(model, [block.down]),
+        norms=_norms_of(model, block),
+    )
+
+
+def _norms_of(model: ModelFile, block: Any) -> Norms:
+    weights = weights_of("", block)
+    return {each.role: vector_of(model, each.tensor) for each in weights if each.role.endswith("norm")}
 
 
 def _linear(model: ModelFile, refs: Sequence[TensorRef], biases: Sequence[TensorRef | None] = ()) -> LinearParts:
@@ -159,47 +226,95 @@ def _linear(model: ModelFile, refs: Sequence[TensorRef], biases: Sequence[Tensor
     return LinearParts(joined(parts), np.concatenate(vectors))
 
 
-def kv_bytes(spec: ModelSpec, n_ctx: int) -> int:
-    """Bytes of the keys, and as many again of the values; a buffer has at least 4."""
-    return max(4, 2 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim)
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(spec: ModelSpec, n_ctx: int, n_batch: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class AttentionShape:
+    """What kernels are built for; layers of one shape have their keys in one buffer, and their values in another."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, block: Attention) -> AttentionShape:
+        """That of a block."""
+        return cls(block.n_heads, block.n_kv_heads, block.head_dim)
+
+    def kv_bytes(self, n_layers: int, n_ctx: int) -> int:
+        """Bytes of the keys of so many layers, and as many again of the values."""
+        return 2 * n_layers * self.n_kv_heads * n_ctx * self.head_dim
+
+
+def shapes_of(spec: ModelSpec) -> dict[AttentionShape, int]:
+    """The shapes of attention, each with the number of its layers."""
+    shapes: dict[AttentionShape, int] = {}
+    for layer in spec.layers:
+        shape = AttentionShape.of(layer.mixer)
+        shapes[shape] = shapes.get(shape, 0) + 1
+    return shapes
+
+
+def ropes_of(spec: ModelSpec) -> list[RopeSpec]:
+    """The rotations that differ."""
+    return list(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
+
+
+Scaling = tuple[float, QueryTemperature | None]
+
+
+def scaling_of(block: Attention) -> Scaling:
+    """What the factors of queries follow from."""
+    return block.scale, block.query_temperature
+
+
+def scalings_of(spec: ModelSpec) -> dict[Scaling, Attention]:
+    """What the factors of queries follow from, where it differs, each with a block that has it."""
+    return {scaling_of(layer.mixer): layer.mixer for layer in spec.layers}
+
+
+def kv_buffer_bytes(spec: ModelSpec, n_ctx: int) -> list[int]:
+    """Bytes of each buffer of keys; there are as many of values."""
+    return [shape.kv_bytes(n_layers, n_ctx) for shape, n_layers in shapes_of(spec).items()]
+
+
+def activation_bytes(spec: ModelSpec, n_batch: int) -> dict[str, int]:
     """Bytes of each buffer that a pass of n_batch tokens works in, by name."""
-    n_q = spec.n_heads * spec.head_dim
-    gated = {} if spec.gate is None else {"features": n_batch * spec.n_embd, "pairs": 2 * n_batch * spec.n_embd}
-    widest = max(spec.n_embd if spec.gate is None else 2 * spec.n_embd, n_q, spec.n_ff)
+    return _activation_bytes(spec, n_batch, spec.n_embd)
+
+
+def head_activation_bytes(spec: ModelSpec, n_batch: int) -> dict[str, int]:
+    """The same of a draft head's decoder, with what its front works in."""
+    of_front = {"features": 4 * n_batch * spec.n_embd, "pairs": 8 * n_batch * spec.n_embd}
+    return _activation_bytes(spec, n_batch, 2 * spec.n_embd) | of_front
+
+
+def _activation_bytes(spec: ModelSpec, n_batch: int, n_in: int) -> dict[str, int]:
+    """n_in: the longest row that is read beside those of the layers."""
+    mixers, ffns = [layer.mixer for layer in spec.layers], [layer.ffn for layer in spec.layers]
+    n_q = max((mixer.n_q for mixer in mixers), default=0)
+    n_ff = max((ffn.n_ff for ffn in ffns), default=0)
+    widest, n_rows = max(n_in, n_q, n_ff), max(n_batch, HEAD_ROWS)
     sizes = {
         "x": n_batch * spec.n_embd,
-        "normed": max(n_batch, HEAD_ROWS) * spec.n_embd,
+        "normed": n_rows * spec.n_embd,
         "added": n_batch * spec.n_embd,
-        "qkv": n_batch * (n_q + 2 * spec.n_kv_heads * spec.head_dim),
+        "qkv": n_batch * max((mixer.n_q + 2 * mixer.n_kv for mixer in mixers), default=0),
         "heads": n_batch * n_q,
-        "gate_up": n_batch * 2 * spec.n_ff,
-        "gated": n_batch * spec.n_ff,
-        "scales": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
-        "sums": max(n_batch, HEAD_ROWS) * (widest // RUN + 1),
+        "gate_up": n_batch * 2 * n_ff,
+        "gated": n_batch * n_ff,
+        "scales": n_rows * (widest // RUN + 1),
+        "sums": n_rows * (widest // RUN + 1),
         "logits": HEAD_ROWS * spec.n_logits,
         "ids": n_batch,
-        "rows": max(n_batch, HEAD_ROWS, MAX_NODES),
+        "rows": max(n_rows, MAX_NODES),
         "positions": max(n_batch, MAX_NODES),
-        "query_scales": n_batch,
         "candidates": MAX_NODES * TOP,
-        "chances": MAX_NODES * TOP,
-        **{name: MAX_NODES for name in ("node_ids", "parents", "node_chances", "reach")},
+        "probabilities": MAX_NODES * TOP,
+        **{name: MAX_NODES for name in ("node_ids", "parents", "node_probabilities", "path_probabilities")},
+        **{f"query_scales{i}": n_batch for i in range(len(scalings_of(spec)))},
+        **{f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(ropes_of(spec))},
     }
-    sizes |= gated | {f"turns{i}": n_batch * rope.n_dims for i, rope in enumerate(ropes_of(spec, n_ctx)[0])}
-    whole = {"codes": max(n_batch, HEAD_ROWS) * widest, "sees": max(n_batch, MAX_NODES) ** 2}
-    return {name: 4 * n for name, n in sizes.items()} | whole
-
-
-def ropes_of(spec: ModelSpec, n_ctx: int) -> tuple[list[RopeSpec], list[int | None]]:
-    """The rotations that differ, and for each layer the index of its own."""
-    ropes: list[RopeSpec] = []
-    of_layers: list[int | None] = []
-    for attention in spec.attention:
-        rope = attention.rope and attention.rope.of_context(n_ctx)
-        if rope is not None and rope not in ropes:
-            ropes.append(rope)
-        of_layers.append(None if rope is None else ropes.index(rope))
-    return ropes, of_layers
+    whole = {"codes": n_rows * widest, "sees": max(n_batch, MAX_NODES) ** 2}
+    return {name: max(4, 4 * n) for name, n in sizes.items()} | whole

@@ -1,6 +1,6 @@
-"""The command line. One file a command, imported when it is called, so that `--help` is quick.
+"""The command line. One file per command, imported when it is called, so that `--help` is fast.
 
-Exit codes are those of `edgeinfer.errors`, and in `--help`.
+Exit codes are those of `edgeinfer.errors`; `--help` lists them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _EXIT_CODES = (
     "4 it does not fit into memory, 5 a backend was lost, 130 interrupted."
 )
 COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name>.<name>
-    "chat": "Talk with a model.",
+    "chat": "Chat with a model.",
     "generate": "Complete a text.",
-    "inspect": "Show what a GGUF model file holds.",
-    "bench": "Measure how fast a model runs here.",
-    "pack": "Make a model load in milliseconds.",
-    "export": "Write a model in another format.",
-    "devices": "Show the devices that can run models.",
+    "inspect": "Show the contents of a GGUF file.",
+    "bench": "Measure the speed of a model here.",
+    "pack": "Pack a model to load in milliseconds.",
+    "export": "Convert a model to another format.",
+    "devices": "List the devices that can run models.",
     "distill": "Train a draft head for a model.",
-    "evaluate": "Tell how often a draft head is right.",
+    "evaluate": "Measure the acceptance of a draft head.",
 }
 
 
@@ -60,7 +60,7 @@ class _Group(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command line, as click does, and leave with its exit code, whatever the standard streams are."""
+        """Run a command line as click does, and exit with its exit code, whatever the state of the standard streams."""
         run: Callable[..., Any] = super().main  # click's overloads differ from one version to the next
         if not options.get("standalone_mode", True):
             return run(*args, **options)
@@ -130,7 +130,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
 @click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Run language models on the machine at hand."""
+    """Run language models on this machine, with speculative decoding."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end an answer

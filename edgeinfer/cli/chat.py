@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="Answer this message and leave, as TEXT.")
+@click.option("-p", "--prompt", help="The message, same as TEXT.")
 @click.option("-sys", "--system", help="System message.")
-@variable_option("--no-history", is_flag=True, help="Neither read nor write the history of typed lines.")
-@variable_option("--show-reasoning", is_flag=True, help="Show what the model thinks before it answers.")
+@variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed lines.")
+@variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer.")
 @sampling_options
 @json_option
 def chat(
@@ -66,10 +66,11 @@ def chat(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    With TEXT, -p, or standard input that is no terminal, one message is answered and the program leaves. With a text
-    and standard input the message is that, an empty line, and the text: edgeinfer chat "Summarise this." < report.txt
+    With TEXT, -p, or standard input that is not a terminal, one message is answered and the program exits. With both
+    TEXT and standard input, the message is the input, an empty line, and TEXT: edgeinfer chat "Summarise this." <
+    report.txt
 
     The answer goes to standard output, everything else to standard error.
     """

@@ -17,10 +17,10 @@ from edgeinfer.errors import EdgeInferError
 @click.command(cls=Command)
 @json_option
 def devices(as_json: bool) -> None:
-    """Show the devices that can run models.
+    """List the devices that can run models.
 
-    The CPU, those of OpenCL, each tried with a small kernel, and the execution providers of ONNX Runtime, each tried
-    with a small graph. What cannot be used is listed with the reason and what to do.
+    These are the CPU, OpenCL devices (each tried with a small kernel) and execution providers of ONNX Runtime (each
+    tried with a small graph). A device that cannot be used is listed with the reason and what to do.
     """
     found = {"cpu": _cpu(), "opencl": _opencl(), "onnx": _onnx()}
     show(json.dumps(found) if as_json else visible("\n".join(_lines(found))))

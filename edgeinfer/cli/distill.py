@@ -25,12 +25,14 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 
 @click.command(cls=Command)
 @click.argument("target", type=FileName())
-@click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt".')
-@click.option("--out", type=FileName(), required=True, help="The head's GGUF file; the report: .json.")
-@click.option("--held-out", type=_FILE, help="Prompts to judge by, never trained on.  [default: 3 % of the prompts]")
-@click.option("--work", type=FileName(), help="Folder for what is made on the way.  [default: OUT.work]")
-@click.option("--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Of answers to train on.")
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of one answer.")
+@click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
+@click.option("--out", type=FileName(), required=True, help="GGUF file of the head; the report is OUT.json.")
+@click.option("--held-out", type=_FILE, help="Prompts for evaluation only.  [default: 3 % of the prompts]")
+@click.option("--work", type=FileName(), help="Folder for intermediate files.  [default: OUT.work]")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Answer tokens to train on."
+)
+@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Per answer.")
 @click.option(
     "--context", type=click.IntRange(32), default=1024, show_default=True, help="Tokens of prompt and answer."
 )
@@ -39,93 +41,109 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="To each prompt; the second ones come when all have one.",
+    help="Answers per prompt; second ones are made after all first ones.",
 )
 @click.option(
     "--tasks",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="More prompts, built of the answers: summaries, questions about passages, translations, second turns.",
+    help="Further prompts made of the answers: summaries, questions about passages, translations, second turns.",
 )
 @click.option(
     "--texts-of",
     type=FileName(exists=True, file_okay=False),
     multiple=True,
-    help="The --work folder of another run, whose answers are trained on too. Once for each.",
+    help="The --work folder of another run: train on its answers too; may be repeated.",
 )
-@click.option("--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Of first answers, not sampled.")
-@click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of those that are sampled.")
-@click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Prompts to judge by at most.")
-@click.option("--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens it can draft.")
+@click.option(
+    "--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Share of first answers that are greedy."
+)
+@click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of sampled answers.")
+@click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Most prompts for evaluation.")
+@click.option(
+    "--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens the head can draft."
+)
 @click.option("--blocks", type=click.IntRange(0), default=1, show_default=True, help="Decoder blocks behind the gate.")
 @click.option(
     "--taps",
     default="none",
     show_default=True,
-    help="Layers whose rows feed it, as 2,15,29 up to the last; auto: early, middle, last; none: the final row alone.",
+    help="Layers that feed the head, such as 2,15,29; auto: early, middle and last; none: only the final row.",
 )
-@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Times each text is trained on.")
+@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Epochs of training.")
 @click.option(
-    "--rounds", type=click.IntRange(0), default=0, show_default=True, help="More epochs, behind its own drafts too."
+    "--rounds", type=click.IntRange(0), default=0, show_default=True, help="Further epochs, also behind own drafts."
 )
-@click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Of its own drafts, each time.")
+@click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Own drafts per position.")
 @click.option(
     "--steps-from",
     type=_SHARE,
     default=0.0,
     show_default=True,
-    help="Share of the training before which it has one step, in a third of the time of three.",
+    help="Share of the training with one step instead of --steps; one takes a third of the time of three.",
 )
 @click.option(
     "--rounded-from",
     type=_SHARE,
     default=0.6,
     show_default=True,
-    help="Share of the training before which its weights are not rounded to --type.",
+    help="Share of the training after which weights are rounded to --type in each pass.",
 )
 @click.option(
     "--init",
     type=FileName(exists=True, dir_okay=False),
-    help="A head of the same target, whose training goes on; with another --seed, on other answers.",
+    help="A head of the same target to continue from; another --seed gives other answers.",
 )
-@click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions in a batch.")
+@click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions per batch.")
 @click.option(
     "--optimizer",
     type=click.Choice(["muon", "adamw"]),
     default="muon",
     show_default=True,
-    help="Of the matrices; norms have AdamW.",
+    help="For matrices; norms use AdamW.",
 )
 @click.option("--lr", "learning_rate", type=_POSITIVE, default=1e-3, show_default=True, help="Largest learning rate.")
-@click.option("--warm-up", type=_SHARE, default=0.05, show_default=True, help="Share of the training it rises in.")
-@click.option("--feature-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Of the feature loss.")
-@click.option("--token-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Of the cross-entropy.")
-@click.option("--decay", type=_SHARE, default=0.8, show_default=True, help="Of the losses of each further step.")
-@click.option("--noise", type=click.FloatRange(0), default=0.1, show_default=True, help="On features, in their units.")
+@click.option("--warm-up", type=_SHARE, default=0.05, show_default=True, help="Share of the training for warm-up.")
 @click.option(
-    "--evaluate-every", type=click.IntRange(1), default=100, show_default=True, help="Batches; saves as well."
+    "--feature-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Weight of the feature loss."
 )
 @click.option(
-    "--type", type=click.Choice(["f16", "q8_0", "q4_0"]), default="q8_0", show_default=True, help="Of matrices."
+    "--token-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Weight of the cross-entropy."
+)
+@click.option("--decay", type=_SHARE, default=0.8, show_default=True, help="Factor on the loss per further step.")
+@click.option(
+    "--noise", type=click.FloatRange(0), default=0.1, show_default=True, help="Noise on features, in their units."
+)
+@click.option(
+    "--evaluate-every",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Batches between checkpoints.",
+)
+@click.option(
+    "--type", type=click.Choice(["f16", "q8_0", "q4_0"]), default="q8_0", show_default=True, help="Type of matrices."
 )
 @click.option(
     "--gate-type",
     type=click.Choice(["f16", "q8_0", "q4_0"]),
-    help="Of those of gate and attention, which suffer more from few bits.  [default: as --type]",
+    help="Type of gate and attention, which lose more from few bits.  [default: as --type]",
 )
 @click.option(
     "--author",
     type=click.Choice(["auto", "native", "torch"]),
     default="auto",
     show_default=True,
-    help="Of the answers.",
+    help="Engine that generates the answers.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB of features.")
+@click.option(
+    "--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB for features, at most."
+)
 @threads_option
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
-@click.option("--plot", type=FileName(), help="Draw loss and matches over training tokens into a PNG.")
+@click.option("--plot", type=FileName(), help="Plot loss and acceptance over training tokens to a PNG.")
 @json_option
 def distill(
     target: Path,
@@ -139,9 +157,10 @@ def distill(
 ) -> None:
     """Train a draft head for a model.
 
-    TARGET answers the prompts, as it will run; a small head learns to foretell its text, and `-md OUT` drafts with it.
-    Answers, features and checkpoints are kept in a folder: stopped by Ctrl-C, the same command goes on where it was,
-    and ends with the same weights. On several GPUs: torchrun --nproc-per-node N --no-python edgeinfer distill ...
+    TARGET, quantised as it is, answers the prompts; a small head learns to predict its text. `edgeinfer chat -m TARGET
+    -md OUT` drafts with it. Answers, features and checkpoints are kept in a folder: after Ctrl-C the same command
+    continues, and ends with the same weights. For several GPUs: torchrun --nproc-per-node N --no-python edgeinfer
+    distill ...
     """
     try:
         import edgeinfer.training.distill as training

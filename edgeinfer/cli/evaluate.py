@@ -20,10 +20,13 @@ _FILE = FileName(exists=True, dir_okay=False)
 @click.argument("target", type=FileName())
 @click.argument("head", type=_FILE)
 @click.option(
-    "--prompts", type=_FILE, required=True, help='JSON Lines with "turns", a list of texts, or "prompt"; "category".'
+    "--prompts",
+    type=_FILE,
+    required=True,
+    help='JSON Lines with "prompt" or "turns" (a list of texts), and "category".',
 )
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="Of the answers.")
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Of one answer.")
+@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Per answer.")
 @click.option(
     "--context", type=click.IntRange(32), default=2048, show_default=True, help="Tokens of prompt and answer."
 )
@@ -31,11 +34,11 @@ _FILE = FileName(exists=True, dir_okay=False)
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
 @json_option
 def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: Any) -> None:
-    """Tell how often a draft head is right.
+    """Measure the acceptance of a draft head.
 
-    TARGET answers the prompts; at each token of the answers HEAD drafts, and what it drafts is compared with what
-    follows: matches by depth, of drafts behind right ones, and the tokens a step with trees of 4, 8 and 16 nodes, in
-    all and by category.
+    TARGET answers the prompts. At each token of the answers HEAD drafts, and its drafts are compared with what follows.
+    Printed are the acceptance rate by depth, given that the tokens before were accepted, and the tokens per step with
+    trees of 4, 8 and 16 nodes, in total and by category.
     """
     try:
         from edgeinfer.training.evaluation import Evaluated

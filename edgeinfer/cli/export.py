@@ -23,38 +23,38 @@ _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "o
 
 @click.command(cls=Command)
 @click.argument("source", type=FileName())
-@click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="What to make of it.")
+@click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="Target format.")
 @click.option("-o", "--out", type=FileName(), required=True, help="The file to write.")
 @click.option(
     "--format",
     type=click.Choice(["i2_s", "tq1_0", "tq2_0"]),
     default="i2_s",
     show_default=True,
-    help="Of the ternary matrices: one scale each and activations rounded by token, or scales of 256 inputs.",
+    help="ternary: i2_s has one scale per matrix and rounds activations per token; the others one per 256 inputs.",
 )
 @click.option(
     "--head",
     type=click.Choice(["keep", "q6_k", "f16"]),
     default="keep",
     show_default=True,
-    help="Format of the output matrix; q6_k is two fifths of f16.",
+    help="ternary: type of the output matrix; q6_k takes 40 % of f16.",
 )
-@click.option("--target", type=FileName(), help="onnx: the model that SOURCE, a draft head, is for.")
+@click.option("--target", type=FileName(), help="onnx: the model that SOURCE, a draft head, belongs to.")
 @click.option(
     "-c",
     "--ctx",
     "n_ctx",
     type=click.IntRange(min=1),
-    help=f"onnx: positions.  [default: those of the training, at most {_DEFAULT_N_CTX}]",
+    help=f"onnx: context size.  [default: as trained, at most {_DEFAULT_N_CTX}]",
 )
 @click.option(
     "--operators",
     type=click.Choice(["contrib", "plain"]),
     default="contrib",
     show_default=True,
-    help="onnx: with those of ONNX Runtime, which keep quantised products and the cache in place, or the standard's.",
+    help="onnx: contrib uses ONNX Runtime's operators for quantised products and attention; plain the standard's.",
 )
-@click.option("--external-data", is_flag=True, help="onnx: weights in a file beside the model, as above 1 GiB.")
+@click.option("--external-data", is_flag=True, help="onnx: weights in a separate file, as always above 1 GiB.")
 @click.pass_context
 def export(
     context: click.Context,
@@ -68,11 +68,11 @@ def export(
     operators: Style,
     external_data: bool,
 ) -> None:
-    """Write a model in another format.
+    """Convert a model to another format.
 
-    For ternary SOURCE is a ternary checkpoint of Hugging Face, a folder with config.json, tokenizer.json and
-    .safetensors files, or a GGUF file with ternary matrices; what is not ternary is refused. For onnx it is a GGUF
-    file, of a model or of a draft head, and --out may be a folder.
+    --to ternary: SOURCE is a ternary Hugging Face checkpoint (a folder with config.json, tokenizer.json and
+    .safetensors files) or a GGUF file with ternary matrices. Other models are refused. --to onnx: SOURCE is the GGUF
+    file of a model or a draft head; --out may be a folder.
     """
     from edgeinfer.errors import InvalidArgument
     from edgeinfer.files import check_writable

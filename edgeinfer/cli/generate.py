@@ -28,13 +28,13 @@ from edgeinfer.errors import InvalidArgument
 @click.command(cls=Command)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The text to complete, as TEXT.")
+@click.option("-p", "--prompt", help="The text to complete, same as TEXT.")
 @click.option(
     *("-f", "--file"),
     type=FileName(exists=True, dir_okay=False),
     help="Complete the text in this file.",
 )
-@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @sampling_options
 @json_option
 def generate(
@@ -42,8 +42,8 @@ def generate(
 ) -> None:
     """Complete a text.
 
-    It is TEXT, or the one of -p, of a file, or of standard input. No chat template is used; the texts of special tokens
-    ("<|im_start|>") stand for those tokens. The completion goes to standard output, everything else to standard error.
+    The text is TEXT, or that of -p, of a file, or of standard input. No chat template is used; names of special tokens
+    ("<|im_start|>") become those tokens. The completion goes to standard output, everything else to standard error.
     """
     text = _text(text_or_prompt(texts, prompt), file)
     sampling = sampling_given(flags)

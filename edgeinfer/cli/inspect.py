@@ -24,13 +24,13 @@ _SCALARS = (str, int, float)
 
 @click.command(cls=Command)
 @click.argument("file", type=FileName())
-@click.option("--tensors", is_flag=True, help="List the tensors too.")
-@click.option("--metadata", is_flag=True, help="List all metadata too, long values cut.")
+@click.option("--tensors", is_flag=True, help="List the tensors.")
+@click.option("--metadata", is_flag=True, help="List all metadata; long values are shortened.")
 @json_option
 def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
-    """Show what a GGUF model file holds. The whole header is checked; no weights are read.
+    """Show the contents of a GGUF file. The whole header is checked; no weights are read.
 
-    Any file of a split model stands for all of them.
+    Of a split model, name any file.
     """
     from edgeinfer.models.gguf import ModelFile
 

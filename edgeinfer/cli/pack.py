@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     type=click.Choice(["auto", "2", "1.6"]),
     default="auto",
     show_default=True,
-    help="Bits of a weight of a ternary model; auto is what is faster here.",
+    help="Bits per weight of a ternary model; auto: the faster one here.",
 )
 @click.option("--verify", is_flag=True, help="Write nothing: compare all bytes of MODEL and MODEL.packed.")
 def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool) -> None:
-    """Make a model load in milliseconds.
+    """Pack a model to load in milliseconds.
 
-    Writes its packed weights beside it, as MODEL.packed. From then on MODEL is mapped instead of packed when it is
-    loaded, and processes that use it share its pages. The file MODEL stays as it is
-    and is still needed. Packed again where MODEL has changed.
+    Writes MODEL.packed beside MODEL. Loading MODEL then maps this file, and processes that use the model share its
+    pages. MODEL is unchanged and still needed. If MODEL changes, pack it again.
     """
     from edgeinfer.backends.native import NativeBackend
     from edgeinfer.backends.native.packed import packed_path, verify_packed

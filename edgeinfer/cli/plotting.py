@@ -1,4 +1,4 @@
-"""Figures into PNG files, with matplotlib where it is installed."""
+"""Plots to PNG files, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def check_plot(target: Path | None) -> None:
-    """Before work whose figure could not be drawn: raises BackendUnavailable without matplotlib, OSError for a target
-    that cannot be written.
+    """Before work that is to be plotted: raises BackendUnavailable without matplotlib, OSError for a file that cannot
+    be written.
     """
     if target is None:
         return
@@ -28,10 +28,10 @@ def check_plot(target: Path | None) -> None:
 
 @contextmanager
 def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | None = None) -> Iterator[Any]:
-    """The axes to draw into, one or an array side by side; the file is written at the end. inches: width and height.
+    """The axes to plot into, one or an array side by side; the file is written at the end.  inches: width and height.
 
-    The format is that of the ending, PNG where matplotlib has none. Raises BackendUnavailable where matplotlib is not
-    installed, OSError.
+    The format follows from the file's ending, PNG if matplotlib does not know it. Raises BackendUnavailable without
+    matplotlib, OSError.
     """
     check_plot(target)
     import matplotlib

@@ -1,8 +1,8 @@
-"""The three standard streams as a program may find them: closed, full, write-only, or with a reader that has gone.
+"""The three standard streams, which may be closed, full, write-only, or without a reader.
 
-What follows from that is the same for all commands. A closed standard input is an empty one. A result that cannot be
-written to standard output is an error, a line on standard error and exit code 1; where its reader has gone, the program
-ends without a word. Notes that cannot be written to standard error are lost, and change nothing.
+All commands behave the same. A closed stdin counts as empty. If a result cannot be written to stdout, that is an error:
+a line on stderr and exit code 1; if its reader is gone, the program ends silently. Notes that cannot be written to
+stderr are lost.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _STREAMS = (  # as if stdin were empty, stdout refused everything, and stderr to
 
 
 def fill_closed() -> None:
-    """Put the null device where a standard stream is closed.
+    """Open the null device in place of each closed standard stream.
 
-    The next file that is opened would else get its descriptor, and with it what is meant for the stream. To be called
-    before that.
+    Otherwise the next file that is opened would get its descriptor, and with it the output meant for the stream. Call
+    this before opening any file.
     """
     for descriptor, (name, flags, mode) in enumerate(_STREAMS):
         if _is_open(descriptor) and getattr(sys, name) is not None:
@@ -49,7 +49,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def check_stdout() -> None:
-    """Before a long way to a result: raises EdgeInferError where standard output is closed."""
+    """Before long work: raises EdgeInferError if stdout is closed."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):  # no file, as in a test
@@ -60,7 +60,9 @@ def check_stdout() -> None:
 
 @contextmanager
 def writing_result() -> Iterator[None]:
-    """Within, an error of standard output says so. A reader that has gone stays BrokenPipeError."""
+    """Context in which an error of stdout becomes an EdgeInferError that says so. A missing reader stays
+    BrokenPipeError.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -70,13 +72,13 @@ def writing_result() -> Iterator[None]:
 
 
 def lost_result(error: OSError) -> EdgeInferError:
-    """What a failed write of a result is."""
+    """The error for a failed write of a result."""
     reason = "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)
     return EdgeInferError(f"standard output cannot be written: {reason}")
 
 
 class Command(click.Command):
-    """A command whose help is a result too."""
+    """A command whose help text counts as a result too."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """As click's, which writes the help where that is asked for."""
@@ -85,9 +87,9 @@ class Command(click.Command):
 
 
 def give_up_failed() -> None:
-    """Have streams lead nowhere that cannot be written, so that Python does not try and complain when it ends.
+    """Redirect streams that cannot be written to the null device, so that Python does not complain when it exits.
 
-    Everything that was shown has been flushed, and errors of that were told.
+    Everything shown has been flushed, and its errors were reported.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""Writing for people: text that cannot command the terminal, notes, a bar for what takes long."""
+"""Output for people: text that cannot control the terminal, notes, and a progress bar."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _VISIBLE = (
 
 
 def visible(text: str) -> str:
-    """The text with control characters replaced by ones that show them."""
+    """The text with control characters replaced by visible ones."""
     return text.translate(_VISIBLE)
 
 
 class Writer:
-    """Writes a model's text to a stream as it comes. A terminal gets it made visible, a file or a pipe as it is.
+    """Writes a model's text to a stream as it is generated. On a terminal control characters are made visible.
 
-    Raises EdgeInferError where the stream is closed or full, BrokenPipeError where its reader has gone.
+    Raises EdgeInferError if the stream is closed or full, BrokenPipeError if its reader is gone.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -66,18 +66,18 @@ class Writer:
 
 
 def show(text: str) -> None:
-    """Print a result on stdout. Raises EdgeInferError where that is closed or full."""
+    """Print a result on stdout. Raises EdgeInferError if that is closed or full."""
     with writing_result():
         click.echo(text)
 
 
 def note(text: str) -> None:
-    """Say something on stderr, dimmed where that is possible; it is lost where nothing can be written there."""
+    """Print a note on stderr, dimmed if possible; lost if stderr cannot be written."""
     _echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else visible(text))
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without the system's number for it."""
+    """The message of an error, without the system's error number."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if _is_name(name))
         return f"{names}: {error.strerror}" if names else error.strerror
@@ -89,7 +89,7 @@ def _is_name(value: object) -> bool:
 
 
 def complain(text: str) -> None:
-    """Say on stderr what went wrong; it is lost where nothing can be written there."""
+    """Print an error on stderr; lost if stderr cannot be written."""
     _echo(visible(text))
 
 
@@ -99,7 +99,7 @@ def _echo(text: str) -> None:
 
 
 class Thinking:
-    """Tells on stderr that a model reasons before it answers: its text, or on a terminal one line that counts."""
+    """Shows on stderr that a model reasons before it answers: the text, or on a terminal one line with a count."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -149,7 +149,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 class ProgressBar:
-    """A bar on stderr, shown when the work takes over a second and there is a terminal."""
+    """A progress bar on stderr, shown on a terminal if the work takes more than a second."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -189,7 +189,7 @@ class ProgressBar:
 
 
 class ReportLines:
-    """What a long run is doing: a bar on a terminal, elsewhere a line now and then. A context manager."""
+    """Progress of a long run: a bar on a terminal, elsewhere a line from time to time. A context manager."""
 
     def __init__(self) -> None:
         self._bar = ProgressBar("")

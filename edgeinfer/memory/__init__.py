@@ -1,1 +1,1 @@
-"""Memory budgets: what a model will take, and whether it fits."""
+"""Memory plans: the bytes that a model will take, compared with the budget before it loads."""

@@ -1,1 +1,1 @@
-"""Drafts, their check, and how much of them pays: several tokens from one forward pass, and the same text always."""
+"""Speculative decoding: draft trees, verification, costs of passes, and the policy that sizes the trees."""

@@ -49,7 +49,7 @@ class TimedSession(Protocol):
         """See Session.commit."""
         ...
 
-    def truncate(self, n_past: int) -> object:
+    def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
         ...
 

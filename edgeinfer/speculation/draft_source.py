@@ -10,7 +10,7 @@ import numpy as np
 
 from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import DraftHeadSpec
+from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession
 from edgeinfer.speculation.cost import CostModel
@@ -36,13 +36,13 @@ class DeviceLevels:
 class DraftSource:
     """A draft model or a head that is to be opened on some device.
 
-    spec: of the model, or of the head's decoder.  make: its drafter, from its session, the costs of its passes, and its
+    make: its drafter, from its session, the costs of its passes, and its
     device drafting if any.  timed: its session, for calibration.  device_levels: how its session's device drafts by
     itself, None where it does not.
     """
 
     file: ModelFile
-    spec: ModelSpec
+    spec: ModelSpec | HeadSpec
     make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], CostlyDrafter]
     timed: Callable[[Any], TimedSession]
     device_levels: Callable[[Any], DeviceLevels | None]
@@ -57,13 +57,13 @@ def model_source(file: ModelFile, spec: ModelSpec, target: ModelFile, n_vocab: i
     return DraftSource(file, spec, make, lambda session: session, levels_of_model)
 
 
-def head_source(file: ModelFile, head: DraftHeadSpec, n_vocab: int) -> DraftSource:
+def head_source(file: ModelFile, head: HeadSpec, n_vocab: int) -> DraftSource:
     """A head for a target that has n_vocab tokens."""
 
     def make(session: HeadSession, costs: CostModel, on_device: DeviceDrafting[DraftingHead] | None) -> CostlyDrafter:
         return HeadDrafter(session, head.draft_vocab, n_vocab, costs, head.taps, on_device)
 
-    return DraftSource(file, head.decoder, make, TimedHead, levels_of_head)
+    return DraftSource(file, head, make, TimedHead, levels_of_head)
 
 
 class TimedHead:
@@ -71,7 +71,7 @@ class TimedHead:
 
     def __init__(self, head: HeadSession) -> None:
         self._head = head
-        self.spec = head.spec
+        self.spec = head.spec.decoder
         self.n_ctx = head.n_ctx
         self.n_batch = head.n_batch
         self.commit = head.commit

@@ -7,10 +7,10 @@ from functools import partial
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.native import NativeHead, NativeSession, best_isa, build_id
+from edgeinfer.backends.native import NativeBackend, NativeHeadSession, NativeSession, best_isa, build_id, load_head
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import DraftHeadSpec
+from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
@@ -52,7 +52,7 @@ def open_speculator(
             drafters.append(drafter)
         except (EdgeInferError, OSError) as error:
             planned.dropped[name] = str(error)
-    rate = planned.spec.acceptance_rate if isinstance(planned.spec, DraftHeadSpec) else None
+    rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
     rates = {} if rate is None else {HeadDrafter.name: rate}
     return Speculator(session, drafters, costs, planned.n_vocab, draft_max, placements, rates)
 
@@ -61,14 +61,15 @@ def _open_file(
     planned: DraftPlan, file: ModelFile, target: ModelFile, session: Session, device: Device, costs: CostModel
 ) -> tuple[Drafter, DrafterPlacement]:
     """The drafter of a draft model or a head, and where it runs."""
-    if isinstance(planned.spec, ModelSpec):
-        source = model_source(file, planned.spec, target, planned.n_vocab)
-        on_cpu = None if planned.plan is None else partial(_open_model, source, planned.plan, session, device)
+    spec, plan = planned.spec, planned.plan
+    if isinstance(spec, ModelSpec):
+        source = model_source(file, spec, target, planned.n_vocab)
+        on_cpu = None if plan is None else partial(_open_model, source, spec, plan, session, device)
         return _open_placed(planned, source, on_cpu, device, costs)
-    if planned.spec is None or not isinstance(session, NativeSession):
+    if spec is None or not isinstance(session, NativeSession):
         raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
-    source = head_source(file, planned.spec, planned.n_vocab)
-    on_cpu = None if planned.plan is None else partial(_open_head, source, planned.plan, session, device)
+    source = head_source(file, spec, planned.n_vocab)
+    on_cpu = None if plan is None else partial(_open_head, source, spec, plan, session, device)
     return _open_placed(planned, source, on_cpu, device, costs)
 
 
@@ -113,27 +114,33 @@ def _token_ms(opened: Callable[[], CostlyDrafter]) -> float:
         drafter.close()
 
 
-def _open_model(source: DraftSource, plan: MemoryPlan, target: Session, device: Device) -> CostlyDrafter:
-    """The draft model on the CPU, all of it in memory: its file may be lost later."""
-    beside = target if isinstance(target, NativeSession) else None
-    session = NativeSession(source.file, source.spec, plan, device, resident=True, for_drafts=True, beside=beside)
-    return _drafter_of(source, session, plan, device, "for drafts")
+def _open_model(
+    source: DraftSource, spec: ModelSpec, plan: MemoryPlan, target: Session, device: Device
+) -> CostlyDrafter:
+    """The draft model on the CPU, with the target's threads, and all of it in memory: its file may be lost later."""
+    threads = target.model.threads if isinstance(target, NativeSession) else None
+    backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
+    model = backend.load(source.file, spec, plan, device)
+    return _drafter_of(source, model.session(), plan, device, "for drafts")
 
 
-def _open_head(source: DraftSource, plan: MemoryPlan, target: NativeSession, device: Device) -> CostlyDrafter:
-    """The head on the CPU, its weights in memory; embeddings are the target's."""
-    return _drafter_of(source, NativeHead(source.file, source.spec, target, plan, device), plan, device)
+def _open_head(
+    source: DraftSource, spec: HeadSpec, plan: MemoryPlan, target: NativeSession, device: Device
+) -> CostlyDrafter:
+    """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
+    head = load_head(source.file, spec, target.model, plan, device)
+    return _drafter_of(source, head.session(), plan, device)
 
 
 def _drafter_of(
-    source: DraftSource, session: NativeSession | NativeHead, plan: MemoryPlan, device: Device, *facts: str
+    source: DraftSource, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
 ) -> CostlyDrafter:
-    """The drafter of a session, which is closed if that fails."""
+    """The drafter of a session, whose model is closed if that fails."""
     try:
         costs = _costs(source.file, source.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
         return source.make(session, costs, None)
     except BaseException:
-        session.close()
+        session.model.close()
         raise
 
 

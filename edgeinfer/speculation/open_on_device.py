@@ -34,7 +34,7 @@ def open_on_device(
     try:
         drafter = source.make(session, costs, device_drafting)
     except BaseException:
-        session.close()
+        session.model.close()
         raise
     wrap = overlapped if place.is_independent(n_threads) else watched
     return wrap(drafter, place.title), costs
@@ -43,7 +43,8 @@ def open_on_device(
 def _open_session(
     place: DraftDevice, source: DraftSource, plan: MemoryPlan, n_threads: int
 ) -> tuple[Any, CostModel, DeviceDrafting[Any] | None]:
-    session = place.backend.load(source.file, source.spec, plan, Device(n_threads))
+    model = place.backend.load(source.file, source.spec, plan, Device(n_threads))
+    session = model.session()
     timed = source.timed(session)
     key = cost_key(source.file, *place.facts, plan.n_ctx < MAX_TOKENS)
     try:
@@ -52,7 +53,7 @@ def _open_session(
         costs = cached_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS))
         return session, costs, device_drafting_of(source, session, *place.facts)
     except BaseException:
-        session.close()
+        model.close()
         raise
 
 

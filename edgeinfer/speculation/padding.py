@@ -17,20 +17,19 @@ _LONG, _MAX_SHORT, _LIMIT_SHORT = 8, 64, 4096
 class PassPadding:
     """Decides how many dummy tokens a verify pass gets."""
 
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
+    def __init__(self) -> None:
         self._n_idle, self._max_idle = 0, _MAX_IDLE
         self._sizes: list[int] = []  # to be measured again
         self._n_short, self._max_short = 0, _MAX_SHORT
 
-    def n_tokens(self, n_nodes: int, max_nodes: int) -> int:
+    def n_tokens(self, n_nodes: int, max_nodes: int, costs: CostModel) -> int:
         """Dummy tokens for the next pass, which verifies n_nodes of at most max_nodes."""
         self._n_idle = 0 if n_nodes else self._n_idle + 1
         self._n_short = 0 if n_nodes + 1 >= _LONG else self._n_short + 1
         if self._n_short >= self._max_short and max_nodes + 1 >= _LONG:
             self._n_short, self._max_short = 0, min(_BACKOFF * self._max_short, _LIMIT_SHORT)
             return _LONG - 1 - n_nodes
-        if self._n_idle >= self._max_idle and self._costs.is_doubtful:
+        if self._n_idle >= self._max_idle and costs.is_doubtful:
             self._n_idle, self._max_idle, self._sizes = 0, _BACKOFF * self._max_idle, list(_IDLE_SIZES)
         if n_nodes or not self._sizes or self._sizes[0] > max_nodes + 1:
             return 0

@@ -76,7 +76,7 @@ class Speculator:
         self._acceptance_rates = dict(acceptance_rates or {})
         self._states = [self._new_state(drafter) for drafter in drafters]
         self.placements = dict(placements or {})
-        self._padding = PassPadding(costs)
+        self._padding = PassPadding()
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
 
@@ -192,7 +192,7 @@ class Speculator:
         proposals, tree = self._draft(job, context, verify_ms, max_nodes, stats)
         if job.n_left > len(tree.path) + 1:
             self._start_background(context, [tree.tokens[node] for node in tree.path], max_nodes, stats)
-        n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes)
+        n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
         batch, parents = _batch(job.text[-1], tree, n_padding)
         drafted = perf_counter()
         out = self._session.forward(batch, parents, logits="all", hidden=self._wanted_taps())

@@ -12,7 +12,7 @@ from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import DraftHeadSpec, fingerprint, is_draft_head
+from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
@@ -42,7 +42,7 @@ class DraftPlan:
     n_bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
     file: ModelFile | None = None
-    spec: ModelSpec | DraftHeadSpec | None = None
+    spec: ModelSpec | HeadSpec | None = None
     plan: MemoryPlan | None = None
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True
@@ -185,29 +185,29 @@ def _plan_head(
     n_threads: int,
     left: int,
     draft_device: str,
-) -> tuple[DraftHeadSpec, MemoryPlan, int]:
+) -> tuple[HeadSpec, MemoryPlan, int]:
     """(spec, plan on the CPU, bytes of the drafter) of a head; adds the other devices on which it fits."""
     head = read_head_beside(file, target, read_spec(target))
-    own = plan_head(file, head.decoder, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
-    n_rows = 0 if head.decoder.combine is None else head.decoder.combine.n_rows
+    own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
+    n_rows = 0 if head.features is None else head.features.n_rows
     n_extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, planned.n_vocab, n_rows)
     if draft_device != "auto":  # a head is so small that the CPU is done before another device has answered
-        _plan_places(planned, file, head.decoder, plan, left - n_extra, draft_device, target=target)
+        _plan_places(planned, file, head, plan, left - n_extra, draft_device, target=target)
     return head, own, n_extra
 
 
 def _plan_places(
     planned: DraftPlan,
     file: ModelFile,
-    spec: ModelSpec,
+    spec: ModelSpec | HeadSpec,
     plan: MemoryPlan,
     left: int,
     draft_device: str,
     target: ModelFile | None = None,
 ) -> None:
-    """Add the devices beside the CPU on which a draft model fits to the plan, and the reasons for the others.
+    """Add the devices beside the CPU on which a draft model or a head fits to the plan, and the reasons for the others.
 
-    spec: of a draft model, or of the decoder of a head for that target.
+    target: of a head.
     """
     try:
         found = devices_named(draft_device)

@@ -1,1 +1,1 @@
-"""Training of draft heads from the target's own text; torch is imported here and nowhere else."""
+"""Training of draft heads on text that the target generates; the only package that imports torch."""

@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import BranchingSession, common_length
+from edgeinfer.backends.base import BranchingSession
+from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
@@ -117,7 +118,7 @@ class NativeAuthor:
         """Make tokens the committed text; gives their rows, if these are wanted."""
         if self._taps is not None:
             self._session.truncate(0)  # rows come of tokens that are passed, not of those that are recalled
-        n_known = 0 if self._taps is not None else self._session.recall(tokens)
+        n_known = 0 if self._taps is not None else self._session.reuse_prefix(tokens)
         if n_known == len(tokens):
             return []
         out = self._session.forward(tokens[n_known:], logits=(), hidden=self._hidden)

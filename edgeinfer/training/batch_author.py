@@ -1,4 +1,4 @@
-"""Answers of the target in torch, many side by side: for a GPU, where that is far faster than the native engine."""
+"""Answers of the target in torch, many side by side; on a GPU this is far faster than the native engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHEN_HALF = 0.5  # share of the texts still being written at which the others ar
 
 @dataclass
 class _Drawing:
-    """How the tokens of each text are drawn: (n, 1) each; a temperature of 0 takes the likeliest."""
+    """How the tokens of each text are sampled: (n, 1) each; temperature 0 takes the most likely one."""
 
     temperature: torch.Tensor
     params: SamplingParams
@@ -49,7 +49,7 @@ class _Drawing:
 
 
 class BatchAuthor:
-    """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream a batch.
+    """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream per batch.
 
     n_prompts: answered at once.  context, max_tokens: as for NativeAuthor.
     """

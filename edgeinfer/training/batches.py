@@ -18,11 +18,11 @@ _TENSORS = ("tokens", "positions", "documents", "features", "places", "labels") 
 
 @dataclass(frozen=True)
 class Piece:
-    """What stands in a row of a batch: a text, or a branch that leaves one.
+    """A text in a row of a batch, or a branch that leaves a text.
 
-    tokens: (l,), the one behind each position.  first: position of the first.  features: (l, n_rows) half floats.
-    judged: (k,), of the l; never the last.  labels: (k,), see Batch.  leaves: place in the row's list of the text that
-    a branch leaves; what stands before the branch's first position is seen.
+    tokens: (l,), the token after each position.  first: position of the first one.  features: (l, n_rows) float16.
+    judged: (k,), positions with a loss, of the l; never the last.  labels: (k,), see Batch.  leaves: of a branch, index
+    in the row's list of the text that it leaves; it sees what is before its first position there.
     """
 
     tokens: NDArray[np.int32]
@@ -35,9 +35,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Branches:
-    """Of each position of a batch that is in a branch, (n, m) int64 each.
+    """For each position of a batch that is in a branch, (n, m) int64 each.
 
-    left: which of the row's documents the branch leaves, -1 for a position in none.  begins: its first position.
+    left: index in the row of the document that the branch leaves, -1 outside of branches.  begins: first position of
+    the branch.
     """
 
     left: torch.Tensor
@@ -83,9 +84,9 @@ class Batch:
 
 
 def pack(lengths: Sequence[int], n_rows: int, row_length: int, order: Sequence[int]) -> list[Plan]:
-    """Batches of texts in this order: each goes into the first row of the batch that has room, else into a new batch.
+    """Batches of texts in this order: each goes into the first row of the batch that has room, or into a new batch.
 
-    lengths: of the texts, those of more than row_length count as that.
+    lengths: of the texts; longer ones count as row_length.
     """
     plans: list[Plan] = []
     room: list[int] = []
@@ -105,10 +106,10 @@ def pack(lengths: Sequence[int], n_rows: int, row_length: int, order: Sequence[i
 
 
 class Batches:
-    """All batches of a corpus. draft_ids: (n_vocab,) index of each token in the draft vocabulary, or -1.
+    """All batches of a corpus.  draft_ids: (n_vocab,) index of each token in the draft vocabulary, or -1.
 
-    Positions are judged where the token to predict belongs to the answer and `n_before` positions of the text lie
-    before them.
+    A position has a loss if the token to predict belongs to the answer and at least `n_before` positions of the text
+    are before it.
     """
 
     def __init__(

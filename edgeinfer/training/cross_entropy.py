@@ -1,8 +1,8 @@
-"""The cross-entropy with the target's chances, a few positions at a time.
+"""Cross-entropy with the target's probabilities, a few positions at a time.
 
-Chances over a draft vocabulary are a thousand times as many numbers as a loss needs of them: made for a whole batch,
-most of a training's time goes into writing them to memory and reading them again. So each few positions' chances and
-the gradient that follows from them are made while they lie in the caches, and only the gradient is kept.
+Probabilities over a draft vocabulary are a thousand times as many numbers as the loss. For a whole batch, writing and
+reading them would take most of the training time. So they are computed for a few positions at a time, while they fit
+into the caches, and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def soft_cross_entropy(
 
 
 def _n_at_once(device: torch.device) -> int:
-    """Positions whose chances are made together: what caches hold, or what keeps a GPU busy."""
+    """Positions whose probabilities are computed together: as many as fit into caches, or keep a GPU busy."""
     return 256 if device.type == "cpu" else 8192
 
 
@@ -44,12 +44,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
         at_once = _n_at_once(rows.device)
         for first in range(0, n, at_once):
             at = slice(first, first + at_once)
-            chances = (wanted[at] @ target_output.T).float().softmax(dim=-1)
+            probabilities = (wanted[at] @ target_output.T).float().softmax(dim=-1)
             for step in range(n_steps):
                 log_own = (rows[step, at].to(output.dtype) @ output.T).float().log_softmax(dim=-1)
-                losses[step] -= (chances * log_own).sum()
+                losses[step] -= (probabilities * log_own).sum()
                 if ctx.needs_input_grad[0]:
-                    gradients[step, at] = ((log_own.exp_() - chances).to(output.dtype) @ output).to(rows.dtype)
+                    gradients[step, at] = ((log_own.exp_() - probabilities).to(output.dtype) @ output).to(rows.dtype)
         ctx.save_for_backward(gradients / max(1, n))
         return losses / max(1, n)
 

@@ -47,7 +47,7 @@ class Evaluated:
 def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, report: Report) -> dict[str, Any]:
     """How often a head is right on the target's answers to prompts, in all and by category, as JSON.
 
-    target: a GGUF file that the native engine runs.  head: of the form in CONTRIBUTING.md.  prompts: see read_prompts.
+    target: a GGUF file that the native engine runs.  head: see docs/draft-heads.md.  prompts: see read_prompts.
     Raises UnsupportedModel for a head of another model or form, InvalidArgument where no prompt leaves room for an
     answer, and the errors of files.
     """

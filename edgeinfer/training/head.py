@@ -24,7 +24,7 @@ from edgeinfer.training.target import Rotation, Turns, turned
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of a head, as its file names them."""
+    """Sizes of a head, named as in its file."""
 
     n_embd: int
     n_layers: int

@@ -1,9 +1,9 @@
-"""What a head is trained for, and how well it does: losses and matches over several steps of its own drafts.
+"""The training objective of a head: losses and acceptance over several steps of its own drafts.
 
-The first step has the target's features. Each further one has, at every position, what the step before predicted for
-it, so that the head learns to go on from its own features as it must when it drafts (HASS, arXiv:2408.15766; EAGLE-3,
-arXiv:2503.01840). A row of step s sees the first step's rows up to s positions before it, then one row of each step:
-the chain that drafting would have made.
+The first step has the target's features. Each further step has, at every position, what the step before predicted for
+it, so that the head learns to continue from its own features as it does when it drafts (HASS, arXiv:2408.15766;
+EAGLE-3, arXiv:2503.01840). A row of step s sees the first step's rows up to s positions before it, then one row of each
+step: the chain that drafting would have made.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from edgeinfer.training.head import DraftHead, KeysValues
 
 @dataclass(frozen=True)
 class Weights:
-    """feature: of the SmoothL1 distance to the target's feature, in units of `unit`.  token: of the cross-entropy with
-    the target's chances over the draft vocabulary.  decay: what the losses of each further step count, against the one
-    before.  noise: added to features, uniform in +-noise units (EAGLE, arXiv:2401.15077, section 3.2)."""
+    """Weights of the losses.
+
+    feature: of the SmoothL1 distance to the target's feature, in units of `unit`.  token: of the cross-entropy with the
+    target's probabilities over the draft vocabulary.  decay: factor on the losses of each further step.  noise: added
+    to features, uniform in +-noise units (EAGLE, arXiv:2401.15077, section 3.2).
+    """
 
     feature: float
     token: float
@@ -87,8 +90,9 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def matches(self, batch: Batch, n_steps: int) -> torch.Tensor:
-        """(n_steps, 2): of chains drafted from each position, how many had a step s to be judged behind steps that
-        were right, and in how many of these it was right too."""
+        """(n_steps, 2): of chains drafted from each position, how many tokens of step s were compared, given that those
+        before were accepted, and how many of them were accepted.
+        """
         judged = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
         judged[batch.places] = True
         judged, alive = judged.view_as(batch.tokens), judged.view_as(batch.tokens)
@@ -121,10 +125,10 @@ class Objective(nn.Module):
 def linear_guess(
     batches: Iterable[Batch], n_embd: int, device: torch.device, features_of: FeaturesOf = unchanged
 ) -> torch.Tensor:
-    """(n_embd, n_embd): the matrix that guesses the next feature from a feature with the least squared error.
+    """(n_embd, n_embd): the matrix that predicts the next feature from a feature with the least squared error.
 
-    A head that starts with it is spared the many steps in which descent would find it. A part of 1e-4 of the features'
-    mean square is added to the diagonal, as they may be fewer than their numbers.
+    Starting with it saves the many steps in which gradient descent would find it. 1e-4 of the features' mean square is
+    added to the diagonal, as there may be fewer features than numbers in one.
     """
     squares, products = (torch.zeros((n_embd, n_embd), dtype=torch.float64, device=device) for _ in range(2))
     for batch in batches:

@@ -1,4 +1,4 @@
-"""What takes the steps of a training: AdamW, or Muon for the matrices and AdamW for the rest."""
+"""Optimisers: AdamW, or Muon for the matrices and AdamW for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts from a JSON Lines file, in an order that depends on a seed and on nothing else."""
+"""Prompts from a JSON Lines file, in an order that depends only on a seed."""
 
 from __future__ import annotations
 

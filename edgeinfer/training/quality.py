@@ -1,4 +1,4 @@
-"""How good the drafts of a head are on answers that its target wrote: counts, which can be added up."""
+"""Acceptance of a head's drafts on recorded answers of its target, as counts that can be added up."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Counts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Quality:
-    """What was counted on some answers.
+    """Counts on some answers.
 
-    n_drafted: tokens of the answers that are in the draft vocabulary, of n_tokens.  matches: by depth, (judged, right)
-    of drafted tokens behind right ones.  steps: for trees of each size in TREES, (tokens, steps) of decoding with them.
+    n_drafted: tokens of the answers that are in the draft vocabulary, of n_tokens.  matches: by depth, (compared,
+    accepted) of drafted tokens behind accepted ones.  steps: for trees of each size in TREES, (tokens, steps) of
+    decoding with them.
     """
 
     n_texts: int

@@ -1,9 +1,9 @@
-"""How many tokens a step drafting with a head would give, by a replay on answers that were recorded.
+"""Tokens per step of drafting with a head, computed by a replay on recorded answers.
 
-At every position of an answer the head drafts a tree from the target's features up to there, best-first by the product
-of its chances as EAGLE-2 does (arXiv:2406.16858, section 4): level by level the likeliest nodes are gone on from, and
-the likeliest of all are kept. What of the tree the record goes along is accepted, and one token more comes from the
-target; the steps of a whole answer follow from that. For greedy answers this is what would happen.
+At every position of an answer the head drafts a tree from the target's features, best-first by the product of its
+probabilities as in EAGLE-2 (arXiv:2406.16858, section 4): at each level the most probable nodes are expanded, and the
+most probable nodes of all are kept. The nodes along the recorded answer are accepted, and one more token comes from the
+target; this gives the steps of the whole answer. For greedy answers it is what decoding would do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgeinfer.training.head import DraftHead, KeysValues
 from edgeinfer.types import TokenIds
 
 DEPTH = 8  # levels of a tree
-BEAM = 8  # nodes of a level that are gone on from
+BEAM = 8  # nodes of a level that are expanded
 AT_ONCE = 32  # positions that are drafted from side by side
 
 
@@ -26,17 +26,17 @@ AT_ONCE = 32  # positions that are drafted from side by side
 class Level:
     """Nodes of one depth, for each of some positions.
 
-    tokens: (n, k) ids of the target.  reach: (n, k) chance of the node and all before it.  is_right: (n, k) whether the
-    record goes along it.
+    tokens: (n, k) ids of the target.  path_probability: (n, k) of the node and all before it.  is_right: (n, k) whether
+    the recorded answer contains it.
     """
 
     tokens: torch.Tensor
-    reach: torch.Tensor
+    path_probability: torch.Tensor
     is_right: torch.Tensor
 
 
 class Replay:
-    """Drafts with a head on recorded texts. draft_vocab: (n_draft,) ids.  The others as for Objective."""
+    """Drafts with a head on recorded texts.  draft_vocab: (n_draft,) ids. Other arguments as for Objective."""
 
     def __init__(
         self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, draft_vocab: torch.Tensor
@@ -50,7 +50,7 @@ class Replay:
     def accepted(
         self, tokens: TokenIds, rows: torch.Tensor, n_prompt: int, sizes: Sequence[int]
     ) -> dict[int, list[int]]:
-        """For trees of each size, how many drafted tokens are right at each position of the answer but its last two.
+        """For trees of each size, the number of accepted draft tokens at each position of the answer but its last two.
 
         tokens: (n,).  rows: (n, n_rows), the target's.
         """
@@ -73,7 +73,8 @@ class Replay:
     ) -> torch.Tensor:
         """(n, depth) tokens that the head drafts behind positions starts (n,) and the token that follows each.
 
-        Drawn with its chances, or the likeliest without noise. tokens: (n,).  rows: (n, n_rows), the target's.
+        Sampled from its probabilities, or the most likely tokens without noise.  tokens: (n,).  rows: (n, n_rows), the
+        target's.
         """
         device, features = rows.device, self.head.combined(rows)
         ids = torch.from_numpy(tokens.astype("int64")).to(device)
@@ -106,10 +107,11 @@ class Replay:
 
 
 class _Growth:
-    """Trees growing level by level behind some positions of a text, as far as nodes may be among the `size` likeliest.
+    """Trees growing level by level behind some positions of a text, as far as nodes may be among the `size` most
+    probable.
 
-    Of the frontier, the nodes to go on from: tokens, reach, is_right (n, k) as for Level; features (n, k, n_embd), that
-    come in; path (n, k, depth + 1), which of the rows kept so far lead to each.
+    Of the frontier, the nodes to expand: tokens, path_probability, is_right (n, k) as for Level; features (n, k,
+    n_embd), the inputs; path (n, k, depth + 1), which of the rows kept so far lead to each.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class _Growth:
         self._n_kept = 0  # rows behind the context's
         before = torch.arange(len(ids) - 1, device=device) < starts[:, None]  # a start's own row is computed anew
         self._seen = before[:, None, None]  # of the context, (n, 1, 1, its rows)
-        self._found = torch.empty((n, 0), device=device)  # reach of all nodes so far
-        self.tokens, self.reach = ids[starts + 1][:, None], torch.ones((n, 1), device=device)
+        self._found = torch.empty((n, 0), device=device)  # path_probability of all nodes so far
+        self.tokens, self.path_probability = ids[starts + 1][:, None], torch.ones((n, 1), device=device)
         self.is_right = torch.ones((n, 1), dtype=torch.bool, device=device)
         self.features = features[starts][:, None]
         self.path = torch.empty((n, 1, 0), dtype=torch.int64, device=device)
@@ -142,7 +144,7 @@ class _Growth:
             rows = self._forward(depth)
             level = self._children(rows, depth)
             yield level
-            self._found = torch.cat([self._found, level.reach], dim=1)
+            self._found = torch.cat([self._found, level.path_probability], dim=1)
             if not self._choose(level, rows):
                 return
 
@@ -161,24 +163,24 @@ class _Growth:
         return rows
 
     def _children(self, rows: torch.Tensor, depth: int) -> Level:
-        """The likeliest tokens behind each node of the frontier, (n, k * BEAM)."""
-        chances = functional.linear(rows, self._replay.output).softmax(dim=-1)
-        best, index = chances.topk(min(BEAM, chances.shape[-1]), dim=-1)
+        """The most likely tokens behind each node of the frontier, (n, k * BEAM)."""
+        probabilities = functional.linear(rows, self._replay.output).softmax(dim=-1)
+        best, index = probabilities.topk(min(BEAM, probabilities.shape[-1]), dim=-1)
         tokens = self._replay.draft_vocab[index]
         place = (self._starts + depth + 2)[:, None, None]
         record = self._ids[place.clamp(max=len(self._ids) - 1)]
         is_right = self.is_right[..., None] & (tokens == record) & (place < len(self._ids))
-        return Level(tokens.flatten(1), (self.reach[..., None] * best).flatten(1), is_right.flatten(1))
+        return Level(tokens.flatten(1), (self.path_probability[..., None] * best).flatten(1), is_right.flatten(1))
 
     def _choose(self, level: Level, rows: torch.Tensor) -> bool:
-        """Make the likeliest nodes of a level the frontier; gives False where none of them can matter.
+        """Make the most probable nodes of a level the frontier; returns False if none of them can be in the tree.
 
-        One that is not among the likeliest now never will be, nor what comes behind it.
+        A node that is not among the most probable now never will be, nor will its children.
         """
         least = self._found.topk(min(self._size, self._found.shape[1]), dim=1).values[:, -1:]
-        reach, chosen = level.reach.topk(min(BEAM, level.reach.shape[1]), dim=-1)
-        width = int((reach >= least).sum(dim=1).max())
-        self.reach, chosen = reach[:, :width], chosen[:, :width]
+        path_probability, chosen = level.path_probability.topk(min(BEAM, level.path_probability.shape[1]), dim=-1)
+        width = int((path_probability >= least).sum(dim=1).max())
+        self.path_probability, chosen = path_probability[:, :width], chosen[:, :width]
         parents = (chosen // (level.tokens.shape[1] // rows.shape[1]))[..., None]
         self.tokens, self.is_right = level.tokens.gather(1, chosen), level.is_right.gather(1, chosen)
         self.features = rows.gather(1, parents.expand(-1, -1, rows.shape[-1]))
@@ -187,7 +189,7 @@ class _Growth:
 
 
 def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:
-    """(tokens, steps) of an answer, given how many drafted tokens would be right at each of its positions."""
+    """(tokens, steps) of an answer, given the number of accepted draft tokens at each of its positions."""
     position = n_steps = 0
     while position < len(lengths):
         position += lengths[position] + 1
@@ -196,9 +198,9 @@ def tokens_per_step(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _lengths(levels: Sequence[Level], size: int) -> torch.Tensor:
-    """(n,) length of the right path in the tree of the `size` likeliest nodes."""
-    reach = torch.cat([level.reach for level in levels], dim=1)
+    """(n,) length of the accepted path in the tree of the `size` most probable nodes."""
+    path_probability = torch.cat([level.path_probability for level in levels], dim=1)
     is_right = torch.cat([level.is_right for level in levels], dim=1)
-    # Of equal chances the one nearer to the root is taken, so that a node never comes without its parent.
-    order = reach.argsort(dim=1, descending=True, stable=True)[:, :size]
+    # Of equal probabilities the node nearer to the root is taken, so that a node never comes without its parent.
+    order = path_probability.argsort(dim=1, descending=True, stable=True)[:, :size]
     return is_right.gather(1, order).sum(dim=1)

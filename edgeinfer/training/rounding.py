@@ -1,4 +1,4 @@
-"""Weights as a file will have them, in torch: a head that is trained with them comes to terms with the rounding."""
+"""Weights rounded as the file will have them, in torch, so that a head is trained with the rounding."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rounds in which a head learns behind its own drafts (DistillSpec, Zhou et al., arXiv:2310.08461).
+"""Training of a head behind its own drafts (DistillSpec, Zhou et al., arXiv:2310.08461).
 
-From positions all over the answers of a batch the head drafts chains of tokens, drawn with its chances; the target's
-rows behind these tokens are computed, and the head learns what the target would say there. So it comes to know paths
-that the target's own text never takes. Chains are drafted when their batch is to be trained on, with the head as it is
-then: nothing of them is kept, and what they are follows from the weights, the seed and the number of the epoch.
+From positions all over the answers of a batch the head drafts chains of tokens, sampled from its probabilities. The
+target's rows behind these tokens are computed, and the head learns the target's probabilities there. So it learns paths
+that the target's own text never takes. Chains are drafted when their batch is trained on, with the head of that moment.
+They are not kept: they follow from the weights, the seed and the number of the epoch.
 """
 
 from __future__ import annotations

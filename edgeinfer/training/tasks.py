@@ -1,7 +1,7 @@
-"""Prompts built of what the target wrote: longer ones, of kinds that lists of questions lack.
+"""Longer prompts made of the target's answers, of kinds that lists of questions lack.
 
-What people paste into a prompt is often longer than what they ask, and answers then go along it: a head that has seen
-nothing but short questions drafts badly there. The target's answers to these are material that costs nothing.
+People paste long texts into prompts, and answers then follow those texts. A head that has seen only short questions
+drafts badly there. The target's answers to these are free material.
 """
 
 from __future__ import annotations

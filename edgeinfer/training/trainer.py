@@ -1,6 +1,6 @@
-"""The training loop: Muon or AdamW, warm-up and cosine, on one device or several, from a checkpoint if there is one.
+"""The training loop: Muon or AdamW, warm-up and cosine, on one device or several, with checkpoints.
 
-Everything random follows from the seed and the number of the step, so a run that was stopped and goes on ends with the
+All randomness follows from the seed and the number of the step, so a run that was stopped and continued ends with the
 same weights, bit for bit, on the same machine.
 """
 

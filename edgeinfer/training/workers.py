@@ -1,4 +1,4 @@
-"""The processes that train together: one, or as many as torchrun has started."""
+"""The processes that train together: one, or as many as torchrun started."""
 
 from __future__ import annotations
 

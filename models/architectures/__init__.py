@@ -1,4 +1,4 @@
-"""Architectures: one file each, named as GGUF's `general.architecture` if it can be, holding one `ARCHITECTURE`."""
+"""Architectures: one file per `general.architecture` of GGUF, with one `ARCHITECTURE` each."""
 
 from __future__ import annotations
 

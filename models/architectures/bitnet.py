@@ -1,13 +1,13 @@
 """BitNet b1.58 as llama.cpp runs it (arXiv:2402.17764): ternary matrices, norms inside attention and network, SiLU."""
 
-from edgeinfer.models.reader import QKV_BIASES, Architecture
+from edgeinfer.models.reader import BIASES, Architecture
 
-SUB_NORMS = frozenset({"attn_sub_norm", "ffn_sub_norm"})
+SUB_NORMS = frozenset({"mixer.sub_norm", "ffn.sub_norm"})
 
 ARCHITECTURE = Architecture(
     name="bitnet",
     rope_kind="halves",
     required=SUB_NORMS,
-    optional=QKV_BIASES | {"attn_output_bias"},
+    optional=BIASES,
     output="tied",
 )

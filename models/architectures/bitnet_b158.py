@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from edgeinfer.models.architectures.bitnet import SUB_NORMS
-from edgeinfer.models.reader import Architecture, Reader
+from edgeinfer.models.reader import Architecture, Reader, each_ffn
 from edgeinfer.models.spec import ModelSpec
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    return replace(spec, activation="relu2")
+    return each_ffn(spec, lambda _, ffn: replace(ffn, activation="relu2"))
 
 
 ARCHITECTURE = Architecture(

@@ -6,7 +6,7 @@ Layers with a window have a rotation of their own, which is not scaled for long 
 import math
 from dataclasses import replace
 
-from edgeinfer.models.reader import Architecture, Reader
+from edgeinfer.models.reader import POST_NORMS, QK_NORMS, Architecture, Reader, each_ffn, each_mixer
 from edgeinfer.models.spec import ModelSpec
 
 PERIOD = 6
@@ -14,18 +14,16 @@ N_LAYERS_27B = 62  # the one size that scales by the width of a head as it would
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    attention = spec.attention
+    head_dim, n_heads = spec.layers[0].mixer.head_dim, spec.layers[0].mixer.n_heads
     window = reader.integer("attention.sliding_window", 0, 1 << 30, default=0)
     if window:
-        full = reader.rope(spec.head_dim, reader.rope_base())
+        full = reader.rope(head_dim, reader.rope_base())
         base = reader.number("rope.freq_base_swa", 1.0, 1e15, default=10000.0)
-        attention = reader.attention(full, reader.rope(spec.head_dim, base, scaled=False), window, PERIOD)
-    width = spec.n_embd // spec.n_heads if spec.n_layers == N_LAYERS_27B else spec.head_dim
+        spec = reader.windows(spec, window, PERIOD, full, reader.rope(head_dim, base, scaled=False))
+    width = spec.n_embd // n_heads if spec.n_layers == N_LAYERS_27B else head_dim
+    spec = each_mixer(spec, lambda _, mixer: replace(mixer, scale=1 / math.sqrt(width)))
     return replace(
-        spec,
-        attention=attention,
-        attention_scale=1 / math.sqrt(width),
-        activation="gelu_tanh",
+        each_ffn(spec, lambda _, ffn: replace(ffn, activation="gelu_tanh")),
         embedding_scale=math.sqrt(spec.n_embd),
         logit_soft_cap=reader.scale("final_logit_softcapping", 0.0) or None,
     )
@@ -34,7 +32,7 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
 ARCHITECTURE = Architecture(
     name="gemma3",
     rope_kind="halves",
-    required=frozenset({"attn_post_norm", "ffn_post_norm", "attn_q_norm", "attn_k_norm"}),
+    required=POST_NORMS | QK_NORMS,
     qk_norm="per_head",
     # With others llama.cpp scales the two kinds of layers apart.
     fixed={"rope.scaling.type": ("linear", "none"), "rope.scaling.attn_factor": (1.0,)},

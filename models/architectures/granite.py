@@ -2,18 +2,21 @@
 
 from dataclasses import replace
 
-from edgeinfer.models.reader import QKV_BIASES, ROPE_FREQS, Architecture, Reader
-from edgeinfer.models.spec import AttentionSpec, ModelSpec
+from edgeinfer.models.reader import BIASES, ROPE_FREQS, Architecture, Reader, each_mixer
+from edgeinfer.models.spec import Attention, ModelSpec
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
     finetuned = reader.flag("rope.scaling.finetuned", default=True)  # here it switches the rotation
+
+    def change(_: int, mixer: Attention) -> Attention:
+        scale = reader.scale("attention.scale", mixer.scale)
+        return replace(mixer, scale=scale, rope=mixer.rope if finetuned else None)
+
     return replace(
-        spec,
-        attention=spec.attention if finetuned else (AttentionSpec(None),) * spec.n_layers,
+        each_mixer(spec, change),
         embedding_scale=reader.scale("embedding_scale", 1.0),
         residual_scale=reader.scale("residual_scale", 1.0),
-        attention_scale=reader.scale("attention.scale", spec.attention_scale),
         logit_scale=1 / reader.number("logit_scale", 0.0, 1e6),
     )
 
@@ -21,7 +24,7 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
 ARCHITECTURE = Architecture(
     name="granite",
     rope_kind="interleaved",
-    optional=QKV_BIASES | {"attn_output_bias"},
+    optional=BIASES,
     rope_factors=ROPE_FREQS,
     unsupported_keys={"deepstack_mapping": "layers that take image features are not supported"},
     refine=_refine,

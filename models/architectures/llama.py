@@ -1,10 +1,10 @@
 """Llama 1 to 3 and what copies them, Mistral 7B and SmolLM2 among them (Touvron et al., arXiv:2302.13971)."""
 
-from edgeinfer.models.reader import QKV_BIASES, ROPE_FREQS, Architecture
+from edgeinfer.models.reader import BIASES, ROPE_FREQS, Architecture
 
 ARCHITECTURE = Architecture(
     name="llama",
     rope_kind="interleaved",
-    optional=QKV_BIASES | {"attn_output_bias"},
+    optional=BIASES,
     rope_factors=ROPE_FREQS,
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from edgeinfer.models.reader import QKV_BIASES, ROPE_FREQS, Architecture, Reader
+from edgeinfer.models.reader import BIASES, ROPE_FREQS, Architecture, Reader, each_mixer
 from edgeinfer.models.spec import ModelSpec, QueryTemperature
 
 
@@ -10,13 +10,14 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
     scale = reader.scale("attention.temperature_scale", 0.0)
     if not scale:
         return spec
-    return replace(spec, query_temperature=QueryTemperature(scale, reader.original_context()))
+    temperature = QueryTemperature(scale, reader.original_context())
+    return each_mixer(spec, lambda _, mixer: replace(mixer, query_temperature=temperature))
 
 
 ARCHITECTURE = Architecture(
     name="mistral3",
     rope_kind="interleaved",
-    optional=QKV_BIASES | {"attn_output_bias"},
+    optional=BIASES,
     rope_factors=ROPE_FREQS,
     reads=frozenset({"rope.scaling.yarn_log_multiplier"}),
     refine=_refine,

@@ -3,9 +3,7 @@
 OLMo 3 has windows in three of four layers, whose rotation is not scaled for long contexts.
 """
 
-from dataclasses import replace
-
-from edgeinfer.models.reader import QKV_BIASES, Architecture, Reader
+from edgeinfer.models.reader import POST_NORMS, QK_NORMS, QKV_BIASES, Architecture, Reader
 from edgeinfer.models.spec import ModelSpec
 
 PERIOD = 4
@@ -18,16 +16,17 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
     window = reader.integer("attention.sliding_window", 0, 1 << 30, default=0)
     if not window:
         return spec
-    full, local = reader.rope(spec.head_dim, base), reader.rope(spec.head_dim, base, scaled=False)
-    return replace(spec, attention=reader.attention(full, local, window, PERIOD))
+    head_dim = spec.layers[0].mixer.head_dim
+    full, local = reader.rope(head_dim, base), reader.rope(head_dim, base, scaled=False)
+    return reader.windows(spec, window, PERIOD, full, local)
 
 
 ARCHITECTURE = Architecture(
     name="olmo2",
     rope_kind="halves",
-    required=frozenset({"attn_post_norm", "ffn_post_norm", "attn_q_norm", "attn_k_norm"}),
+    required=POST_NORMS | QK_NORMS,
     optional=QKV_BIASES,
-    without=frozenset({"attn_norm", "ffn_norm"}),
+    without=frozenset({"mixer.norm", "ffn.norm"}),
     output="required",
     qk_norm="whole",
     refine=_refine,

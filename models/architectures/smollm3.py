@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from edgeinfer.models.reader import Architecture, Reader
-from edgeinfer.models.spec import AttentionSpec, ModelSpec
+from edgeinfer.models.reader import Architecture, Reader, each_mixer
+from edgeinfer.models.spec import Attention, ModelSpec
 
 PERIOD = 4  # in no key of the file
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    attention = [
-        AttentionSpec(None) if layer % PERIOD == PERIOD - 1 else turned for layer, turned in enumerate(spec.attention)
-    ]
-    return replace(spec, attention=tuple(attention))
+    def change(layer: int, mixer: Attention) -> Attention:
+        return replace(mixer, rope=None) if layer % PERIOD == PERIOD - 1 else mixer
+
+    return each_mixer(spec, change)
 
 
 ARCHITECTURE = Architecture(name="smollm3", rope_kind="interleaved", refine=_refine)

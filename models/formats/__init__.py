@@ -1,1 +1,1 @@
-"""Weight formats: block layouts, dequantising, quantising, and the packed ternary formats, in plain numpy."""
+"""Weight formats in numpy: block layouts, dequantisation, quantisation and the packed ternary formats."""

@@ -1,4 +1,4 @@
-"""Weights in the formats that are written, in plain numpy; edgeinfer.models.formats.dequantize draws and reads them."""
+"""Quantisation in numpy, for files that are written; edgeinfer.models.formats.dequantize describes the formats."""
 
 from __future__ import annotations
 

@@ -81,10 +81,10 @@ def test_logits_come_for_the_rows_asked_for(kind: Kind, tiny: Open, rng: np.rand
     assert session.forward(tokens).hidden is None and session.n_past == 0
 
 
-def test_nothing_is_recalled(tiny: Open) -> None:
+def test_no_prefix_is_reused(tiny: Open) -> None:
     session = tiny()
     prefill(session, np.arange(9, dtype=np.int32), 9)
-    assert not session.is_exact and session.recall(range(9)) == 0 and session.n_past == 0
+    assert not session.model.is_exact and session.reuse_prefix(range(9)) == 0 and session.n_past == 0
 
 
 def test_misuse_is_refused(tiny: Open) -> None:
@@ -153,7 +153,7 @@ def test_the_default_model_chooses_as_the_native_engine_does(default_model: Path
         assert engine.generate("The capital of France is", max_tokens=3, temperature=0).text.startswith(" Paris")
     with ModelFile.open(default_model) as file:
         native, spec = NativeBackend(), read_spec(file)
-        session = native.load(file, spec, native.plan(file, spec, 256), Device(2))
+        session = native.load(file, spec, native.plan(file, spec, 256), Device(2)).session()
         theirs = session.forward(tokens, logits="all").logits
     clear = clear_choices(theirs)
     assert clear.sum() > 30

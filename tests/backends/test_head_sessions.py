@@ -15,7 +15,8 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.base import DraftingHead, HeadSession
-from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend
+from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend, OpenCLHeadModel
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import (
     BackendLost,
@@ -49,7 +50,10 @@ class Heads:
 
     def reference(self, activations: Literal["float32", "int8"] = "float32") -> ReferenceHead:
         with ModelFile.open(self.head) as file, ModelFile.open(self.target) as model:
-            return open_reference_head(file, read_head(file).decoder, model, read_spec(model), 256, activations)
+            of_target = read_spec(model)
+            return open_reference_head(
+                file, read_head_beside(file, model, of_target), model, of_target, 256, activations
+            )
 
 
 @pytest.fixture(params=KINDS)
@@ -226,7 +230,7 @@ def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path)
         ModelFile.open(write_tiny_eagle3(tmp_path / "h.gguf", target)) as file,
         pytest.raises(UnsupportedModel, match="EAGLE-3 heads .*: run them on the native engine"),
     ):
-        head_backend_of(kind, model).plan(file, read_head(file).decoder, 256)
+        head_backend_of(kind, model).plan(file, read_head(file), 256)
 
 
 def test_another_thread_can_stop_a_pass(heads: Heads) -> None:
@@ -267,11 +271,12 @@ def test_the_plan_is_what_a_head_on_opencl_takes(
 ) -> None:
     heads = heads_of(tmp_path, tensor_type, n_layers, "opencl")
     with ModelFile.open(heads.head) as file, ModelFile.open(heads.target) as model:
-        spec, of_target = read_head(file).decoder, read_spec(model)
+        of_target = read_spec(model)
+        spec = read_head_beside(file, model, of_target)
         plan = OpenCLHeadBackend(opencl_device.info, model, of_target).plan(file, spec, 100, 32)
         device = OpenCLDevice(opencl_device.info)
         n_before = device.n_allocated
-        head = OpenCLHead(file, spec, model, of_target, plan, device)
+        head = OpenCLHeadModel(file, spec, model, of_target, plan, device).session()
     assert head.memory() == plan.use and device.n_allocated - n_before == plan.use.total
     head.forward(*rows(60))
     assert device.n_allocated - n_before == plan.use.total
@@ -350,6 +355,6 @@ def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: Op
 def test_a_device_that_fails_is_a_lost_backend(tmp_path: Path, opencl_device: OpenCLDevice) -> None:
     head = heads_of(tmp_path, "F16", 1, "opencl").open()
     assert isinstance(head, OpenCLHead)
-    head._open()._group = 1 << 20  # no device has such groups
+    head.model.decoder.group = 1 << 20  # no device has such groups
     with pytest.raises(BackendLost, match="running kernel rms_norm failed"):
         head.forward(*rows(3))

@@ -10,9 +10,9 @@ import pytest
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
-from edgeinfer.backends.base import QueryScales
 from edgeinfer.backends.onnx import ProviderInfo
 from edgeinfer.backends.opencl import OpenCLDevice
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 
@@ -117,5 +117,5 @@ def test_what_is_said_to_fit_loads(models: dict[str, Path]) -> None:
 
 def test_query_scales_are_as_many_as_differ(models: dict[str, Path]) -> None:
     with ModelFile.open(models["plain"]) as plain, ModelFile.open(models["grows"]) as grows:
-        assert len(QueryScales.of(read_spec(plain), N_CTX).values) == 1
-        assert len(QueryScales.of(read_spec(grows), 1000).values) == 1000
+        assert len(QueryScales.of(read_spec(plain).layers[0].mixer, N_CTX).values) == 1
+        assert len(QueryScales.of(read_spec(grows).layers[0].mixer, 1000).values) == 1000

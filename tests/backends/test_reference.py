@@ -15,11 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
-from edgeinfer.backends.base import QueryScales
+from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.backends.reference import (
     Activations,
     ReferenceBackend,
     ReferenceSession,
+)
+from edgeinfer.backends.reference_math import (
     attend,
     gelu_tanh,
     relu2,
@@ -31,8 +33,9 @@ from edgeinfer.backends.reference import (
     soft_cap,
 )
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.models import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec, read_spec
+from edgeinfer.models import Attention, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.reader import each_ffn, each_mixer
 from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 IN_LLAMA_CPP = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]
@@ -43,7 +46,7 @@ def open_session(path: Path, n_ctx: int = 64, activations: Activations = "float3
     backend = ReferenceBackend(activations)
     with ModelFile.open(path) as model:
         spec = read_spec(model)
-        return backend.load(model, spec, backend.plan(model, spec, n_ctx), Device(n_threads=1))
+        return backend.load(model, spec, backend.plan(model, spec, n_ctx), Device(n_threads=1)).session()
 
 
 def logits_of(session: ReferenceSession, tokens: ArrayLike) -> NDArray[np.float32]:
@@ -321,9 +324,9 @@ def test_a_window_in_a_tree_follows_the_branch_and_not_the_rows(tmp_path: Path) 
 
 def test_queries_grow_by_the_logarithm_of_their_run_of_positions(tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "mistral3", "F32", head_dim=16)) as model:
-        spec = read_spec(model)
-    assert_allclose(QueryScales.of(spec, 3).at(np.arange(3)), [0.25, 0.25, 0.25])
-    scales = QueryScales.of(replace(spec, query_temperature=QueryTemperature(0.5, 3)), 8).at(np.arange(8))
+        mixer = read_spec(model).layers[0].mixer
+    assert_allclose(QueryScales.of(mixer, 3).at(np.arange(3)), [0.25, 0.25, 0.25])
+    scales = QueryScales.of(replace(mixer, query_temperature=QueryTemperature(0.5, 3)), 8).at(np.arange(8))
     two, three = 0.25 * (1 + 0.5 * np.log(2)), 0.25 * (1 + 0.5 * np.log(3))
     assert_allclose(scales, [0.25] * 3 + [two] * 3 + [three] * 2, rtol=1e-7)
     assert scales.dtype == np.float32
@@ -426,7 +429,7 @@ def test_int8_activations_round_by_the_block_of_each_matrix(tmp_path: Path) -> N
         with ModelFile.open(path) as model:
             norm = model.data("output_norm.weight").view("<f4").copy()
         h = round_activations(rms_norm(plain.hidden[0], norm, 1e-5), block)
-        head = open_session(path)._weights["output.weight"].values
+        head = open_session(path).model.weights_of("output.weight").values
         assert_allclose(rounded.logits, h @ head.T, atol=2e-5)
         assert np.abs(rounded.logits - plain.logits).max() > 1e-3
 
@@ -460,7 +463,7 @@ def test_the_plan_is_what_the_session_holds(tiny_llama: Path) -> None:
         spec = read_spec(model)
         plan = backend.plan(model, spec, 48, 16)
         shares: list[float] = []
-        use = backend.load(model, spec, plan, Device(1), shares.append).memory()
+        use = backend.load(model, spec, plan, Device(1), shares.append).session().memory()
     assert use == plan.use and (plan.n_ctx, plan.n_batch) == (48, 16)
     assert use.kv_cache == 2 * 2 * 48 * 2 * 2 * 24  # K and V, f16, slots, layers, heads, head_dim
     assert shares == sorted(shares) and shares[-1] == 1.0
@@ -747,42 +750,58 @@ def test_the_largest_gemma_scales_queries_by_another_width_as_in_llama_cpp(
     assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2e-3 * theirs.std()
 
 
-def with_attention(spec: ModelSpec, change: Callable[[AttentionSpec], AttentionSpec]) -> ModelSpec:
-    return replace(spec, attention=tuple(change(layer) for layer in spec.attention))
+def with_mixers(spec: ModelSpec, change: Callable[[Attention], Attention]) -> ModelSpec:
+    return each_mixer(spec, lambda _, mixer: change(mixer))
 
 
-def other_window(layer: AttentionSpec) -> AttentionSpec:
-    return replace(layer, window=None if layer.window is None else layer.window + 1)
+def other_window(mixer: Attention) -> Attention:
+    return replace(mixer, window=None if mixer.window is None else mixer.window + 1)
 
 
-def without_norms(spec: ModelSpec, *roles: str) -> ModelSpec:
-    changes: dict[str, Any] = dict.fromkeys(roles)
-    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
+def without_mixer(spec: ModelSpec, field: str) -> ModelSpec:
+    """The spec with that field of each mixer None."""
+    changes: dict[str, Any] = {field: None}
+    return with_mixers(spec, lambda mixer: replace(mixer, **changes))
+
+
+def without_ffn(spec: ModelSpec, field: str) -> ModelSpec:
+    """The same of each feed-forward network."""
+    changes: dict[str, Any] = {field: None}
+    return each_ffn(spec, lambda _, ffn: replace(ffn, **changes))
+
+
+def turned_alike(spec: ModelSpec) -> ModelSpec:
+    return with_mixers(spec, lambda mixer: replace(mixer, rope=spec.layers[0].mixer.rope))
+
+
+def windows_reversed(spec: ModelSpec) -> ModelSpec:
+    mixers = [layer.mixer for layer in reversed(spec.layers)]
+    return each_mixer(spec, lambda i, mixer: replace(mixer, window=mixers[i].window, rope=mixers[i].rope))
 
 
 @pytest.mark.parametrize(
     "recipe, change",
     [
-        ("gemma2", lambda spec: with_attention(spec, other_window)),
-        ("gemma2", lambda spec: replace(spec, attention=spec.attention[::-1])),
-        ("gemma2", lambda spec: replace(spec, attention_soft_cap=None)),
+        ("gemma2", lambda spec: with_mixers(spec, other_window)),
+        ("gemma2", windows_reversed),
+        ("gemma2", lambda spec: without_mixer(spec, "soft_cap")),
         ("gemma2", lambda spec: replace(spec, logit_soft_cap=None)),
-        ("gemma2", lambda spec: replace(spec, activation="silu")),
-        ("bitnet", lambda spec: without_norms(spec, "attn_sub_norm")),
-        ("bitnet", lambda spec: without_norms(spec, "ffn_sub_norm")),
+        ("gemma2", lambda spec: each_ffn(spec, lambda _, ffn: replace(ffn, activation="silu"))),
+        ("bitnet", lambda spec: without_mixer(spec, "sub_norm")),
+        ("bitnet", lambda spec: without_ffn(spec, "sub_norm")),
         ("gemma2", lambda spec: replace(spec, embedding_scale=1.0)),
-        ("gemma2", lambda spec: without_norms(spec, "attn_post_norm")),
-        ("gemma2", lambda spec: without_norms(spec, "ffn_post_norm")),
-        ("gemma3", lambda spec: with_attention(spec, other_window)),
-        ("gemma3", lambda spec: with_attention(spec, lambda layer: replace(layer, rope=spec.attention[0].rope))),
-        ("qwen3", lambda spec: replace(spec, qk_norm=None)),
+        ("gemma2", lambda spec: without_mixer(spec, "post_norm")),
+        ("gemma2", lambda spec: without_ffn(spec, "post_norm")),
+        ("gemma3", lambda spec: with_mixers(spec, other_window)),
+        ("gemma3", turned_alike),
+        ("qwen3", lambda spec: without_mixer(spec, "qk_norm")),
         ("granite", lambda spec: replace(spec, embedding_scale=1.0)),
         ("granite", lambda spec: replace(spec, residual_scale=1.0)),
-        ("granite", lambda spec: replace(spec, attention_scale=24**-0.5)),
+        ("granite", lambda spec: with_mixers(spec, lambda mixer: replace(mixer, scale=24**-0.5))),
         ("granite", lambda spec: replace(spec, logit_scale=1.0)),
-        ("smollm3", lambda spec: with_attention(spec, lambda layer: replace(layer, rope=spec.attention[0].rope))),
-        ("olmo2, windows", lambda spec: with_attention(spec, other_window)),
-        ("mistral3, temperature", lambda spec: replace(spec, query_temperature=None)),
+        ("smollm3", turned_alike),
+        ("olmo2, windows", lambda spec: with_mixers(spec, other_window)),
+        ("mistral3, temperature", lambda spec: without_mixer(spec, "query_temperature")),
     ],
 )
 def test_every_part_of_a_recipe_shows_in_the_logits(
@@ -793,7 +812,7 @@ def test_every_part_of_a_recipe_shows_in_the_logits(
     with ModelFile.open(RECIPES[recipe].write(tmp_path)) as model:
         spec = read_spec(model)
         specs = (spec, change(spec))
-        sessions = [backend.load(model, each, backend.plan(model, each, 64), Device(1)) for each in specs]
+        sessions = [backend.load(model, each, backend.plan(model, each, 64), Device(1)).session() for each in specs]
     right, wrong = (session.forward(tokens, logits="all").logits for session in sessions)
     assert np.sqrt(np.mean((right - wrong) ** 2)) > 5e-3 * right.std()
 

@@ -3,18 +3,18 @@
     python tests/benchmarks/bench_early_exit.py MODEL.gguf --prompts FILE [--prompt-tokens 60] [--every 10]
         [--tokens 24] [--threads 2]
 
-FILE: JSON Lines with "turns", the first of which is asked. The model answers every n-th prompt of so many tokens at
-most, greedily; then some of its layers say what they would take behind each token of these answers, with the whole
-model's keys and values of the text before: in numpy, float32 weights in memory. Tried are the first layers alone, and
-what is left without those layers that are missed least, each by itself, on the native engine.
+FILE: JSON Lines with "turns", the first of which is asked. The model answers every n-th prompt of at most that many
+tokens greedily. Then some of its layers predict the token after each token of these answers, with the whole model's
+keys and values of the text before (numpy, float32 weights). Tried are the first layers alone, and, on the native
+engine, the model without the layers whose removal changes least.
 
-A token of such a draft takes `draft` passes of one token: measured, with an output matrix of 49,152 rows where the
-model has more. With `match`, how often it takes the model's token, and the measured costs c(n) of checking,
+A token of such a draft takes `draft` passes of one token: measured, with an output matrix of 49,152 rows if the model
+has more. With `match`, its acceptance rate, and the measured costs c(n) of verifying,
 
     speedup = max over K of (1 - match^(K+1)) / (1 - match) / (c(K+1) + K draft)
 
-which counts every match alike and the rest of drafting as nothing: no drafter made of these layers does better for
-long. `if_always_right` is the same with a match of 1. One JSON line on stdout at the end.
+which assumes equal acceptance everywhere and no other cost of drafting: an upper bound for a drafter made of these
+layers. `if_always_right` is the same with a match of 1. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations

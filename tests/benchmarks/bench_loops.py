@@ -1,14 +1,14 @@
-"""How many answers end in a loop, with the sampling of before, with the model's own, and what the loop guard ends.
+"""How many answers end in a loop, by sampling parameters, and which of them the loop guard ends.
 
     python tests/benchmarks/bench_loops.py tests/benchmarks/everyday.txt [-m MODEL.gguf] [--limit 3000] [--threads 2]
         [--sets general,...] [--changes '{"penalty_last_n": 256}'] [--keep FILE]
 
-Prompts: one a line, or JSON Lines with "turns", of which the first is asked. Each is asked once by each set of
+Prompts: one per line, or JSON Lines with "turns", of which the first is asked. Each is asked once with each set of
 parameters, with the number of the prompt as seed, in a conversation of its own with a context of 4096, without the
-guard; then the guard reads the answer. An answer is a loop if it came to the limit, and of its last 256 runs of 8
-tokens at least nine in ten are there three times or more, where all numbers are one. --changes: asks with the model's
-own parameters changed, too. --keep: answers are kept in this file as they are made, and a stopped benchmark goes on
-with the same command. One JSON line on stdout at the end.
+guard; then the guard reads the answer. An answer is a loop if it reached the limit, and of its last 256 runs of 8
+tokens at least nine in ten occur three times or more, where all numbers count as one. --changes: also asks with the
+model's own parameters changed. --keep: writes answers to this file as they are made; the same command continues a
+stopped benchmark. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How much of drafting is hidden behind the target's passes, where they take place at once.
+"""How much of drafting is hidden behind the target's passes when both run at once.
 
     python tests/benchmarks/bench_overlap.py [MODEL.gguf] [--pass-ms 40] [--right 0.85] [--timeline FILE.png]
     python tests/benchmarks/bench_overlap.py [MODEL.gguf] --draft FILE --draft-device opencl:0 -t 1 --pass-ms 600
 
-A stand-in for a machine with a GPU: each pass of the target is stretched by sleeping to --pass-ms, and 3 % of it more
-for each further token. The drafter knows the text, is right in a share of places, and sleeps a part of a pass for each
-token; or it is a draft model or a head on a device, which works while the target sleeps. For each: the share of the
-time that the target waited for drafts, the part of drafting that this is, tokens a step, the speed against one by one,
-also where drafts and checks take turns, and whether the text is that of one by one. One JSON line on stdout at the
-end.
+Simulates a machine with a GPU: each pass of the target is stretched by sleeping to --pass-ms, and by 3 % for each
+further token. The simulated drafter knows the text, is right in a given share of cases, and sleeps for a share of a
+pass per token. Or it is a draft model or a head on a device, which works while the target sleeps. Reported for each:
+the share of time that the target waited for drafts, that time as a share of drafting, tokens per step, the speed
+relative to plain decoding, also with drafting and verifying in turn, and whether the text is the same. One JSON line on
+stdout at the end.
 """
 
 from __future__ import annotations

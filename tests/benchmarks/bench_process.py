@@ -1,9 +1,9 @@
-"""What it costs a token that llama.cpp runs in a process of its own.
+"""The cost per token of running llama.cpp in a process of its own.
 
     python tests/benchmarks/bench_process.py MODEL.gguf ... [--threads 1] [--tokens 300] [--rounds 5]
 
-Passes of one token behind a short text, in turns: by a session, and by the same code called in this process. Medians of
-milliseconds. One JSON line on stdout at the end.
+Passes of one token behind a short text, alternating between a session and the same code called in this process. Medians
+of milliseconds. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations

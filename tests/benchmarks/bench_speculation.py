@@ -1,25 +1,24 @@
-"""Speculation against decoding one by one, ours and llama.cpp's, in one run and in turns; and whether ours agree.
+"""Speculative decoding against plain decoding, edgeinfer's and llama.cpp's, alternating in one run; texts are compared.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
         [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
         [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE] [--nodes N]
 
-FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender makes that
-many tokens: ours one by one, with the free drafters ("ours"), with the draft model too or the head that comes for the
-model ("ours with model", "ours with head"); llama-cpp-python one by one and with its prompt lookup (2 and 10 tokens);
-and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that with the draft model and its n-gram
-drafter, or instead with each --peer "FLAGS" as the program takes them (the contender "llama.cpp FLAGS"). Only where
---only, which names contenders as the table does, asks for them: ours with one drafter ("ours suffix", "ours
-recycling", "ours model" or "ours head"), and for the text alone two that draft badly: "ours random" with trees of any
-shape, parts of which are right, and "ours malicious" with drafters that keep to no rule beside it.
+FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender generates
+that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the draft
+model or the packaged head as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
+its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that program
+with the draft model and with its n-gram drafter, or with each --peer "FLAGS" (contender "llama.cpp FLAGS"). Only if
+--only names them: a single drafter ("ours suffix", "ours recycling", "ours model", "ours head"), and two for the
+comparison of texts: "ours random" with random trees, parts of which are right, and "ours malicious" with a drafter that
+breaks every rule.
 
-The order is turned with every prompt, and each has a seed of its own, made of --seed and its id: with one seed the
-same draws would come in every answer. Speed is that of all tokens behind the first, time-weighted by category; what a
-draft model takes to read the prompts stands beside it. The process is pinned to as many cores as there are threads.
-With --nodes N trees of up to N nodes are checked as if that cost nothing, whatever it costs: the tokens a step are
-then what drafts are worth on any machine, and the speeds say nothing. --record keeps what every prompt gave, and the
-same command goes on behind the last one. One JSON line on stdout at the end, with the number of texts by contender
-that are not those of ours one by one: if there are any, it exits with 1.
+The order changes with every prompt. Each prompt has its own seed, made of --seed and its id. Speed is that of all
+tokens after the first, weighted by time, by category; the time in which a draft model reads the prompts is reported
+beside it. The process is pinned to as many cores as there are threads. --nodes N verifies trees of up to N nodes as if
+that cost nothing: tokens per step then show the quality of drafts on any machine, and speeds mean nothing. --record
+keeps the result of every prompt, and the same command continues after the last one. One JSON line on stdout at the end,
+with the number of texts by contender that differ from "ours plain"; if there are any, the exit code is 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Whether tuning finds its way back from a bad start, as on a CPU that nobody has measured.
+"""Whether prefetch tuning recovers from a bad start, as on an unknown CPU.
 
     python tests/benchmarks/bench_tuning.py MODEL.gguf ... [--threads 2] [--rounds 7] [--start NAME ...]
 
-For each model: the values that are known for this CPU, and starts that are wrong on purpose. From each the search is
-run as at a first load; then passes of 1 to 8 tokens are timed in turns with the known values, the bad start and what
-was found, the order swapped each round; figures are medians. "over_known" is the median of each round's ratio. One JSON
-line on stdout at the end.
+For each model: the known values for this CPU, and starts that are wrong on purpose. From each the search runs as at a
+first load. Then passes of 1 to 8 tokens are timed with the known values, the bad start and the result, alternating, the
+order swapped each round; figures are medians. "over_known" is the median of each round's ratio. One JSON line on stdout
+at the end.
 """
 
 from __future__ import annotations

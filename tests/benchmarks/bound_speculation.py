@@ -1,15 +1,15 @@
-"""How much drafts could give at most: the same drafters, and a policy that knows what will come.
+"""Upper bounds for speculation: the same drafters, with a policy that knows the future text.
 
     python tests/benchmarks/bound_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
         [--every N] [--skip N] [--costs RECORD.json] [--draft-cost D]
 
 The greedy answer to each prompt (JSON Lines with "category" and "turns", the first of which is asked) is recorded, and
-at each of its places what the free drafters would have drafted and how far that was right; with a draft model, how far
-its chain was right. Then the fastest way through the answer is found, step by step from its end, with the costs of
-passes that the engine has measured, or those of a record of bench_speculation.py (its milliseconds_by_tokens); D is the
-time of a drafted token of the model in passes of one token, 0 where it is hidden. What is found, no policy can be above
-with one chain a step; what bench_speculation.py measures on the same costs stands beside it. One JSON line on stdout at
-the end, with the speed over one by one, time-weighted by category, and what acceptance other speeds would need.
+at each of its positions what the model-free drafters would have drafted and how much of it was right; with a draft
+model, how much of its chain was right. Then the fastest way through the answer is computed, from its end, with the
+measured costs of passes, or those of a record of bench_speculation.py (its milliseconds_by_tokens). D is the time of a
+drafted token of the model in passes of one token, 0 if it is hidden. No policy with one chain per step can exceed the
+result; compare it with bench_speculation.py on the same costs. One JSON line on stdout at the end, with the speed
+relative to plain decoding, weighted by time, by category, and the acceptance that other speeds would need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promise 1 on real models: the comparisons of tests/support/exactness.py, bit by bit.
+"""Exactness on real models: the comparisons of tests/support/exactness.py, bit by bit.
 
     python tests/benchmarks/check_exact.py MODEL.gguf ... [--tokens 80] [--cache-type q8_0]
 

@@ -1,14 +1,14 @@
-"""Promise 1 with drafts on real models: the same tokens, whatever is drafted.
+"""Exactness of speculation on real models: the same tokens with every drafter.
 
     python tests/benchmarks/check_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--tokens 128]
         [--every N] [--skip N] [--drafters suffix,recycling,model,head,all,random,malicious] [--costs free|measured]
         [--record FILE]
 
 For every prompt (JSON Lines with "turns", the first of which is asked), greedily and at temperature 0.8, top-p 0.95
-with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. By default further tokens
-cost next to nothing, so all that is drafted is checked, up to 31 nodes; with --costs measured the trees are those that
-pay on this machine, except for drafters that are bad on purpose. --record keeps what every prompt gave, and the same
-command goes on behind the last one. One JSON line on stdout at the end.
+with three seeds: tokens with each drafter against tokens without. Exits with 1 if any differ. By default verifying is
+assumed to cost nothing, so everything drafted is verified, up to 31 nodes; --costs measured takes the trees that are
+fastest on this machine, except for drafters that are bad on purpose. --record keeps the result of every prompt, and the
+same command continues after the last one. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""ONNX Runtime or OpenCL against the native engine on the same draft model and the same draft heads: who chooses what.
+"""ONNX Runtime or OpenCL against the native engine, with the same draft model and draft heads: which tokens differ.
 
     python tests/benchmarks/compare_drafts.py MODEL.gguf [--head HEAD.gguf ...] [--backend onnx] [--tokens 2000]
 
-Both go through the same text, ten tokens in a pass. For each 1,000 tokens: how often the likeliest one differs, and how
-often the likeliest three are others; how far the native engine's first two are apart where it differs, against their
-distance elsewhere. One JSON line on stdout at the end.
+Both read the same text, ten tokens per pass. Per 1,000 tokens: how often the most likely token differs, and how often
+the three most likely ones do; how far the native engine's first two are apart where it differs, and elsewhere. One JSON
+line on stdout at the end.
 """
 
 from __future__ import annotations

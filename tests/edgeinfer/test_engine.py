@@ -16,7 +16,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer import engine as engine_module
-from edgeinfer.backends.base import common_length
+from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import default_model, open_backend
 from edgeinfer.errors import (
     BackendUnavailable,

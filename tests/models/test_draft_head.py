@@ -10,7 +10,14 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import check_target, fingerprint, is_draft_head, read_head
+from edgeinfer.models.draft_head import (
+    ConcatenatedInput,
+    GatedFusion,
+    check_target,
+    fingerprint,
+    is_draft_head,
+    read_head,
+)
 from edgeinfer.models.gguf import ModelFile
 
 
@@ -28,10 +35,12 @@ def test_keys_tensors_and_vocabulary_become_a_spec(target: Path, tmp_path: Path)
     assert head.draft_vocab.tolist() == [0, 5, 290] and head.draft_vocab.dtype == np.int32
     assert head.target.name == "tiny llama F16" and head.target.architecture == "llama"
     spec = head.decoder
-    assert (spec.n_layers, spec.n_vocab, spec.n_logits, spec.n_embd, spec.head_dim) == (2, 291, 3, 96, 24)
-    assert spec.output_norm is None and spec.gate is not None
-    shapes = spec.tensor_shapes()
-    assert shapes[spec.gate.mix] == (96, 192) and shapes["output.weight"] == (3, 96) and spec.token_embd not in shapes
+    assert (spec.n_layers, spec.n_vocab, spec.n_logits, spec.n_embd) == (2, 291, 3, 96)
+    assert spec.layers[0].mixer.head_dim == 24
+    assert spec.output_norm is None and spec.token_embd is None and isinstance(head.front, GatedFusion)
+    shapes = head.tensor_shapes()
+    assert shapes[head.front.mix] == (96, 192) and shapes["output.weight"] == (3, 96)
+    assert "token_embd.weight" not in shapes
 
 
 def test_a_head_may_have_no_blocks(target: Path, tmp_path: Path) -> None:
@@ -47,12 +56,12 @@ def test_a_head_may_be_fed_by_rows_of_several_layers(target: Path, tmp_path: Pat
         shallow = write_tiny_model(tmp_path / "shallow.gguf", "llama", "F16", n_layers=1)
         with ModelFile.open(shallow) as model, pytest.raises(UnsupportedModel, match="goes on from layer 1, but"):
             check_target(head, file.path, model, read_spec(model))
-    combine = head.decoder.combine
+    combine = head.features
     assert head.taps == (0, 1) and combine is not None and (combine.n_rows, combine.n_normed) == (192, 96)
-    shapes = head.decoder.tensor_shapes()
+    shapes = head.tensor_shapes()
     assert shapes["combine.weight"] == (96, 192) and shapes["combine_norm.weight"] == (192,)
     with ModelFile.open(write_tiny_head(tmp_path / "without.gguf", target)) as file:
-        assert read_head(file).taps is True and read_head(file).decoder.combine is None
+        assert read_head(file).taps is True and read_head(file).features is None
     odd = write_tiny_model(tmp_path / "odd.gguf", "llama", "F16", n_embd=104)
     with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", odd, taps=(1,))) as file:
         with pytest.raises(UnsupportedModel, match="must be a multiple of 16 with target_layers: found 104"):
@@ -136,17 +145,17 @@ def test_an_eagle3_head_becomes_a_spec(target: Path, tmp_path: Path) -> None:
         check_target(head, path, model, read_spec(model))
     spec = head.decoder
     assert head.draft_vocab.tolist() == [0, 5, 290] and head.draft_vocab.dtype == np.int32
-    assert head.taps == (0, 0, 1) and spec.feature_tap == 0 and spec.n_logits == 3 and not spec.own_embeddings
-    assert spec.gate is None and spec.pair is not None and spec.pair.normed_residual
-    assert spec.combine is not None and spec.combine.n_rows == spec.combine.n_normed == 288
-    shapes = spec.tensor_shapes()
+    assert head.taps == (0, 0, 1) and head.feature_tap == 0 and spec.n_logits == 3 and spec.token_embd is None
+    assert isinstance(head.front, ConcatenatedInput) and head.front.normed_residual
+    assert head.features is not None and head.features.n_rows == head.features.n_normed == 288
+    shapes = head.tensor_shapes()
     assert shapes["fc.weight"] == (96, 288) and shapes["enc.output_norm.weight"] == (288,)
-    assert shapes["blk.0.attn_k.weight"] == (48, 192) and spec.token_embd not in shapes
+    assert shapes["blk.0.attn_k.weight"] == (48, 192) and "token_embd.weight" not in shapes
     whole = write_tiny_eagle3(tmp_path / "whole.gguf", target, draft_vocab=None, own_embeddings=True, n_embd=64)
     with ModelFile.open(whole) as file:
         head = read_head(file)
     assert head.draft_vocab.tolist() == list(range(291))
-    assert head.decoder.tensor_shapes()["token_embd.weight"] == (291, 64) and head.target.n_embd == 96
+    assert head.tensor_shapes()["token_embd.weight"] == (291, 64) and head.target.n_embd == 96
 
 
 @pytest.mark.parametrize(

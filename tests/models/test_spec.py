@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,11 +14,14 @@ from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import (
+    Attention,
+    Dense,
     LongRope,
     ModelSpec,
     QueryTemperature,
     RopeSpec,
     TensorRows,
+    check_blocks,
     query_factors,
     read_spec,
     supported_architectures,
@@ -50,8 +54,9 @@ def refusal(model: ModelFile) -> str:
 
 def test_sizes_are_read_from_the_keys_and_the_embedding(tiny_llama: ModelFile) -> None:
     spec = read_spec(tiny_llama)
+    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
     assert (spec.architecture, spec.n_vocab, spec.n_ctx_train, spec.n_layers) == ("llama", 291, 512, 2)
-    assert (spec.n_embd, spec.n_ff, spec.n_heads, spec.n_kv_heads, spec.head_dim) == (64, 192, 4, 2, 16)
+    assert (spec.n_embd, ffn.n_ff, mixer.n_heads, mixer.n_kv_heads, mixer.head_dim) == (64, 192, 4, 2, 16)
     assert spec.norm_epsilon == np.float32(1e-5) and not spec.tied_embeddings
 
 
@@ -72,10 +77,10 @@ def test_every_tensor_of_the_file_has_a_shape_in_the_spec(tmp_path: Path) -> Non
 
 
 def test_optional_biases_are_used_where_the_file_has_them(tmp_path: Path, tiny_llama: ModelFile) -> None:
-    assert read_spec(tiny_llama).layers[1].attn_output_bias is None
+    assert read_spec(tiny_llama).layers[1].mixer.output_bias is None
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "F32", output_biases=True)
     with ModelFile.open(path) as model:
-        assert read_spec(model).layers[1].attn_output_bias == "blk.1.attn_output.bias"
+        assert read_spec(model).layers[1].mixer.output_bias == "blk.1.attn_output.bias"
 
 
 # ---- rope ------------------------------------------------------------------------------------------------------
@@ -83,7 +88,7 @@ def test_optional_biases_are_used_where_the_file_has_them(tmp_path: Path, tiny_l
 
 def rope_of(model: ModelFile, **scaling: Any) -> tuple[list[float], float]:
     keys = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
-    rope = read_spec(changed(model, keys)).attention[0].rope
+    rope = read_spec(changed(model, keys)).layers[0].mixer.rope
     assert rope is not None
     return list(rope.inverse_frequencies), rope.magnitude
 
@@ -94,7 +99,7 @@ PLAIN = [10000 ** (-2 * i / 16) for i in range(8)]
 def test_frequencies_fall_with_the_power_of_the_base(tiny_llama: ModelFile) -> None:
     frequencies, magnitude = rope_of(tiny_llama)
     assert frequencies == pytest.approx(PLAIN, rel=1e-14) and magnitude == 1.0
-    rope = read_spec(tiny_llama).attention[1].rope
+    rope = read_spec(tiny_llama).layers[1].mixer.rope
     assert rope is not None and rope.kind == "interleaved"
 
 
@@ -287,12 +292,12 @@ def whole_keys(architecture: Architecture, values: Mapping[str, Any]) -> dict[st
 
 
 def windows_of(spec: ModelSpec) -> list[int | None]:
-    return [layer.window for layer in spec.attention]
+    return [layer.mixer.window for layer in spec.layers]
 
 
 def bases_of(spec: ModelSpec) -> list[float | None]:
     """Base of the frequencies of each layer, of which the second is base ** (-1/8)."""
-    ropes = [layer.rope for layer in spec.attention]
+    ropes = [layer.mixer.rope for layer in spec.layers]
     return [None if rope is None else round(rope.inverse_frequencies[1] ** -8, 6) for rope in ropes]
 
 
@@ -324,56 +329,58 @@ def test_every_tensor_of_every_architecture_is_needed(tiny: dict[str, ModelFile]
 def test_llama_and_qwen2_have_the_plain_recipe(tiny: dict[str, ModelFile]) -> None:
     for architecture in ("llama", "qwen2", "mistral3"):
         spec = read_spec(tiny[architecture])
-        assert spec.attention == (spec.attention[0],) * 2 and spec.attention[0].window is None
-        assert (spec.activation, spec.qk_norm, spec.attention_scale) == ("silu", None, 0.25)
+        mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+        assert spec.layers[1].mixer.rope == mixer.rope and mixer.window is None
+        assert (ffn.activation, mixer.qk_norm, mixer.scale) == ("silu", None, 0.25)
         assert (spec.embedding_scale, spec.residual_scale, spec.logit_scale) == (1.0, 1.0, 1.0)
-        assert (spec.attention_soft_cap, spec.logit_soft_cap, spec.query_temperature) == (None, None, None)
+        assert (mixer.soft_cap, spec.logit_soft_cap, mixer.query_temperature) == (None, None, None)
 
 
 def test_norms_of_queries_and_keys_are_over_a_head_or_over_all(tiny: dict[str, ModelFile]) -> None:
     for architecture, kind, shapes in [("qwen3", "per_head", (16, 16)), ("olmo2", "whole", (64, 16))]:
         spec = read_spec(tiny[architecture])
-        assert spec.qk_norm == kind and spec.layers[0].attn_q_norm == "blk.0.attn_q_norm.weight"
+        assert spec.layers[0].mixer.qk_norm == kind and spec.layers[0].mixer.q_norm == "blk.0.attn_q_norm.weight"
         for name, n in zip(["blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight"], shapes, strict=True):
             assert spec.tensor_shapes()[name] == (n,)
 
 
 def test_olmo2_has_norms_behind_and_none_before(tiny: dict[str, ModelFile]) -> None:
     layer = read_spec(tiny["olmo2"]).layers[1]
-    assert (layer.attn_norm, layer.ffn_norm) == (None, None)
-    assert layer.attn_post_norm == "blk.1.post_attention_norm.weight"
-    assert layer.ffn_post_norm == "blk.1.post_ffw_norm.weight"
+    assert (layer.mixer.norm, layer.ffn.norm) == (None, None)
+    assert layer.mixer.post_norm == "blk.1.post_attention_norm.weight"
+    assert layer.ffn.post_norm == "blk.1.post_ffw_norm.weight"
 
 
 def test_bitnet_has_norms_inside_and_silu_or_the_square_of_relu(tiny: dict[str, ModelFile]) -> None:
     for architecture, activation in [("bitnet", "silu"), ("bitnet-25", "relu2"), ("bitnet-b1.58", "relu2")]:
         spec = read_spec(tiny[architecture])
-        assert (spec.architecture, spec.activation) == (architecture, activation)
-        assert (spec.layers[1].attn_sub_norm, spec.layers[1].ffn_sub_norm) == (
+        assert (spec.architecture, spec.layers[0].ffn.activation) == (architecture, activation)
+        assert (spec.layers[1].mixer.sub_norm, spec.layers[1].ffn.sub_norm) == (
             "blk.1.attn_sub_norm.weight",
             "blk.1.ffn_sub_norm.weight",
         )
-        assert spec.attention[0].rope is not None and spec.attention[0].rope.kind == "halves"
+        assert spec.layers[0].mixer.rope is not None and spec.layers[0].mixer.rope.kind == "halves"
 
 
 def test_smollm3_does_not_turn_every_fourth_layer(tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "smollm3", "F32", n_layers=9)) as model:
         spec = read_spec(model)
-    assert [layer for layer, part in enumerate(spec.attention) if part.rope is None] == [3, 7]
+    assert [layer for layer, part in enumerate(spec.layers) if part.mixer.rope is None] == [3, 7]
 
 
 def test_gemma_scales_embeddings_and_has_gelu(tiny: dict[str, ModelFile]) -> None:
     for architecture in ("gemma2", "gemma3"):
         spec = read_spec(tiny[architecture])
-        assert (spec.embedding_scale, spec.activation, spec.attention_scale) == (8.0, "gelu_tanh", 0.25)
+        layer = spec.layers[1]
+        assert (spec.embedding_scale, layer.ffn.activation, layer.mixer.scale) == (8.0, "gelu_tanh", 0.25)
 
 
 def test_gemma2_has_windows_in_every_second_layer_and_caps(tiny: dict[str, ModelFile]) -> None:
     spec = spec_of(tiny, "gemma2")
-    assert (windows_of(spec), spec.attention_soft_cap, spec.logit_soft_cap) == ([20, None], 2.0, 10.0)
+    assert (windows_of(spec), spec.layers[0].mixer.soft_cap, spec.logit_soft_cap) == ([20, None], 2.0, 10.0)
     bare = {"attention__sliding_window": None, "attn_logit_softcapping": None, "final_logit_softcapping": None}
     spec = spec_of(tiny, "gemma2", **bare)
-    assert (windows_of(spec), spec.attention_soft_cap, spec.logit_soft_cap) == ([4096, None], 50.0, 30.0)
+    assert (windows_of(spec), spec.layers[0].mixer.soft_cap, spec.logit_soft_cap) == ([4096, None], 50.0, 30.0)
     assert spec.tied_embeddings and bases_of(spec) == [10000, 10000]
     assert bases_of(spec_of(tiny, "gemma2", rope__freq_base_swa=500.0)) == [500, 10000]
 
@@ -393,8 +400,8 @@ def test_gemma3_turns_layers_with_windows_by_a_base_of_their_own(tiny: dict[str,
 def test_linear_scaling_stretches_the_layers_of_gemma3_that_see_everything(tiny: dict[str, ModelFile]) -> None:
     spec = spec_of(tiny, "gemma3", rope__scaling__factor=8.0)
     plain = spec_of(tiny, "gemma3")
-    assert spec.attention[0] == plain.attention[0]
-    ropes = [each.attention[5].rope for each in (spec, plain)]
+    assert spec.layers[0] == plain.layers[0]
+    ropes = [each.layers[5].mixer.rope for each in (spec, plain)]
     assert ropes[0] and ropes[1]
     assert ropes[0].inverse_frequencies == tuple(f / 8 for f in ropes[1].inverse_frequencies)
 
@@ -428,24 +435,24 @@ def test_the_windows_of_olmo_3_are_not_scaled_with_the_rest(tmp_path: Path) -> N
         spec = read_spec(model)
     assert windows_of(spec) == [20, 20, 20, None, 20]
     assert bases_of(spec)[0] == 10000 and bases_of(spec)[3] != 10000
-    magnitudes = [layer.rope.magnitude for layer in spec.attention if layer.rope]
+    magnitudes = [layer.mixer.rope.magnitude for layer in spec.layers if layer.mixer.rope]
     assert magnitudes == pytest.approx([1, 1, 1, 1.138629, 1], rel=1e-6)
 
 
 def test_granite_has_four_scales_of_which_logits_are_divided(tiny: dict[str, ModelFile]) -> None:
     spec = spec_of(tiny, "granite", logit_scale=8.0)
     assert spec.logit_scale == 0.125
-    assert [spec.embedding_scale, spec.residual_scale, spec.attention_scale] == pytest.approx([1.5, 0.7, 0.3])
+    assert [spec.embedding_scale, spec.residual_scale, spec.layers[1].mixer.scale] == pytest.approx([1.5, 0.7, 0.3])
     for absent in (None, 0.0):
         values = {"embedding_scale": absent, "residual_scale": absent, "attention__scale": absent}
         spec = spec_of(tiny, "granite", **values)
-        assert (spec.embedding_scale, spec.residual_scale, spec.attention_scale) == (1.0, 1.0, 0.25)
+        assert (spec.embedding_scale, spec.residual_scale, spec.layers[1].mixer.scale) == (1.0, 1.0, 0.25)
 
 
 def test_granite_that_is_not_finetuned_for_it_has_no_rotation(tiny: dict[str, ModelFile]) -> None:
     for value in (None, True):
         assert spec_of(tiny, "granite", rope__scaling__finetuned=value) == read_spec(tiny["granite"])
-    ropes = [layer.rope for layer in spec_of(tiny, "granite", rope__scaling__finetuned=False).attention]
+    ropes = [layer.mixer.rope for layer in spec_of(tiny, "granite", rope__scaling__finetuned=False).layers]
     assert ropes == [None, None]
 
 
@@ -454,12 +461,12 @@ def test_phi3_names_rows_of_its_fused_tensors(tmp_path: Path) -> None:
     with ModelFile.open(path) as model:
         spec = read_spec(model)
     layer, shapes = spec.layers[1], spec.tensor_shapes()
-    assert layer.attn_q == TensorRows("blk.1.attn_qkv.weight", 0, 64)
-    assert layer.attn_k == TensorRows("blk.1.attn_qkv.weight", 64, 80)
-    assert layer.attn_v == TensorRows("blk.1.attn_qkv.weight", 80, 96)
-    assert layer.attn_v_bias == TensorRows("blk.1.attn_qkv.bias", 80, 96)
-    assert layer.ffn_gate == TensorRows("blk.1.ffn_up.weight", 0, 160)
-    assert layer.ffn_up == TensorRows("blk.1.ffn_up.weight", 160, 320)
+    assert layer.mixer.q == TensorRows("blk.1.attn_qkv.weight", 0, 64)
+    assert layer.mixer.k == TensorRows("blk.1.attn_qkv.weight", 64, 80)
+    assert layer.mixer.v == TensorRows("blk.1.attn_qkv.weight", 80, 96)
+    assert layer.mixer.v_bias == TensorRows("blk.1.attn_qkv.bias", 80, 96)
+    assert layer.ffn.gate == TensorRows("blk.1.ffn_up.weight", 0, 160)
+    assert layer.ffn.up == TensorRows("blk.1.ffn_up.weight", 160, 320)
     assert (shapes["blk.1.attn_qkv.weight"], shapes["blk.1.attn_qkv.bias"]) == ((96, 64), (96,))
     assert shapes["blk.1.ffn_up.weight"] == (320, 64)
 
@@ -469,7 +476,7 @@ def test_phi3_may_have_queries_keys_and_values_apart(tiny: dict[str, ModelFile])
     for layer in range(2):
         for role, n in [("q", 64), ("k", 16), ("v", 16)]:
             tensors[f"blk.{layer}.attn_{role}.weight"] = SimpleNamespace(shape=(n, 64))
-    assert read_spec(changed(tiny["phi3"], tensors=tensors)).layers[1].attn_k == "blk.1.attn_k.weight"
+    assert read_spec(changed(tiny["phi3"], tensors=tensors)).layers[1].mixer.k == "blk.1.attn_k.weight"
 
 
 def test_phi3_has_long_factors_behind_its_first_context(tmp_path: Path) -> None:
@@ -477,7 +484,7 @@ def test_phi3_has_long_factors_behind_its_first_context(tmp_path: Path) -> None:
         tmp_path / "m.gguf", "phi3", "F32", n_embd=64, rope_freqs=True, rope_scaling={"original_context_length": 100}
     )
     with ModelFile.open(path) as model:
-        rope = read_spec(model).attention[1].rope
+        rope = read_spec(model).layers[1].mixer.rope
         factors = {kind: model.data(f"rope_factors_{kind}.weight").view("<f4").tolist() for kind in ("long", "short")}
     assert rope is not None and rope.long is not None and rope.long.n_ctx == 100
     short, long = rope.of_context(100), rope.of_context(101)
@@ -499,10 +506,10 @@ def test_a_rotation_without_long_factors_is_the_same_in_every_context() -> None:
 
 def test_mistral3_has_a_temperature_where_the_file_has_one(tiny: dict[str, ModelFile]) -> None:
     values = {"attention__temperature_scale": 0.1, "rope__scaling__original_context_length": 64}
-    assert spec_of(tiny, "mistral3", **values).query_temperature == QueryTemperature(0.1, 64)
+    assert spec_of(tiny, "mistral3", **values).layers[0].mixer.query_temperature == QueryTemperature(0.1, 64)
     values = {"attention__temperature_scale": 0.1}
-    assert spec_of(tiny, "mistral3", **values).query_temperature == QueryTemperature(0.1, 512)
-    assert spec_of(tiny, "mistral3", attention__temperature_scale=0.0).query_temperature is None
+    assert spec_of(tiny, "mistral3", **values).layers[0].mixer.query_temperature == QueryTemperature(0.1, 512)
+    assert spec_of(tiny, "mistral3", attention__temperature_scale=0.0).layers[0].mixer.query_temperature is None
 
 
 def test_query_factors_come_for_each_run_of_positions() -> None:
@@ -516,7 +523,7 @@ def test_query_factors_come_for_each_run_of_positions() -> None:
 def test_the_log_multiplier_of_yarn_divides_the_magnitude(tiny: dict[str, ModelFile]) -> None:
     def magnitude(**values: Any) -> float:
         scaling = {"rope__scaling__type": "yarn", **{f"rope__scaling__{key}": each for key, each in values.items()}}
-        rope = spec_of(tiny, "mistral3", **scaling).attention[0].rope
+        rope = spec_of(tiny, "mistral3", **scaling).layers[0].mixer.rope
         assert rope is not None
         return rope.magnitude
 
@@ -612,7 +619,60 @@ def test_a_misshapen_tensor_of_a_recipe_is_refused(
 def test_the_spec_of_the_default_model(default_model: Path) -> None:
     with ModelFile.open(default_model) as model:
         spec: ModelSpec = read_spec(model)
-    assert (spec.n_layers, spec.n_embd, spec.n_heads, spec.n_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
-    rope = spec.attention[0].rope
+    mixer = spec.layers[0].mixer
+    assert (spec.n_layers, spec.n_embd, mixer.n_heads, mixer.n_kv_heads, mixer.head_dim) == (30, 576, 9, 3, 64)
+    rope = spec.layers[0].mixer.rope
     assert rope is not None
     assert spec.tied_embeddings and rope.inverse_frequencies[1] == pytest.approx(1e5 ** (-1 / 32))
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------
+
+
+def test_every_weight_is_named_once_by_its_block_and_role(tiny: dict[str, ModelFile]) -> None:
+    weights = list(read_spec(tiny["gemma3"]).weights())
+    names = [(weight.block, weight.role) for weight in weights]
+    assert len(set(names)) == len(names) == 6 * (4 + 4 + 5) + 2
+    assert names[0] == ("layers.0.mixer", "norm") and names[-2:] == [("", "output_norm"), ("", "output")]
+    assert ("layers.5.ffn", "down") in names and ("layers.5.mixer", "q_bias") not in names
+    assert {weight.tensor: weight.shape for weight in weights} | {"token_embd.weight": (291, 64)} == {
+        name: info.shape for name, info in tiny["gemma3"].tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A kind of block that no backend has."""
+
+    n_embd: int = 8
+
+
+@dataclass(frozen=True)
+class AttentionWithSinks(Attention):
+    """A kind that could be taken for one that is known."""
+
+    sinks: str | None = None
+
+
+FIELDS = {Attention: tuple(field.name for field in fields(Attention)), Dense: ("n_embd", "n_ff", "gate", "up", "down")}
+
+
+def test_a_block_of_an_unknown_kind_is_refused_by_name(tiny_llama: ModelFile) -> None:
+    mixer = read_spec(tiny_llama).layers[0].mixer
+    sinks = AttentionWithSinks(**vars(mixer))
+    for block, name in [(Recurrence(), "Recurrence"), (sinks, "AttentionWithSinks")]:
+        with pytest.raises(UnsupportedModel, match=rf"layers\.3\.mixer is a block {name}.* it runs Attention, Dense"):
+            check_blocks([("layers.3.mixer", block)], FIELDS, "tiny", "m.gguf")
+
+
+def test_a_field_that_a_backend_does_not_name_is_refused_where_it_asks_for_something(tiny_llama: ModelFile) -> None:
+    spec = read_spec(tiny_llama)
+    blocks = [(name, block) for name, block in spec.blocks() if isinstance(block, Attention)]
+    check_blocks(blocks, FIELDS, "tiny", "m.gguf")
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.ffn has norm, which the tiny backend does not know"):
+        check_blocks(spec.blocks(), FIELDS, "tiny", "m.gguf")
+    without = tuple(name for name in FIELDS[Attention] if name != "soft_cap")
+    check_blocks(blocks, {Attention: without}, "tiny", "m.gguf")
+    capped = [("layers.1.mixer", replace(spec.layers[1].mixer, soft_cap=2.0))]
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer has soft_cap"):
+        check_blocks(capped, {Attention: without}, "tiny", "m.gguf")

@@ -90,7 +90,7 @@ def test_the_quick_tests_are_there() -> None:
     quick = re.search(r"QUICK := .*?addsuffix .py,(.*?)\)\)", (ROOT / "Makefile").read_text(), re.DOTALL)
     assert quick
     names = quick[1].replace("\\", "").split()
-    assert len(names) > 8 and all((ROOT / "tests" / "unit" / f"test_{name}.py").exists() for name in names)
+    assert len(names) > 8 and all((ROOT / "tests" / f"{name}.py").exists() for name in names)
 
 
 def test_make_says_that_a_tree_cannot_be_written(tmp_path: Path) -> None:

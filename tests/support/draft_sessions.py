@@ -54,8 +54,8 @@ def head_backend_of(kind: Kind, target: ModelFile) -> Any:
 def open_head(head: Path, target: Path, kind: Kind, n_batch: int = 64) -> HeadSession:
     """A session of a head, both of whose files are closed."""
     with ModelFile.open(head) as file, ModelFile.open(target) as model:
-        backend, spec = head_backend_of(kind, model), read_head_beside(file, model, read_spec(model)).decoder
-        session: HeadSession = backend.load(file, spec, backend.plan(file, spec, 256, n_batch), Device(1))
+        backend, spec = head_backend_of(kind, model), read_head_beside(file, model, read_spec(model))
+        session: HeadSession = backend.load(file, spec, backend.plan(file, spec, 256, n_batch), Device(1)).session()
         return session
 
 
@@ -66,7 +66,7 @@ def opener(path: Path, kind: Kind, n_ctx: int = 256) -> Open:
     backend = backend_of(kind)
 
     def open_session(n_batch: int = 128) -> Session:
-        return backend.load(file, spec, backend.plan(file, spec, n_ctx, n_batch), Device(1))
+        return backend.load(file, spec, backend.plan(file, spec, n_ctx, n_batch), Device(1)).session()
 
     return open_session
 
@@ -91,7 +91,7 @@ def differences_to_the_reference(
     file = ModelFile.open(path)
     spec = read_spec(file)
     oracle = ReferenceBackend(activations)
-    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1))
+    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1)).session()
     session = opener(path, kind)()
     errors: list[float] = []
     for n in sizes:

@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 from tiny_models import Floats, Value, add_bpe, add_keys, add_matrix
 
-from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession, rms_norm, silu
+from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession
+from edgeinfer.backends.reference_math import rms_norm, silu
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
 from edgeinfer.models.gguf import ModelFile
@@ -45,7 +46,7 @@ def write_tiny_head(
     with ModelFile.open(target) as model:
         spec = read_spec(model)
         backend = ReferenceBackend()
-        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
+        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)).session() if texts else None
         matrix = backend.read_weights(model, {spec.output: (spec.n_vocab, spec.n_embd)})[spec.output].values
         rows = backend.read_weights(model, {spec.token_embd: (spec.n_vocab, spec.n_embd)})[spec.token_embd].values
         last_norm = backend.read_weights(model, {"output_norm.weight": (spec.n_embd,)})["output_norm.weight"].values
@@ -177,7 +178,7 @@ def write_tiny_eagle3(
         backend = ReferenceBackend()
         read = {spec.output: (spec.n_vocab, spec.n_embd), "output_norm.weight": (spec.n_embd,)}
         of_target = {name: one.values for name, one in backend.read_weights(model, read).items()}
-        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)) if texts else None
+        session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)).session() if texts else None
     d = n_embd or spec.n_embd
     n_q, n_kv = d, n_kv_heads * (d // n_heads)
     rng = np.random.default_rng(seed)

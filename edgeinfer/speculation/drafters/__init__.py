@@ -1,1 +1,1 @@
-"""Where drafts come from: one file a drafter. What it says changes speed and never the text."""
+"""Drafters, one file each. A drafter changes the speed and never the text."""

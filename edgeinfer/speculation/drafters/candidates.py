@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgeinfer.backends.native import likeliest as top_k
+from edgeinfer.backends.native import top_k
 from edgeinfer.errors import NumericalError
 from edgeinfer.types import Logits
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from edgeinfer.backends.base import DraftingSession, Session
-from edgeinfer.backends.native import likeliest as top_k
+from edgeinfer.backends.native import top_k
 from edgeinfer.errors import NumericalError
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import ModelFile

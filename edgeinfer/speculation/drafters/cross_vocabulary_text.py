@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from edgeinfer.backends.base import common_length
+from edgeinfer.backends.checks import common_length
 from edgeinfer.models.tokenizer import Tokenizer
 
 # Target tokens that are encoded together: a piece ends where a word begins after _PIECE tokens, at the latest after

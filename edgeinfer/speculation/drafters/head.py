@@ -33,7 +33,7 @@ _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
 class HeadDrafter:
-    """A draft head, its KV cache, and the target's features of the text.
+    """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
 
     n_vocab: tokens that the target has.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
     levels of DEFAULT_WIDTH nodes, if its device drafts by itself.
@@ -142,6 +142,7 @@ class HeadDrafter:
         if self._device_drafting is not None:
             self._device_drafting.costs.close()
         self.session.close()
+        self.session.model.close()
 
     # ---- The text ----------------------------------------------------------------------------------------------------
 
@@ -150,23 +151,22 @@ class HeadDrafter:
         n_wanted = len(context.tokens) - context.n_unverified - 1
         if len(self._tokens) != n_wanted:
             raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
-        if not self.session.spec.n_layers:  # no attention: it sees its own position only
+        if not self.session.spec.decoder.n_layers:  # no attention: it sees its own position only
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
     def _n_to_run(self, context: Context) -> int:
         """Rows to run: those not in the cache, or the last one once more, whose outcome is not known."""
-        n = self._n_unseen(context)
-        if not n:
+        if not self._n_unseen(context):
             self.session.truncate(self.session.n_past - 1)
-        return max(1, n)
+        return self._n_unseen(context)
 
     def _run_text(self, context: Context, n: int) -> tuple[Features, Logits]:
         """Run and commit the next n rows; the predicted feature and the logits of the last."""
         first = len(self._tokens) - self._n_unseen(context)
         self._last = None
         out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(list(range(n)) if self.session.spec.n_layers else [])
+        self.session.commit(list(range(n)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 
@@ -234,7 +234,7 @@ class HeadDrafter:
             device_drafting.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not np.isfinite(nodes.probabilities).all():
             raise NumericalError("the head's logits are no numbers")
-        self.session.commit(range(n) if self.session.spec.n_layers else ())
+        self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
         self._take_nodes(device_drafting, tree, nodes)
 
     def _take_nodes(self, device_drafting: DeviceDrafting[DraftingHead], tree: GrowingTree, nodes: Nodes) -> None:

@@ -57,7 +57,7 @@ class _Chain:
 
 
 class ModelDrafter:
-    """A draft model and its KV cache.
+    """A draft model and its KV cache. It owns the session and its model.
 
     n_vocab: tokens that the target has.  device_drafting: of that session, if its device drafts by itself.
     """
@@ -131,6 +131,7 @@ class ModelDrafter:
         if self._device_drafting is not None:
             self._device_drafting.costs.close()
         self.session.close()
+        self.session.model.close()
 
     # ---- Levels ------------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class ModelDrafter:
             n += 1
         n = min(n, n_max)
         if n < len(own):
-            self.session.truncate(n)
+            n = self.session.truncate(n)
             del own[n:]
         self._n_agreed = min(n, len(text) - n_unverified)
         return n

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.backends.native import likeliest as top_k
+from edgeinfer.backends.native import top_k
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits

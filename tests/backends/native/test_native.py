@@ -20,9 +20,10 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas, likeliest
+from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas, top_k
+from edgeinfer.backends.native.backend import faster_bits
 from edgeinfer.backends.native.packed import LAYOUT, packed_path
-from edgeinfer.backends.native.session import BASE_THREE, faster_bits
+from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -57,7 +58,7 @@ def opener(path: Path, n_ctx: int = 256, cache_type: CacheType = "f16") -> Open:
 
     def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 128) -> NativeSession:
         plan = backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
-        return backend.load(file, spec, plan, Device(n_threads, isa))
+        return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
     return open_session
 
@@ -389,7 +390,7 @@ def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generato
     ends = some_tokens(open_session, 9, rng)
 
     def complete(text: np.ndarray) -> tuple[int, np.ndarray]:
-        n_found = session.recall(text[:-1])
+        n_found = session.reuse_prefix(text[:-1])
         assert session.n_past == n_found
         prefill(session, text[n_found:], len(text))
         return n_found, session.forward(ends, logits="all").logits
@@ -413,7 +414,7 @@ def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generato
     long = some_tokens(open_session, 1000, rng)
     assert complete(long)[0] == 0
     assert same_bits(complete(texts[0])[1], expected[0])
-    assert session.recall([]) == 0
+    assert session.reuse_prefix([]) == 0
 
 
 def test_texts_put_aside_and_a_changing_one_keep_out_of_each_others_way(tmp_path: Path) -> None:
@@ -428,7 +429,7 @@ def test_texts_put_aside_and_a_changing_one_keep_out_of_each_others_way(tmp_path
         cut = int(rng.integers(1, len(text) + 1))
         text = np.concatenate([text[:cut], some_tokens(open_session, int(rng.integers(1, 150)), rng)])[:500]
         texts.append(text)
-        prefill(session, text[session.recall(text[:-1]) :], 512)
+        prefill(session, text[session.reuse_prefix(text[:-1]) :], 512)
         fresh.truncate(0)
         prefill(fresh, text, 512)
         assert same_bits(session.forward([1, 2, 3]).logits, fresh.forward([1, 2, 3]).logits)
@@ -604,12 +605,12 @@ def test_an_i2_s_file_that_is_cut_short_is_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("n_vocab", [5, 300, 8192, 49152, 151_936])
-def test_the_likeliest_ids_come_with_their_probabilities(n_vocab: int) -> None:
+def test_the_top_k_ids_come_with_their_probabilities(n_vocab: int) -> None:
     logits = np.random.default_rng(n_vocab).normal(0, 4, n_vocab).astype(np.float32)
     order = np.argsort(-logits)
     p = np.exp(logits.astype(float) - logits.max())
     p /= p.sum()
-    found = likeliest(logits, 3)
+    found = top_k(logits, 3)
     assert found[0][0] == order[0] and [of_id for _, of_id in found] == sorted((of_id for _, of_id in found))[::-1]
     if n_vocab < 8192:
         assert [id for id, _ in found] == order[:3].tolist()
@@ -618,20 +619,20 @@ def test_the_likeliest_ids_come_with_their_probabilities(n_vocab: int) -> None:
         assert p[order[0]] <= found[0][1] < 2 * p[order[0]]
     for id in (0, n_vocab - 1):  # the ends
         logits[id] = 40.0
-        (first, p_first), *_ = likeliest(logits, 3)
+        (first, p_first), *_ = top_k(logits, 3)
         assert first == id and p_first == pytest.approx(1.0, abs=1e-3)
         logits[id] = -40.0
 
 
 def test_of_what_is_no_number_nothing_is_likely() -> None:
     for value in (np.nan, np.inf, -np.inf):
-        assert all(np.isnan(p) for _, p in likeliest(np.full(300, value, dtype=np.float32), 3))
+        assert all(np.isnan(p) for _, p in top_k(np.full(300, value, dtype=np.float32), 3))
     for n_vocab in (300, 20_000):
         for id in (0, n_vocab - 1):
             logits = np.zeros(n_vocab, dtype=np.float32)
             logits[id] = np.nan
-            assert all(np.isnan(p) for _, p in likeliest(logits, 3))
-    assert likeliest(np.array([-np.inf, 5, -np.inf, -np.inf], dtype=np.float32), 3) == [(1, 1.0)]
+            assert all(np.isnan(p) for _, p in top_k(logits, 3))
+    assert top_k(np.array([-np.inf, 5, -np.inf, -np.inf], dtype=np.float32), 3) == [(1, 1.0)]
     with pytest.raises(ValueError, match="at least one logit"):
-        likeliest(np.empty(0, dtype=np.float32), 3)
-    assert len(likeliest(np.zeros(2, dtype=np.float32), 3)) == 2
+        top_k(np.empty(0, dtype=np.float32), 3)
+    assert len(top_k(np.zeros(2, dtype=np.float32), 3)) == 2

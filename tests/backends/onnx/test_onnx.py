@@ -18,6 +18,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.reader import each_mixer
 from edgeinfer.types import Device
 
 FLOATS = ["F32", "F16", "BF16"]
@@ -94,9 +95,9 @@ def test_a_graph_that_a_provider_cannot_run_is_refused(tmp_path: Path, onnx_prov
     with ModelFile.open(path) as file:
         backend, spec = OnnxBackend(onnx_provider), read_spec(file)
         plan = backend.plan(file, spec, 64)
-        wrong = replace(spec, n_kv_heads=4)  # keys of another width than the cache
+        wrong = each_mixer(spec, lambda _, mixer: replace(mixer, n_kv_heads=4))  # keys of another width than the cache
         with pytest.raises((UnsupportedModel, BackendLost), match="ONNX Runtime: .* failed"):
-            backend.load(file, wrong, plan, Device(1)).forward([1, 2, 3])
+            backend.load(file, wrong, plan, Device(1)).session().forward([1, 2, 3])
 
 
 @pytest.mark.parametrize("kind", ["onnx contrib", "onnx plain"])
@@ -105,7 +106,7 @@ def test_a_pass_that_runs_stops_before_its_next_operator(
 ) -> None:
     session = opener(write_tiny_model(tmp_path / "m.gguf", "qwen2", "F32"), kind)()
     expected = session.forward([1, 2, 3]).logits
-    program = session._open()
+    program = session.model.decoder.program
 
     class Interrupting:
         """As if the call came just behind the beginning of the pass."""

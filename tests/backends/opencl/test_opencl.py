@@ -13,7 +13,7 @@ from packed_dot import with_packed_dot
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 import edgeinfer
-from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLSession
+from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLModel, OpenCLSession
 from edgeinfer.backends.opencl import device as device_module
 from edgeinfer.errors import (
     BackendLost,
@@ -81,8 +81,13 @@ def test_packed_dot_products_give_the_same_logits(
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", format)) as file:
         backend, spec = OpenCLBackend(), read_spec(file)
         plan = backend.plan(file, spec, 64)
-        plain = backend.load(file, spec, plan, Device(1)).forward(tokens, logits="all").logits
-        packed = OpenCLSession(file, spec, plan, with_packed_dot(opencl_device)).forward(tokens, logits="all").logits
+        plain, packed = (
+            model.session().forward(tokens, logits="all").logits
+            for model in (
+                backend.load(file, spec, plan, Device(1)),
+                OpenCLModel(file, spec, plan, with_packed_dot(opencl_device)),
+            )
+        )
     assert difference(packed, plain) < 1e-4
 
 
@@ -177,7 +182,7 @@ def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
     is_cpu: bool, tiny: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpenCLDevice, "is_cpu", is_cpu)
-    decoder = tiny()._open()
+    decoder = tiny().model.decoder
     n = decoder.spec.n_vocab
     cases = {
         "equal": (np.zeros(n), [0, 1, 2, 3, 4, 5, 6, 7]),
@@ -187,11 +192,11 @@ def test_of_equals_the_first_comes_first_and_nothing_is_beyond_the_vocabulary(
         "no numbers": (np.full(n, np.nan), [199] * 8),
     }
     for what, (logits, expected) in cases.items():
-        device, buffers = decoder.device, decoder._buffers
+        device, buffers = decoder.device, decoder.buffers
         device.write(buffers["logits"], logits.astype(np.float32))
-        group = [decoder._group, 1]
-        places = (buffers[x] for x in ("logits", "candidates", "chances", "ids"))
-        decoder._run("likeliest", group, group, *places, 0, 200, n, 0)
+        group = [decoder.group, 1]
+        places = (buffers[x] for x in ("logits", "candidates", "probabilities", "ids"))
+        decoder.launch("top_k", group, group, *places, 0, 200, n, 0)
         assert device.read(buffers["candidates"], np.empty(8, dtype=np.int32)).tolist() == expected, what
 
 
@@ -226,7 +231,7 @@ def test_the_plan_is_what_the_session_takes(
         plan = backend.plan(file, spec, 100, 32)
         device = OpenCLDevice(backend.info)
         n_before = device.n_allocated
-        session = OpenCLSession(file, spec, plan, device)
+        session = OpenCLModel(file, spec, plan, device).session()
     assert session.memory() == plan.use and device.n_allocated - n_before == plan.use.total
     session.forward([1, 2, 3, 4], [-1, 0, 0, 1], logits="all")
     assert device.n_allocated - n_before == plan.use.total  # the file is closed, and nothing more is taken
@@ -257,8 +262,7 @@ def test_a_type_without_a_format_is_refused_by_name(opencl_device: OpenCLDevice,
 
 def test_a_device_that_fails_is_a_lost_backend(tiny: Open) -> None:
     session = tiny()
-    decoder = session._open()
-    decoder._group = 1 << 20  # no device has such groups
+    session.model.decoder.group = 1 << 20  # no device has such groups
     with pytest.raises(BackendLost, match="running kernel rms_norm failed: .*use another device") as caught:
         session.forward([1, 2, 3])
     assert caught.value.exit_code == 5 and session.n_past == 0
@@ -268,9 +272,10 @@ def test_kernels_that_do_not_build_are_a_lost_backend(
     opencl_device: OpenCLDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "F32")
+    (tmp_path / "common.cl").touch()
     (tmp_path / "decoder.cl").write_text("kernel void rms_norm(global float* x) { x[0] = no_such_name; }")
     monkeypatch.setattr(device_module, "_SOURCES", tmp_path)
-    with pytest.raises(BackendLost, match="building decoder.cl failed: .*cannot compile this kernel"):
+    with pytest.raises(BackendLost, match="building common.cl, decoder.cl failed: .*cannot compile this kernel"):
         opener(path, "opencl")()
 
 
@@ -285,7 +290,7 @@ def test_a_drafter_whose_device_fails_ends_drafting_and_not_the_answer(
         engine.tokenizer.stop_ids = frozenset()
         plain = engine.generate("hello world", max_tokens=40, temperature=0)
         session = opener(path, "opencl")()
-        session._open()._group = 1 << 20
+        session.model.decoder.group = 1 << 20
         drafter = ModelDrafter(session, engine.tokenizer.n_vocab, cost_model())
         engine.speculator = Speculator(engine.session, [drafter], FixedCosts(), engine.tokenizer.n_vocab, 8)
         drafted = engine.generate("hello world", max_tokens=40, temperature=0)

@@ -86,7 +86,7 @@ def test_what_is_drafted_there_changes_no_text(
     monkeypatch.setattr(devices, "physical_cores", lambda root=None: n_cores)
     engine, notes = open_engine(kind)
     drafter = drafter_of(engine)
-    if drafter._drafter.session._open().device.is_cpu:
+    if drafter._drafter.session.model.decoder.device.is_cpu:
         assert isinstance(drafter, OverlappedDrafter if n_cores == 64 else WatchedDrafter)
     options: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 4}
     for prompt in (PROMPT, PROMPT + " again"):
@@ -142,7 +142,7 @@ def test_a_device_that_is_lost_in_an_answer_leaves_the_cpu(
     expected = plain.generate(PROMPT, max_tokens=40, temperature=0.0).tokens
     if kind.startswith("chains"):
         let_chains_pay(drafter_of(engine)._drafter, [])
-    drafter_of(engine)._drafter.session._open()._group = 1 << 20  # no device has such groups
+    drafter_of(engine)._drafter.session.model.decoder.group = 1 << 20  # no device has such groups
     reasons: list[str] = []
     for _ in range(100):
         completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
@@ -156,6 +156,7 @@ def test_a_device_that_is_lost_in_an_answer_leaves_the_cpu(
 def test_kernels_that_do_not_build_leave_the_cpu(
     open_engine: Open, plain: edgeinfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "common.cl").touch()
     (tmp_path / "decoder.cl").write_text("kernel void rms_norm(global float* x) { x[0] = no_such_name; }")
     monkeypatch.setattr(device_module, "_SOURCES", tmp_path)  # the device is asked in a process that has the true ones
     engine, notes = open_engine()

@@ -12,11 +12,14 @@ from edgeinfer.backends.opencl.matrices import FORMATS
 
 SOURCES = Path(device_module.__file__).parent
 GROUPS = {"SLICES": 8, "TOKENS": 4, "WIDTH": 16}
-HEADS = {"GROUP": 64, "HEAD_DIM": 80, "N_HEADS": 6, "N_KV_HEADS": 2, "ACTIVATION": 1, "TOP": 4}
+HEADS = {"GROUP": 64, "HEAD_DIM": 80, "N_HEADS": 6, "N_KV_HEADS": 2}
 PROGRAMS = {
     "check": (["dot.cl", "check.cl"], {}),
     "ternary": (["dot.cl", "ternary.cl"], GROUPS),
-    "decoder": (["decoder.cl"], HEADS),
+    "decoder": (["common.cl", "decoder.cl"], {"GROUP": 64}),
+    "attention": (["common.cl", "attention.cl"], HEADS),
+    "gate": (["common.cl", "gate.cl"], {"GROUP": 64, "ACTIVATION": 1}),
+    "tree": (["common.cl", "tree.cl"], {"GROUP": 64, "TOP": 4}),
     **{type.name: (["dot.cl", "matrix.cl"], GROUPS | format.defines()) for type, format in FORMATS.items()},
 }
 

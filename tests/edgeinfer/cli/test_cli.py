@@ -498,11 +498,11 @@ def test_what_goes_wrong_while_loading_has_its_exit_code(run, monkeypatch, error
     assert message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_the_help_and_the_readme_have_all_exit_codes():
+def test_the_help_and_the_docs_have_all_exit_codes():
     help_text = " ".join(CliRunner().invoke(cli.main, ["--help"]).stdout.split())
     said = re.search(r"Exit codes: (.*?)\.", help_text)[1]
     assert [int(code) for code in re.findall(r"(?:^|, )(\d+) ", said)] == sorted(EXIT_CODES.values())
-    assert said in " ".join((Path(__file__).parents[3] / "README.md").read_text().split())
+    assert said in " ".join((Path(__file__).parents[3] / "docs" / "chat.md").read_text().split())
     errors = [error for error in vars(edgeinfer.errors).values() if isinstance(error, type)]
     assert {error.exit_code for error in errors} <= set(EXIT_CODES.values())
 

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import (
@@ -59,7 +59,8 @@ class Elsewhere:
         return self.native.plan(*arguments)
 
     def load(self, file, spec, plan, device, progress=None):
-        session = NativeSession(file, spec, plan, device, resident=True, for_drafts=True)
+        model = NativeBackend(for_drafts=True, resident=True).load(file, spec, plan, device)
+        session = model.session()
         forward, n_calls = session.forward, 0
 
         def failing(*arguments, **options):
@@ -71,7 +72,8 @@ class Elsewhere:
 
         session.forward = failing
         self.sessions.append(session)
-        return session
+        model.session = lambda: session
+        return model
 
 
 def device(backend=None, name="gpu0", **options):

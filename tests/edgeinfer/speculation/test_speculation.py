@@ -95,7 +95,7 @@ def test_each_drafter_gives_the_tokens_of_plain_decoding(
 def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
     opened, plain, model, draft_model, request_, monkeypatch
 ):
-    monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 64)
+    monkeypatch.setattr("edgeinfer.backends.native.weights.DRAFT_TOKENS", 64)
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
     assert engine.speculator.drafters[-1].session.spec.n_logits == 64

@@ -48,7 +48,7 @@ def output() -> torch.Tensor:
 
 
 def in_numpy(weights: dict[str, np.ndarray], n_layers: int, features: np.ndarray, embeddings: np.ndarray) -> np.ndarray:
-    """The equations of CONTRIBUTING for a chain of rows at positions 0, 1, ...: (n, n_embd)."""
+    """The equations of docs/draft-heads.md for a chain of rows at positions 0, 1, ...: (n, n_embd)."""
     rope = RopeSpec("interleaved", 8, tuple(inverse_frequencies(500.0, 8)))
     h1 = features @ weights["gate.feature.weight"].T
     h2 = silu(rms_norm(embeddings, weights["gate.token_norm.weight"], 1e-5) @ weights["gate.token.weight"].T)

@@ -7,8 +7,8 @@ import pytest
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.backends.native.session import BASE_THREE
 from edgeinfer.backends.native.tuning import Stream
+from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.reference import round_activations
 from edgeinfer.models.formats.dequantize import dequantize
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType

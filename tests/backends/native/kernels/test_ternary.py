@@ -6,7 +6,7 @@ from numpy.testing import assert_array_equal
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.backends.native.session import BASE_THREE
+from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.models.formats.ternary_packing import pack_base_three, pack_two_bit
 from edgeinfer.models.gguf import GGMLType
 

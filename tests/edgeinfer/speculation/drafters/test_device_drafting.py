@@ -181,7 +181,7 @@ def test_levels_of_a_tree_follow_the_first_nodes():
 def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
+        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1)).session()
         draft = DraftSource(file, spec, lambda *made: None, lambda own: own, levels_of_model)
         assert device_drafting_of(draft, session) is None
         asked = let_draft(session)

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.base import DraftingHead
-from edgeinfer.backends.native import NativeHead, plan_head
+from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
@@ -79,8 +79,7 @@ def drafter_of(engine):
 
 def n_rows_of(drafter):
     """Numbers of the target's rows that a feature is made of."""
-    combine = drafter.session.spec.combine
-    return drafter.session.spec.n_embd if combine is None else combine.n_rows
+    return drafter.session.spec.n_rows
 
 
 def greedy_context(text, n_unverified=0):
@@ -315,8 +314,8 @@ def fresh_logits(engine, head, text, path):
     """Logits of the head behind a text, in one pass with the target's features of one pass, then one by one."""
     with ModelFile.open(head) as file:
         spec = read_head(file)
-        plan = plan_head(file, spec.decoder, 256, 256, 1)
-        session = NativeHead(file, spec.decoder, engine.session, plan, engine.device)
+        plan = plan_head(file, spec, 256, 256, 1)
+        session = load_head(file, spec, engine.session.model, plan, engine.device).session()
         with edgeinfer.load(engine.path, draft="none") as other:
             rows = other.session.forward(text[:-1], hidden=spec.taps).features
         out = session.forward(text[1:], session.combine(rows))
@@ -379,7 +378,7 @@ def test_each_token_is_read_once_and_drafts_cost_few_rows(drafting):
     completion = drafting.generate(PROMPT, max_tokens=60, **GREEDY)
     of_text = [(n_past, n) for n_past, n, is_text in fed if is_text]
     n_text = completion.usage.prompt_tokens + 60
-    if drafter.session.spec.n_layers:
+    if drafter.session.spec.decoder.n_layers:
         assert [n_past for n_past, _ in of_text] == np.cumsum([0, *(n for _, n in of_text[:-1])]).tolist()
         assert sum(n for _, n in of_text) <= n_text
     else:
@@ -566,7 +565,7 @@ def test_a_head_is_in_the_plan(opened, model, head):
     with_head, without = opened(model, draft=str(head)), opened(model)
     with ModelFile.open(head) as file:
         n_threads, n_ctx = with_head.device.n_threads, with_head.n_ctx
-        plan = plan_head(file, read_head(file).decoder, n_ctx, 128, n_threads)
+        plan = plan_head(file, read_head(file), n_ctx, 128, n_threads)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
     kept = HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows)

@@ -1,0 +1,72 @@
+#include "activations.h"
+
+#include <algorithm>
+
+#include "kernels.h"
+
+Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
+    Inputs inputs;
+    inputs.q32 = cutter.take<int8_t>(n * n_in);
+    inputs.scale32 = cutter.take<float>(n * n_in / 32);
+    inputs.sum32 = cutter.take<int32_t>(n * n_in / 32);
+    inputs.q256 = cutter.take<int8_t>(n * n_in);
+    inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
+    inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);
+    inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
+    inputs.narrow256 = cutter.take<uint8_t>(n * n_in / 256 + 1);
+    inputs.q_token = cutter.take<int8_t>(n * n_in);
+    inputs.scale_token = cutter.take<float>(n);
+    inputs.sum_token = cutter.take<int32_t>(n);
+    return inputs;
+}
+
+Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads, Cutter& cutter)
+    : ld_embd(padded(c.n_embd)),
+      ld_q(padded(c.most([](const LayerConfig& l) { return l.attention.n_q(); }))),
+      ld_kv(padded(c.most([](const LayerConfig& l) { return l.attention.n_kv(); }))),
+      ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense.n_ff; }))),
+      ld_scores(padded(c.n_ctx) + 16),
+      ld_value(padded(c.most([](const LayerConfig& l) { return l.attention.head_dim; }))),
+      ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)) {
+    take_rows(c, cutter);
+    if (front != FrontKind::None) take_front(c, cutter);
+    const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined});
+    inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), most_in);
+    for (int i = 0; i < n_threads; i++) take_own(c, most_in, cutter);
+}
+
+void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch);
+    x = cutter.take<float>(n * ld_embd);
+    h = cutter.take<float>(n * ld_embd);
+    q = cutter.take<float>(n * ld_q);
+    k = cutter.take<float>(n * ld_kv);
+    v = cutter.take<float>(n * ld_kv);
+    attn = cutter.take<float>(n * ld_q);
+    gate = cutter.take<float>(n * ld_ff);
+    up = cutter.take<float>(std::min(n, size_t{kColumnsTogether}) * ld_ff);
+    for (const Rope& rope : c.ropes) {
+        const size_t n_pairs = rope.frequencies.size();
+        angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
+    }
+    position = cutter.take<int32_t>(n);
+    text = cutter.take<int32_t>(n);
+}
+
+void Activations::take_front(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch);
+    feature = cutter.take<float>(n * ld_embd);
+    x_of_feature = cutter.take<float>(n * ld_embd);
+    x_of_token = cutter.take<float>(n * ld_embd);
+    joined = cutter.take<float>(n * ld_joined);
+}
+
+void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutter) {
+    own_inputs.push_back(take_inputs(cutter, 1, most_in));
+    own_h.push_back(cutter.take<float>(most_in));
+    own_head.push_back(cutter.take<float>(ld_value));
+    scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
+    sums.push_back(cutter.take<float>(kTaskRows * ld_value));
+    own_queries.push_back(take_inputs(cutter, kTaskRows, ld_value));
+    path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
+}

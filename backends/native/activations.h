@@ -1,0 +1,67 @@
+// What a forward pass computes on its way, as views of one piece of memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "matrix.h"
+#include "recipe.h"
+
+constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+constexpr size_t padded(int n) { return round_up(static_cast<size_t>(n), 16); }
+
+// Cuts one piece of memory into 64-byte aligned arrays; without memory it only counts.
+class Cutter {
+public:
+    explicit Cutter(uint8_t* base) : base_(base) {}
+    template <class T>
+    T* take(size_t n) {
+        T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+        used_ += round_up(n * sizeof(T), 64);
+        return p;
+    }
+    size_t used() const { return used_; }
+
+private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
+
+// Inputs of matrix products for n tokens of n_in numbers, in every kind.
+Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in);
+
+// Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites. Layers of different sizes share
+// them: rows are as long as those of the largest.
+struct Activations {
+    Activations(const DecoderConfig& config, FrontKind front, int n_threads, Cutter& cutter);
+
+    static size_t n_bytes(const DecoderConfig& config, FrontKind front, int n_threads) {
+        Cutter counter(nullptr);
+        Activations(config, front, n_threads, counter);
+        return counter.used();
+    }
+
+    size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
+    float *x, *h, *q, *k, *v, *attn, *gate;
+    float* up;  // of kColumnsTogether tokens; each task has its own of the n_ff
+    float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
+    struct Angles {
+        size_t n_pairs;
+        float *cosine, *sine;  // (n_batch, n_pairs)
+    };
+    std::vector<Angles> angles;  // one a rope
+    int32_t *position, *text;    // (n_batch,): logical positions; which text of the pass
+    Inputs inputs;
+    // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
+    // cheaper than waiting for one that does it.
+    std::vector<Inputs> own_inputs;
+    std::vector<float*> own_h, own_head, scores, sums;  // scores and sums: (kTaskRows, ld)
+    std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0
+    std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
+
+private:
+    void take_rows(const DecoderConfig& config, Cutter& cutter);
+    void take_front(const DecoderConfig& config, Cutter& cutter);
+    void take_own(const DecoderConfig& config, size_t most_in, Cutter& cutter);
+};

@@ -1,0 +1,225 @@
+#include <cstring>
+
+#include "blocks.h"
+
+AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
+    : config_(config.layers[static_cast<size_t>(index)].attention),
+      index_(index),
+      is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
+      query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),
+      q_(weights.matrix(name + ".q", config_.n_q(), config_.n_in)),
+      k_(weights.matrix(name + ".k", config_.n_kv(), config_.n_in)),
+      v_(weights.matrix(name + ".v", config_.n_kv(), config_.n_in)),
+      output_(weights.matrix(name + ".output", config.n_embd, config_.n_q())),
+      norm_(weights.vector(name + ".norm", config.n_embd)),
+      post_norm_(weights.vector(name + ".post_norm", config.n_embd)),
+      sub_norm_(weights.vector(name + ".sub_norm", config_.n_q())),
+      q_norm_(nullptr),
+      k_norm_(nullptr),
+      q_bias_(weights.vector(name + ".q_bias", config_.n_q())),
+      k_bias_(weights.vector(name + ".k_bias", config_.n_kv())),
+      v_bias_(weights.vector(name + ".v_bias", config_.n_kv())),
+      output_bias_(weights.vector(name + ".output_bias", config.n_embd)) {
+    if (config_.qk_norm == QKNorm::None) return;
+    const bool is_whole = config_.qk_norm == QKNorm::Whole;
+    q_norm_ = weights.required_vector(name + ".q_norm", is_whole ? config_.n_q() : config_.head_dim);
+    k_norm_ = weights.required_vector(name + ".k_norm", is_whole ? config_.n_kv() : config_.head_dim);
+}
+
+void AttentionBlock::run(const Pass& pass, int thread, const float* attended) const {
+    const Activations& b = pass.b;
+    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, &k_, &v_})
+                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, &k_, &v_});
+    project_qkv(pass, thread, inputs);
+    if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread);
+    rotate_and_store(pass, thread);
+    attend(pass, thread);
+    pass.add_projection(thread, b.attn, b.ld_q, sub_norm_, output_, output_bias_, post_norm_);
+}
+
+void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inputs) const {
+    const Activations& b = pass.b;
+    const int n = pass.n, n_threads = pass.pool.size(), together = pass.kernels.at_once(n);
+    const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
+    const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
+        const int first = tasks.first(task), last = tasks.last(task);
+        pass.kernels.matmul(m, inputs, n, first, last, tasks.behind(m, task), y, ldy);
+        add_bias(m, bias, n, first, last, y, ldy);
+    };
+    pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
+        if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
+        task -= q.count();
+        if (task < k.count()) return project(k_, k_bias_, k, task, b.k, b.ld_kv);
+        project(v_, v_bias_, v, task - k.count(), b.v, b.ld_kv);
+    });
+}
+
+// ---- norms, positions and the cache ----------------------------------------------------------------------------
+
+// RMS norms over all queries, and all keys, of a token.
+void AttentionBlock::norm_queries_and_keys(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    const float epsilon = pass.config.norm_epsilon;
+    pass.for_items(thread, pass.n, [&](int c) {
+        float* q = b.q + static_cast<size_t>(c) * b.ld_q;
+        float* k = b.k + static_cast<size_t>(c) * b.ld_kv;
+        clear_padding(q, config_.n_q());
+        clear_padding(k, config_.n_kv());
+        pass.kernels.rms_norm(q, q_norm_, config_.n_q(), epsilon, q);
+        pass.kernels.rms_norm(k, k_norm_, config_.n_kv(), epsilon, k);
+    });
+}
+
+// RMS norms over each of some heads, which stand side by side and so are copied to a padded place first.
+void AttentionBlock::norm_heads(const Pass& pass, int thread, const float* norm, float* heads, int n_heads) const {
+    float* padded_head = pass.b.own_head[static_cast<size_t>(thread)];
+    clear_padding(padded_head, config_.head_dim);
+    for (int i = 0; i < n_heads; i++) {
+        float* head = heads + i * config_.head_dim;
+        const size_t n_bytes = sizeof(float) * static_cast<size_t>(config_.head_dim);
+        std::memcpy(padded_head, head, n_bytes);
+        pass.kernels.rms_norm(padded_head, norm, config_.head_dim, pass.config.norm_epsilon, padded_head);
+        std::memcpy(head, padded_head, n_bytes);
+    }
+}
+
+namespace {
+
+// Turns the pairs of one head (Su et al., arXiv:2104.09864).
+void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves) {
+    for (size_t i = 0; i < n_pairs; i++) {
+        float& first = x[halves ? i : 2 * i];
+        float& second = x[halves ? i + n_pairs : 2 * i + 1];
+        const float a = first, b = second;
+        first = a * cosine[i] - b * sine[i];
+        second = a * sine[i] + b * cosine[i];
+    }
+}
+
+}  // namespace
+
+// The queries and the key of one kv head of token c.
+void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) const {
+    const Activations::Angles& angles = pass.b.angles[static_cast<size_t>(config_.rope)];
+    const size_t at = static_cast<size_t>(c) * angles.n_pairs;
+    const auto turn = [&](float* head) {
+        rotate(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
+    };
+    for (int i = 0; i < config_.n_heads / config_.n_kv_heads; i++) turn(q + i * config_.head_dim);
+    turn(k);
+}
+
+// Positions into queries and keys, keys and values into the caches.
+void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
+    pass.for_items(thread, pass.n * config_.n_kv_heads, [&](int item) {
+        const int c = item / config_.n_kv_heads, kv_head = item % config_.n_kv_heads;
+        const size_t token = static_cast<size_t>(c);
+        float* q = b.q + token * b.ld_q + kv_head * of_group * dim;
+        float* k = b.k + token * b.ld_kv + kv_head * dim;
+        if (config_.qk_norm == QKNorm::PerHead) {
+            norm_heads(pass, thread, q_norm_, q, of_group);
+            norm_heads(pass, thread, k_norm_, k, 1);
+        }
+        if (config_.rope >= 0) rotate_heads(pass, c, q, k);
+        const float scale = query_scales_.at(b.position[c]);
+        for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
+        const Text& text = pass.text_of(c);
+        const KvHead head = text.rows.cache->head(index_, kv_head);
+        pass.kernels.store_key_value(head, text.slot(c), k, b.v + token * b.ld_kv + kv_head * dim);
+    });
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------
+
+// Tasks of some tokens of one text and some query heads of one kv head, kTaskRows together at most. What a task loads
+// serves all of its rows; but with few tokens, more tasks with fewer heads keep all threads at work.
+struct AttentionBlock::Split {
+    int tokens_each, n_blocks;  // blocks of tokens, which end where a text ends
+    int parts;                  // of the query heads of a kv head
+    bool is_short;
+
+    int blocks_of(const Text& text) const { return (text.rows.n + tokens_each - 1) / tokens_each; }
+};
+
+AttentionBlock::Split AttentionBlock::split(const Pass& pass) const {
+    // Threads beside each other take different kv heads, and find them in their own caches for the next part; a text
+    // that is too long for that they read together.
+    constexpr int kShort = 512;
+    const int of_group = config_.n_heads / config_.n_kv_heads;
+    Split s{std::max(1, kTaskRows / of_group), 0, 0, true};
+    for (const Text& text : pass.texts) {
+        s.n_blocks += s.blocks_of(text);
+        s.is_short = s.is_short && text.slot(text.last()) <= kShort;
+    }
+    const int n_whole = config_.n_kv_heads * s.n_blocks, wanted = (2 * pass.pool.size() + n_whole - 1) / n_whole;
+    s.parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
+    return s;
+}
+
+void AttentionBlock::attend(const Pass& pass, int thread) const {
+    const Split s = split(pass);
+    const int of_group = config_.n_heads / config_.n_kv_heads, tasks_each = config_.n_kv_heads * s.parts;
+    pass.for_tasks(thread, s.n_blocks * tasks_each, [&](int task) {
+        const int i = task % tasks_each;
+        const int kv_head = s.is_short ? i % config_.n_kv_heads : i / s.parts;
+        const int part = s.is_short ? i / config_.n_kv_heads : i % s.parts;
+        const int first_head = kv_head * of_group + of_group * part / s.parts;
+        const int last_head = kv_head * of_group + of_group * (part + 1) / s.parts;
+        int block = task / tasks_each;
+        const Text* text = pass.texts.data();
+        for (; block >= s.blocks_of(*text); text++) block -= s.blocks_of(*text);
+        const int first_token = text->first + block * s.tokens_each;
+        const int last_token = std::min(text->last(), first_token + s.tokens_each);
+        Attention a;
+        a.kv = text->rows.cache->head(index_, kv_head);
+        a.soft_cap = config_.soft_cap;
+        a.n_rows = 0;
+        for (int c = first_token; c < last_token; c++) {
+            for (int head = first_head; head < last_head; head++) {
+                a.rows[a.n_rows] = row(pass, thread, *text, c, head, a.n_rows);
+                if (a.kv.type == KvType::Q8_0) quantize_query(pass, thread, a.n_rows, a.rows[a.n_rows]);
+                a.n_rows++;
+            }
+        }
+        pass.kernels.attention(a);
+    });
+}
+
+// Head `head` of token c, as row r of a task.
+AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Text& text, int c, int head, int r) const {
+    const Activations& b = pass.b;
+    const size_t own = static_cast<size_t>(thread), row = static_cast<size_t>(r);
+    const size_t at = static_cast<size_t>(c) * b.ld_q + static_cast<size_t>(head * config_.head_dim);
+    AttentionRow a{};
+    a.q = b.q + at;
+    a.out = b.attn + at;
+    a.scores = b.scores[own] + row * b.ld_scores;
+    a.sum = b.sums[own] + row * b.ld_value;
+    a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
+    a.n_past = text.chain ? text.slot(c) + 1 : text.base;
+    if (text.chain) return a;
+    int32_t* path = b.path[own] + row * static_cast<size_t>(pass.config.n_batch);
+    for (int i = text.rows.n_pending + c - text.first; i >= 0; i = text.rows.parents[i]) {
+        path[a.n_path++] = text.base + i;
+    }
+    std::reverse(path, path + a.n_path);
+    a.path = path;
+    return a;
+}
+
+// The codes of row r of a task, for keys of Q8_0.
+void AttentionBlock::quantize_query(const Pass& pass, int thread, int r, AttentionRow& a) const {
+    const size_t row = static_cast<size_t>(r), dim = static_cast<size_t>(config_.head_dim);
+    Inputs q = pass.b.own_queries[static_cast<size_t>(thread)];
+    q.n_in = config_.head_dim;
+    q.x = a.q;
+    q.q32 += row * dim;
+    q.scale32 += row * dim / 32;
+    q.sum32 += row * dim / 32;
+    pass.kernels.quantize32(q, 0);
+    a.codes = q.q32;
+    a.scales = q.scale32;
+    a.sums = q.sum32;
+}

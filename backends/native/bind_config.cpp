@@ -1,0 +1,140 @@
+// Sizes, recipes and caches in Python.
+#include "activations.h"
+#include "bindings.h"
+#include "kv_cache.h"
+#include "recipe.h"
+
+namespace {
+
+int add_rope(DecoderConfig& config, bool halves, std::vector<double> frequencies, double magnitude,
+             std::vector<double> long_frequencies, int n_ctx) {
+    if (!long_frequencies.empty() && long_frequencies.size() != frequencies.size()) {
+        throw nb::value_error("long_frequencies must be as many as the others");
+    }
+    config.ropes.push_back({halves, std::move(frequencies), magnitude, std::move(long_frequencies), n_ctx});
+    return static_cast<int>(config.ropes.size()) - 1;
+}
+
+int add_query_scales(DecoderConfig& config, std::vector<float> values, int n_positions) {
+    if (n_positions < 1 || values.size() * static_cast<size_t>(n_positions) < static_cast<size_t>(config.n_ctx)) {
+        throw nb::value_error("query scales must be given for all positions");
+    }
+    config.query_scales.push_back({std::move(values), n_positions});
+    return static_cast<int>(config.query_scales.size()) - 1;
+}
+
+void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope, int query_scales,
+               int window, float soft_cap, QKNorm qk_norm, int n_ff, Activation activation) {
+    const AttentionConfig attention{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm};
+    if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_ff < 1 || n_heads % n_kv_heads) {
+        throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
+    }
+    if (rope < -1 || rope >= static_cast<int>(config.ropes.size()) || query_scales < 0 || window < 0) {
+        throw nb::value_error("no such rope, query scales or window");
+    }
+    if (rope >= 0 && 2 * config.ropes[static_cast<size_t>(rope)].frequencies.size() > static_cast<size_t>(head_dim)) {
+        throw nb::value_error("the rope has more pairs than a head");
+    }
+    config.layers.push_back({attention, {n_ff, activation}});
+}
+
+void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, int n_ctx, int n_batch,
+                 float norm_epsilon) {
+    if (n_vocab < 1 || n_logits < 1 || n_embd < 1 || n_ctx < 1 || n_batch < 1) {
+        throw nb::value_error("sizes must be positive");
+    }
+    new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
+}
+
+void init_cache(KvCache* cache, const DecoderConfig& config, KvType type, int n_ctx) {
+    if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
+    for (const LayerConfig& layer : config.layers) {
+        if (type == KvType::Q8_0 && layer.attention.head_dim % 32) {
+            throw nb::value_error("a Q8_0 cache needs heads of a multiple of 32 numbers");
+        }
+    }
+    new (cache) KvCache(config.kv_sizes(type, n_ctx));
+}
+
+void commit(KvCache& cache, const std::vector<int32_t>& path) {
+    const int n = static_cast<int>(path.size());
+    for (int i = 0; i < n; i++) {
+        const int row = path[static_cast<size_t>(i)];
+        if (row < i || cache.n_past() + row >= cache.n_ctx()) throw nb::value_error("commit: no such row");
+    }
+    nb::gil_scoped_release release;
+    cache.commit(path.data(), n);
+}
+
+void truncate_to(KvCache& cache, int n_past) {
+    if (n_past < 0 || n_past > cache.n_past()) throw nb::value_error("truncate: no such position");
+    cache.truncate(n_past);
+}
+
+void bind_enums(nb::module_& m) {
+    nb::enum_<Activation>(m, "Activation")
+        .value("silu", Activation::Silu)
+        .value("gelu_tanh", Activation::GeluTanh)
+        .value("relu2", Activation::Relu2);
+    nb::enum_<QKNorm>(m, "QKNorm")
+        .value("none", QKNorm::None)
+        .value("per_head", QKNorm::PerHead)
+        .value("whole", QKNorm::Whole);
+    nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0);
+    nb::enum_<FrontKind>(m, "FrontKind")
+        .value("none", FrontKind::None)
+        .value("gated_fusion", FrontKind::GatedFusion)
+        .value("concatenated_input", FrontKind::ConcatenatedInput);
+}
+
+}  // namespace
+
+void bind_config(nb::module_& m) {
+    bind_enums(m);
+    nb::class_<FrontConfig>(m, "FrontConfig", "What a draft head begins with; see head.h.")
+        .def(
+            "__init__",
+            [](FrontConfig* front, FrontKind kind, bool normed_residual) {
+                new (front) FrontConfig{kind, normed_residual};
+            },
+            "kind"_a = FrontKind::None, "normed_residual"_a = false);
+    nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and layers; see recipe.h and edgeinfer.models.ModelSpec.")
+        .def("__init__", &init_config, nb::kw_only(), "n_vocab"_a, "n_logits"_a, "n_embd"_a, "n_ctx"_a, "n_batch"_a,
+             "norm_epsilon"_a)
+        .def("add_rope", &add_rope, "halves"_a, "frequencies"_a, "magnitude"_a,
+             "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
+        .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
+        .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "n_ff"_a, "activation"_a)
+        .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
+        .def_rw("residual_scale", &DecoderConfig::residual_scale)
+        .def_rw("logit_scale", &DecoderConfig::logit_scale)
+        .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
+        .def(
+            "kv_bytes",
+            [](const DecoderConfig& config, KvType type, int n_ctx) {
+                return KvCache::n_bytes(config.kv_sizes(type, n_ctx));
+            },
+            "type"_a, "n_ctx"_a)
+        .def(
+            "activation_bytes",
+            [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
+                return Activations::n_bytes(config, front.kind, n_threads);
+            },
+            "front"_a, "n_threads"_a);
+}
+
+void bind_cache(nb::module_& m) {
+    nb::class_<KvCache>(m, "KvCache", "The keys and values of one text, and of texts that it may come back to.")
+        .def("__init__", &init_cache, "config"_a, "type"_a, "n_ctx"_a)
+        .def("commit", &commit, "path"_a)
+        .def("truncate", &truncate_to, "n_past"_a)
+        .def("park", &KvCache::put_aside,
+             "Remember the committed text, as long as its memory is not needed; gives its number.")
+        .def("resume", &KvCache::resume, "number"_a, "n_past"_a,
+             "Commit the first n_past tokens of a parked text, and only them.")
+        .def("forget", &KvCache::forget, "number"_a)
+        .def("parked", &KvCache::aside, "Numbers of the parked texts.")
+        .def_prop_ro("n_past", &KvCache::n_past)
+        .def_prop_ro("used_bytes", &KvCache::used_bytes);
+}

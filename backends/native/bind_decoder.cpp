@@ -1,0 +1,271 @@
+// Decoders and their forward passes, and the parts of draft heads, in Python.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "bindings.h"
+#include "decoder.h"
+
+namespace {
+
+void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConfig& front, const std::string& isa,
+                  std::shared_ptr<Pool> threads, std::shared_ptr<Weights> weights) {
+    for (size_t i = 0; i < config.layers.size(); i++) {
+        const AttentionConfig& attention = config.layers[i].attention;
+        const bool is_joined = i == 0 && front.kind == FrontKind::ConcatenatedInput;
+        if (attention.n_in != (is_joined ? 2 : 1) * config.n_embd) {
+            throw nb::value_error("a layer attends from the residual stream, or from what the front joins");
+        }
+        if (attention.query_scales >= static_cast<int>(config.query_scales.size())) {
+            throw nb::value_error("a layer has query scales that were not added");
+        }
+    }
+    new (decoder) Decoder(config, front, kernels_of(isa), std::move(threads), std::move(weights));
+}
+
+// ---- forward passes ------------------------------------------------------------------------------------------------
+
+// Whether the tokens are in the vocabulary, parents come before their rows, and rows that are no chain fit into n_batch.
+bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::span<const int32_t> parents) {
+    bool chain = true, valid = true;
+    for (size_t i = 0; i < parents.size(); i++) {
+        const int parent = parents[i], row = static_cast<int>(i);
+        chain = chain && parent == row - 1;
+        valid = valid && parent >= -1 && parent < row;
+    }
+    for (const int32_t token : tokens) valid = valid && token >= 0 && token < config.n_vocab;
+    return valid && (chain || parents.size() <= static_cast<size_t>(config.n_batch));
+}
+
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile.
+template <class Run>
+bool interruptible(const Run& run) {
+    bool raised = false, whole;
+    const auto poll = [&raised] {
+        nb::gil_scoped_acquire acquire;
+        raised = PyErr_CheckSignals() != 0;
+        return raised;
+    };
+    {
+        nb::gil_scoped_release release;
+        whole = run(poll);
+    }
+    if (raised) throw nb::python_error();
+    return whole;
+}
+
+std::span<const int32_t> span_of(const Ints& ints) { return {ints.data(), ints.size()}; }
+
+// The rows of a text in a pass: (cache, tokens, parents, n_pending, layers, taps, tap_row, features). taps: (n_taps, any,
+// n_embd); those of the rows are written from tap_row on.
+using TextArguments = std::tuple<KvCache*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
+
+TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
+    const auto& [cache, tokens, parents, n_pending, layers, taps, tap_row, features] = arguments;
+    const DecoderConfig& config = decoder.config();
+    const int n = static_cast<int>(tokens.size()), n_taps = static_cast<int>(layers.size());
+    const size_t n_embd = static_cast<size_t>(config.n_embd);
+    if (!cache || n < 1 || n_pending < 0 || parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
+        cache->n_past() + n_pending + n > cache->n_ctx() || taps.shape(0) < layers.size() ||
+        decoder.has_front() != features.has_value() ||
+        (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
+        (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
+        throw nb::value_error("forward: arguments do not fit together");
+    }
+    if (!is_tree(config, span_of(tokens), span_of(parents))) {
+        throw nb::value_error("forward: a token or parent is out of range");
+    }
+    float* first_tap = n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr;
+    return {cache,
+            cache->n_ctx(),
+            tokens.data(),
+            parents.data(),
+            n,
+            n_pending,
+            features ? features->data() : nullptr,
+            layers.data(),
+            n_taps,
+            first_tap,
+            n_taps ? taps.shape(1) * n_embd : 0};
+}
+
+// Gives False if the pass was stopped by interrupt().
+bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints rows, FloatRows logits) {
+    const DecoderConfig& config = decoder.config();
+    std::vector<TextRows> all;
+    int n = 0;
+    for (const TextArguments& arguments : texts) {
+        all.push_back(text_rows(decoder, arguments));
+        n += all.back().n;
+        for (size_t i = 0; i + 1 < all.size(); i++) {
+            if (all[i].cache == all.back().cache) throw nb::value_error("forward: a text comes twice");
+        }
+    }
+    const int n_rows = static_cast<int>(rows.size());
+    if (n < 1 || n > config.n_batch || logits.shape(0) != rows.size() ||
+        logits.shape(1) != static_cast<size_t>(config.n_logits)) {
+        throw nb::value_error("forward: arguments do not fit together");
+    }
+    for (int i = 0; i < n_rows; i++) {
+        if (rows.data()[i] < 0 || rows.data()[i] >= n) throw nb::value_error("forward: a row is out of range");
+    }
+    return interruptible(
+        [&](const auto& poll) { return decoder.forward(all, rows.data(), n_rows, logits.data(), poll); });
+}
+
+// Reads a list of ints; gives false where there is anything else.
+bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
+    if (!PyList_CheckExact(values.ptr())) return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.ptr()); i++) {
+        PyObject* item = PyList_GET_ITEM(values.ptr(), i);
+        if (!PyLong_CheckExact(item)) return false;
+        int overflow = 0;
+        const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+        if (overflow || value < INT32_MIN || value > INT32_MAX) return false;
+        ints.push_back(static_cast<int32_t>(value));
+    }
+    return true;
+}
+
+// The rows of one text in lists of ints: tokens, their parents, or None for those of a chain, and the parents of the
+// pending rows before them. Logits of the last rows; taps of all, or None. Gives None where these do not fit together,
+// else what forward gives.
+std::optional<bool> forward_lists(Decoder& decoder, KvCache& cache, nb::handle tokens, nb::handle parents,
+                                  nb::handle pending, FloatRows logits, const std::vector<int32_t>& layers,
+                                  std::optional<Taps> taps, std::optional<Features> features) {
+    const DecoderConfig& config = decoder.config();
+    const size_t n_embd = static_cast<size_t>(config.n_embd), n_taps = layers.size();
+    std::vector<int32_t> ids, links, rows;
+    if (!read_ints(tokens, ids) || !read_ints(pending, links)) return std::nullopt;
+    const int n = static_cast<int>(ids.size()), n_rows = static_cast<int>(logits.shape(0));
+    const int n_pending = static_cast<int>(links.size());
+    for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
+    if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
+    if (n < 1 || n > config.n_batch || links.size() != static_cast<size_t>(n_pending + n) ||
+        cache.n_past() + n_pending + n > cache.n_ctx() || n_rows > n ||
+        logits.shape(1) != static_cast<size_t>(config.n_logits) || decoder.has_front() != features.has_value() ||
+        (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
+        (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
+        !is_tree(config, ids, links)) {
+        return std::nullopt;
+    }
+    for (int i = n - n_rows; i < n; i++) rows.push_back(i);
+    const TextRows text{&cache,
+                        cache.n_ctx(),
+                        ids.data(),
+                        links.data(),
+                        n,
+                        n_pending,
+                        features ? features->data() : nullptr,
+                        layers.data(),
+                        static_cast<int>(n_taps),
+                        n_taps ? taps->data() : nullptr,
+                        n_taps ? taps->shape(1) * n_embd : 0};
+    return interruptible(
+        [&](const auto& poll) { return decoder.forward({&text, 1}, rows.data(), n_rows, logits.data(), poll); });
+}
+
+// ---- tuning --------------------------------------------------------------------------------------------------------
+
+Stream& stream_of_tokens(PrefetchPolicy& policy, bool is_ternary, int n) {
+    if (n < 1 || n > kFewColumns) throw nb::value_error("only products of a few tokens are tuned");
+    return (is_ternary ? policy.ternary : policy.plain)[n];
+}
+
+void check_part(int n_parts, int part) {
+    if (n_parts < 1 || part < 0 || part >= n_parts) throw nb::index_error("no such part");
+}
+
+double seconds_of_part(Decoder& decoder, KvCache& cache, int n, int n_parts, int part) {
+    check_part(n_parts, part);
+    const DecoderConfig& config = decoder.config();
+    if (n < 1 || n > config.n_batch || cache.n_past() + n > cache.n_ctx() || decoder.has_front()) {
+        throw nb::value_error("seconds_of_part: arguments do not fit together");
+    }
+    nb::gil_scoped_release release;
+    return decoder.seconds_of_part(cache, n, n_parts, part);
+}
+
+size_t part_bytes(const Decoder& decoder, int n_parts, int part) {
+    check_part(n_parts, part);
+    return decoder.part_bytes(n_parts, part);
+}
+
+void bind_tuning(nb::class_<Decoder>& decoder) {
+    decoder
+        .def(
+            "stream",
+            [](Decoder& decoder, bool is_ternary, int n) {
+                return fields_of(stream_of_tokens(decoder.weights().policy(), is_ternary, n));
+            },
+            "is_ternary"_a, "n"_a, "The fields of Stream (matrix.h): how products of n tokens read such matrices.")
+        .def(
+            "set_stream",
+            [](Decoder& decoder, bool is_ternary, int n, const StreamFields& fields) {
+                stream_of_tokens(decoder.weights().policy(), is_ternary, n) = stream_from(fields);
+            },
+            "is_ternary"_a, "n"_a, "fields"_a, "Between passes only.")
+        .def("seconds_of_part", &seconds_of_part, "cache"_a, "n"_a, "n_parts"_a, "part"_a,
+             "Seconds that a part of a pass of n tokens takes: every n_parts-th layer, and as much of the output "
+             "matrix.")
+        .def("part_bytes", &part_bytes, "n_parts"_a, "part"_a, "Bytes of weights that such a part reads.")
+        .def_prop_ro("streams_at_once", [](const Decoder& decoder) { return decoder.kernels().streams_at_once; })
+        .def_prop_ro("groups_at_once", [](const Decoder& decoder) { return decoder.kernels().groups_at_once; });
+}
+
+// ---- heads ---------------------------------------------------------------------------------------------------------
+
+void project(FeatureProjection& projection, Features rows, FloatRows features) {
+    if (rows.shape(0) < 1 || rows.shape(1) != static_cast<size_t>(projection.n_rows()) ||
+        features.shape(0) != rows.shape(0) || features.shape(1) != static_cast<size_t>(projection.n_embd())) {
+        throw nb::value_error("run: arguments do not fit together");
+    }
+    nb::gil_scoped_release release;
+    projection.run(rows.data(), static_cast<int>(rows.shape(0)), features.data());
+}
+
+void init_projection(FeatureProjection* projection, const Weights& weights, const std::string& isa,
+                     std::shared_ptr<Pool> threads, int n_embd, int n_rows, int n_normed, float norm_epsilon) {
+    if (n_embd < 1 || n_rows < 1 || n_normed < 1 || n_rows % n_normed || (n_normed < n_rows && n_normed % 16)) {
+        throw nb::value_error("n_normed must be n_rows, or a multiple of 16 that divides it");
+    }
+    new (projection)
+        FeatureProjection(weights, kernels_of(isa), std::move(threads), n_embd, n_rows, n_normed, norm_epsilon);
+}
+
+}  // namespace
+
+StreamFields fields_of(const Stream& s) {
+    return {s.ahead, s.easy, static_cast<int>(s.hint), s.at_once, s.columns, s.task, s.tasks_each, s.eager};
+}
+
+Stream stream_from(const StreamFields& fields) {
+    const auto [ahead, easy, hint, at_once, columns, task, tasks_each, eager] = fields;
+    if (ahead < 0 || ahead > 1 << 20 || ahead % 64 || hint < 0 || hint > 2 || at_once < 1 || at_once > 4 ||
+        columns < 1 || columns > kFewColumns || task < 0 || task > 1 << 28 || tasks_each < 1 || tasks_each > 64) {
+        throw nb::value_error("no such way to read");
+    }
+    return {ahead, easy, static_cast<Hint>(hint), at_once, columns, task, tasks_each, eager};
+}
+
+void bind_decoder(nb::module_& m) {
+    nb::class_<Decoder> decoder(m, "Decoder");
+    decoder.def("__init__", &init_decoder, "config"_a, "front"_a, "isa"_a, "threads"_a, "weights"_a)
+        .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a)
+        .def("forward_lists", &forward_lists, "cache"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
+             "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def("interrupt", &Decoder::interrupt)
+        .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
+        .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
+        .def_prop_ro("activation_bytes", &Decoder::activation_bytes);
+    bind_tuning(decoder);
+}
+
+void bind_head(nb::module_& m) {
+    nb::class_<FeatureProjection>(m, "FeatureProjection", "Makes features of the target's rows of several layers.")
+        .def("__init__", &init_projection, "weights"_a, "isa"_a, "threads"_a, "n_embd"_a, "n_rows"_a, "n_normed"_a,
+             "norm_epsilon"_a, nb::keep_alive<1, 2>())
+        .def("run", &project, "rows"_a, "features"_a, "features (n, n_embd) of rows (n, n_rows).")
+        .def_static("activation_bytes", nb::overload_cast<int>(&FeatureProjection::activation_bytes), "n_rows"_a);
+}

@@ -1,0 +1,56 @@
+// The blocks that layers are made of: what each adds to the residual stream (models/spec.py has the equations).
+#pragma once
+
+#include <string>
+
+#include "pass.h"
+#include "weights.h"
+
+// Attention with its norm, rotary embedding, window and projection.
+class AttentionBlock {
+public:
+    // index: of the layer. name: of the block in the weights. Throws std::invalid_argument for weights that are missing.
+    AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: (n, ld_joined) what a layer with longer inputs than the residual stream attends from, else null.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const { return q_.n_bytes() + k_.n_bytes() + v_.n_bytes() + output_.n_bytes(); }
+
+private:
+    struct Split;  // how attention is cut into tasks
+
+    void project_qkv(const Pass& pass, int thread, const Inputs& inputs) const;
+    void norm_queries_and_keys(const Pass& pass, int thread) const;
+    void norm_heads(const Pass& pass, int thread, const float* norm, float* heads, int n_heads) const;
+    void rotate_and_store(const Pass& pass, int thread) const;
+    void rotate_heads(const Pass& pass, int c, float* q, float* k) const;
+    void attend(const Pass& pass, int thread) const;
+    Split split(const Pass& pass) const;
+    AttentionRow row(const Pass& pass, int thread, const Text& text, int c, int head, int r) const;
+    void quantize_query(const Pass& pass, int thread, int r, AttentionRow& a) const;
+
+    AttentionConfig config_;
+    int index_;
+    bool is_rotated_in_halves_;
+    const QueryScales& query_scales_;
+    Matrix q_, k_, v_, output_;
+    // Null where the model has none.
+    const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
+    const float *q_bias_, *k_bias_, *v_bias_, *output_bias_;
+};
+
+// A gated feed-forward network.
+class DenseBlock {
+public:
+    DenseBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    void run(const Pass& pass, int thread) const;
+    size_t weight_bytes() const { return gate_.n_bytes() + up_.n_bytes() + down_.n_bytes(); }
+
+private:
+    void gated(const Pass& pass, int thread, const Inputs& inputs) const;
+
+    DenseConfig config_;
+    Matrix gate_, up_, down_;
+    const float *norm_, *post_norm_, *sub_norm_;
+};

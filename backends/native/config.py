@@ -1,0 +1,91 @@
+"""Specs as the C++ decoder wants them. What it does not know is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgeinfer.backends.native import _core
+from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec
+from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+
+# The fields of blocks that decoder_config and the weights take up; see check_blocks.
+_OF_ATTENTION = (
+    *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
+    *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
+    *("q_bias", "k_bias", "v_bias", "output_bias"),
+)
+_OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
+BLOCKS: dict[type, Sequence[str]] = {Attention: _OF_ATTENTION, Dense: _OF_DENSE}
+# Those of the parts of heads around their decoder.
+PARTS_OF_HEADS: dict[type, Sequence[str]] = {
+    GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
+    ConcatenatedInput: ("n_embd", "token_norm", "feature_norm", "normed_residual"),
+    FeatureProjection: ("n_embd", "n_rows", "n_normed", "matrix", "norm"),
+}
+
+
+def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
+    """Sizes and layers; without the values of the query scales, which grow with n_ctx: see add_query_scales."""
+    config = _core.DecoderConfig(
+        n_vocab=spec.n_vocab,
+        n_logits=spec.n_logits,
+        n_embd=spec.n_embd,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        norm_epsilon=spec.norm_epsilon,
+    )
+    config.embedding_scale = spec.embedding_scale
+    config.residual_scale = spec.residual_scale
+    config.logit_scale = spec.logit_scale
+    config.logit_soft_cap = spec.logit_soft_cap or 0.0
+    ropes: dict[RopeSpec, int] = {}
+    scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
+    for layer in spec.layers:
+        attention, dense = layer.mixer, layer.ffn
+        rope = attention.rope
+        if rope is not None and rope not in ropes:
+            ropes[rope] = _add_rope(config, rope)
+        config.add_layer(
+            n_in=attention.n_in,
+            n_heads=attention.n_heads,
+            n_kv_heads=attention.n_kv_heads,
+            head_dim=attention.head_dim,
+            rope=-1 if rope is None else ropes[rope],
+            query_scales=scales.index(_scales_of(attention)),
+            window=attention.window or 0,
+            soft_cap=attention.soft_cap or 0.0,
+            qk_norm=_core.QKNorm[attention.qk_norm or "none"],
+            n_ff=dense.n_ff,
+            activation=_core.Activation[dense.activation],
+        )
+    return config
+
+
+def add_query_scales(config: _core.DecoderConfig, spec: ModelSpec, n_ctx: int) -> None:
+    """Add the values that queries are multiplied by at the positions below n_ctx, which only a decoder needs."""
+    for attention in _with_own_scales(spec):
+        scales = QueryScales.of(attention, n_ctx)
+        config.add_query_scales(scales.values.tolist(), scales.n_positions)
+
+
+def front_config(head: HeadSpec) -> _core.FrontConfig:
+    """What a head begins with."""
+    if isinstance(head.front, GatedFusion):
+        return _core.FrontConfig(_core.FrontKind.gated_fusion)
+    return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
+
+
+def _add_rope(config: _core.DecoderConfig, rope: RopeSpec) -> int:
+    long = rope.long
+    others = ([], 0) if long is None else (list(long.inverse_frequencies), long.n_ctx)
+    return config.add_rope(rope.kind == "halves", list(rope.inverse_frequencies), rope.magnitude, *others)
+
+
+def _scales_of(attention: Attention) -> tuple[object, ...]:
+    return attention.scale, attention.query_temperature
+
+
+def _with_own_scales(spec: ModelSpec) -> list[Attention]:
+    """One attention for each way in which queries are scaled, always in the same order."""
+    return list({_scales_of(layer.mixer): layer.mixer for layer in spec.layers}.values())

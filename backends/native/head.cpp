@@ -1,0 +1,127 @@
+#include "head.h"
+
+#include <cstring>
+
+std::unique_ptr<Front> make_front(const FrontConfig& front, const DecoderConfig& config, const Weights& weights) {
+    switch (front.kind) {
+        case FrontKind::None: return nullptr;
+        case FrontKind::GatedFusion: return std::make_unique<GatedFusion>(config, weights);
+        case FrontKind::ConcatenatedInput:
+            return std::make_unique<ConcatenatedInput>(config, weights, front.normed_residual);
+    }
+    return nullptr;
+}
+
+GatedFusion::GatedFusion(const DecoderConfig& config, const Weights& weights)
+    : feature_(weights.matrix("front.feature", config.n_embd, config.n_embd)),
+      token_(weights.matrix("front.token", config.n_embd, config.n_embd)),
+      mix_(weights.matrix("front.mix", config.n_embd, 2 * config.n_embd)),
+      token_norm_(weights.required_vector("front.token_norm", config.n_embd)) {}
+
+void GatedFusion::run(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    const int n_embd = pass.config.n_embd;
+    const size_t n_bytes = sizeof(float) * static_cast<size_t>(n_embd);
+    const Inputs features = pass.plain_inputs(thread, b.feature, b.ld_embd, {&feature_});
+    pass.multiply(thread, feature_, features, b.x_of_feature, b.ld_embd);
+    const Inputs tokens = pass.normed_inputs(thread, token_norm_, nullptr, pass.n, {&token_});
+    pass.multiply(thread, token_, tokens, b.x_of_token, b.ld_embd);
+    pass.for_items(thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        float* joined = b.joined + static_cast<size_t>(c) * b.ld_joined;
+        pass.kernels.silu(b.x_of_token + at, n_embd);
+        std::memcpy(joined, b.x_of_feature + at, n_bytes);
+        std::memcpy(joined + n_embd, b.x_of_token + at, n_bytes);
+    });
+    const Inputs both = pass.plain_inputs(thread, b.joined, b.ld_joined, {&mix_});
+    pass.multiply(thread, mix_, both, b.h, b.ld_embd);
+    pass.for_items(thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        pass.kernels.blend(b.h + at, b.x_of_feature + at, b.x_of_token + at, n_embd, b.x + at);
+    });
+}
+
+ConcatenatedInput::ConcatenatedInput(const DecoderConfig& config, const Weights& weights, bool normed_residual)
+    : token_norm_(weights.required_vector("front.token_norm", config.n_embd)),
+      feature_norm_(weights.required_vector("front.feature_norm", config.n_embd)),
+      normed_residual_(normed_residual) {}
+
+void ConcatenatedInput::run(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    const int n_embd = pass.config.n_embd;
+    const float epsilon = pass.config.norm_epsilon;
+    const size_t n_bytes = sizeof(float) * static_cast<size_t>(n_embd);
+    pass.for_items(thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        float *joined = b.joined + static_cast<size_t>(c) * b.ld_joined, *x = b.x + at;
+        pass.kernels.rms_norm(x, token_norm_, n_embd, epsilon, b.x_of_token + at);
+        pass.kernels.rms_norm(b.feature + at, feature_norm_, n_embd, epsilon, b.x_of_feature + at);
+        std::memcpy(joined, b.x_of_token + at, n_bytes);
+        std::memcpy(joined + n_embd, b.x_of_feature + at, n_bytes);
+        std::memcpy(x, (normed_residual_ ? b.x_of_feature : b.feature) + at, n_bytes);
+    });
+}
+
+// ---- features ------------------------------------------------------------------------------------------------------
+
+// Of kColumnsTogether rows, which are made at once.
+struct FeatureProjection::Buffers {
+    size_t ld;
+    float* row;  // (kColumnsTogether, ld)
+    Inputs inputs;
+
+    Buffers(int n_rows, Cutter& cutter)
+        : ld(padded(n_rows)),
+          row(cutter.take<float>(kColumnsTogether * ld)),
+          inputs(take_inputs(cutter, kColumnsTogether, ld)) {
+        inputs.n_in = n_rows;
+        inputs.x = row;
+        inputs.ldx = ld;
+    }
+};
+
+FeatureProjection::FeatureProjection(const Weights& weights, const Kernels& kernels, std::shared_ptr<Pool> pool,
+                                     int n_embd, int n_rows, int n_normed, float norm_epsilon)
+    : kernels_(kernels),
+      pool_(std::move(pool)),
+      n_embd_(n_embd),
+      n_rows_(n_rows),
+      n_normed_(n_normed),
+      norm_epsilon_(norm_epsilon),
+      matrix_(weights.matrix("features.matrix", n_embd, n_rows)),
+      norm_(weights.vector("features.norm", n_rows)),
+      activations_(activation_bytes(n_rows), false) {}
+
+size_t FeatureProjection::activation_bytes(int n_rows) {
+    Cutter counter(nullptr);
+    Buffers(n_rows, counter);
+    return counter.used();
+}
+
+void FeatureProjection::run(const float* rows, int n, float* features) {
+    for (int first = 0; first < n; first += kColumnsTogether) {
+        const size_t at = static_cast<size_t>(first);
+        run_some(rows + at * static_cast<size_t>(n_rows_), std::min(kColumnsTogether, n - first),
+                 features + at * static_cast<size_t>(n_embd_));
+    }
+}
+
+void FeatureProjection::run_some(const float* rows, int n, float* features) {
+    Cutter cutter(activations_.data());
+    const Buffers b(n_rows_, cutter);
+    pool_->run([&](int thread) {
+        pool_->for_tasks(thread, n, [&](int c) {
+            const size_t n_in = static_cast<size_t>(n_rows_);
+            float* row = b.row + static_cast<size_t>(c) * b.ld;
+            std::memcpy(row, rows + static_cast<size_t>(c) * n_in, sizeof(float) * n_in);
+            for (int k = 0; norm_ && k < n_rows_; k += n_normed_)
+                kernels_.rms_norm(row + k, norm_ + k, n_normed_, norm_epsilon_, row + k);
+            prepare_inputs(kernels_, b.inputs, c, {&matrix_});
+        });
+        const Tasks tasks(matrix_, n, pool_->size(), kernels_.at_once(n));
+        pool_->for_tasks(thread, tasks.count(), [&](int task) {
+            kernels_.matmul(matrix_, b.inputs, n, tasks.first(task), tasks.last(task), tasks.behind(matrix_, task),
+                            features, static_cast<size_t>(n_embd_));
+        });
+    });
+}

@@ -1,0 +1,199 @@
+"""Loaded models: weights, threads and activations, which the sessions of several texts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
+from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.config import add_query_scales, decoder_config
+from edgeinfer.backends.native.machine import best_isa
+from edgeinfer.backends.native.passes import JointPass, TextRows, interrupted
+from edgeinfer.backends.native.session import NativeSession, NativeText
+from edgeinfer.backends.native.tuning import Fields, Tuning
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.models import ModelSpec
+from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """What makes up a decoder in memory. embedding_bytes: of the embeddings that are its own."""
+
+    decoder: _core.Decoder
+    config: _core.DecoderConfig
+    weights: _core.Weights
+    threads: _core.Threads
+    embedding_bytes: int
+
+
+def assemble(
+    spec: ModelSpec,
+    front: _core.FrontConfig,
+    plan: MemoryPlan,
+    device: Device,
+    weights: _core.Weights,
+    threads: _core.Threads,
+    embedding_bytes: int,
+) -> DecoderParts:
+    """A decoder of weights that are all there. Raises ValueError for one that is missing, by its name."""
+    config = decoder_config(spec, plan.n_ctx, plan.n_batch)
+    add_query_scales(config, spec, plan.n_ctx)
+    decoder = _core.Decoder(config, front, device.isa or best_isa(), threads, weights)
+    return DecoderParts(decoder, config, weights, threads, embedding_bytes)
+
+
+def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
+    """Those of a model that works by turns with the one that is loaded, where they are as many as are wanted.
+
+    Where each had its own, those of one would wait awake on the cores that the other's are woken for.
+    """
+    return other if other is not None and other.n == n else _core.Threads(n)
+
+
+class NativeDecoder:
+    """A decoder in memory: what models and draft heads have in common.
+
+    decoder_spec: of the layers.  threads: which other models may share that work by turns with this one.
+    """
+
+    def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
+        self.decoder_spec = spec
+        self.n_ctx = plan.n_ctx
+        self.n_batch = plan.n_batch
+        self.threads = parts.threads
+        self._config = parts.config
+        self._cache_type = plan.cache_type
+        self._decoder: _core.Decoder | None = parts.decoder
+        self._weights: _core.Weights | None = parts.weights
+        self._embedding_bytes = parts.embedding_bytes
+        self._interrupted = False
+
+    @property
+    def isa(self) -> str:
+        """The instruction-set path in use."""
+        return self.decoder().isa
+
+    def memory(self) -> MemoryUse:
+        """See Model.memory: packed weights and the embeddings of this model, and the activations of a pass."""
+        decoder = self.decoder()
+        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, 0, decoder.activation_bytes)
+
+    def interrupt(self) -> None:
+        """See Session.interrupt."""
+        self._interrupted = True
+        if self._decoder is not None:
+            self._decoder.interrupt()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise, those of sessions too."""
+        self._decoder = self._weights = None
+
+    def decoder(self) -> _core.Decoder:
+        """The C++ decoder. Raises EdgeInferError if this model is closed."""
+        if self._decoder is None:
+            raise EdgeInferError("this model is closed")
+        return self._decoder
+
+    def weights(self) -> _core.Weights:
+        """The C++ weights. Raises EdgeInferError if this model is closed."""
+        if self._weights is None:
+            raise EdgeInferError("this model is closed")
+        return self._weights
+
+    def check_open(self) -> None:
+        """Raises EdgeInferError if this model is closed."""
+        self.decoder()
+
+    def begin(self) -> _core.Decoder:
+        """The decoder for a pass that begins: what `interrupt` asked for before is over."""
+        self._interrupted = False
+        return self.decoder()
+
+    def cache(self, n_ctx: int, cache_type: CacheType) -> _core.KvCache:
+        """An empty cache for a text of this model."""
+        self.check_open()
+        return _core.KvCache(self._config, _core.KvType[cache_type], n_ctx)
+
+    def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
+        """Run rows of several texts that were checked. Raises Interrupted."""
+        joint = JointPass(self.begin(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
+        for text in texts:
+            text.drop_pending()
+        for ended in joint.run(self.n_batch):
+            if not ended or self._interrupted:
+                raise interrupted()
+        for text, rows in zip(texts, batch, strict=True):
+            text.set_pending(rows)
+        return joint.outputs()
+
+
+class NativeModel(NativeDecoder):
+    """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
+
+    The model file must stay open: embedding rows are read from it, unless the backend's `resident` is set.
+    tuning: how the weights are read, None where that was not chosen; see tuning.tune.
+    """
+
+    is_exact = True
+    tuning: Tuning | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes and layers."""
+        return self.decoder_spec
+
+    def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
+        """See Model.session."""
+        cache_type = cache_type or self._cache_type
+        check_cache(cache_type, self.spec)
+        return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
+
+    def forward(self, batch: Sequence[Rows]) -> list[Output]:
+        """See Model.forward. Rows of all texts go through the layers together, n_batch in a pass.
+
+        Chains are cut where a pass is full, trees are not.
+        """
+        check_sessions(self, batch)
+        sessions: list[NativeSession] = [rows.session for rows in batch]
+        return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
+
+    def packed_weights(self) -> NDArray[np.uint8]:
+        """All packed weights, (n_bytes,), read-only, without a copy."""
+        return self.weights().data
+
+    def tuned(self, n_tokens: int) -> TunedDecoder:
+        """What is tuned of this model, with a text of its own for passes of up to n_tokens."""
+        return TunedDecoder(self.decoder(), self.cache(n_tokens, self._cache_type))
+
+
+class TunedDecoder:
+    """See tuning.Tunable. cache: of the passes that are timed."""
+
+    def __init__(self, decoder: _core.Decoder, cache: _core.KvCache) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self.streams_at_once = decoder.streams_at_once
+        self.groups_at_once = decoder.groups_at_once
+        self.weight_bytes = decoder.weight_bytes
+
+    def stream(self, is_ternary: bool, n: int) -> Fields:
+        """See Tunable.stream."""
+        return self._decoder.stream(is_ternary, n)
+
+    def set_stream(self, is_ternary: bool, n: int, fields: Fields) -> None:
+        """See Tunable.set_stream."""
+        self._decoder.set_stream(is_ternary, n, fields)
+
+    def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
+        """See Tunable.seconds_of_part."""
+        return self._decoder.seconds_of_part(self._cache, n, n_parts, part)
+
+    def part_bytes(self, n_parts: int, part: int) -> int:
+        """See Tunable.part_bytes."""
+        return self._decoder.part_bytes(n_parts, part)

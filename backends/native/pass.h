@@ -1,0 +1,116 @@
+// One forward pass: the rows of one or several texts, and how the threads work on them together.
+//
+// A row's results depend on its own text alone: products take columns one by one, attention is cut at the borders of
+// texts.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <initializer_list>
+#include <vector>
+
+#include "activations.h"
+#include "kernels.h"
+#include "kv_cache.h"
+#include "pool.h"
+
+// The rows of one text: n tokens behind n_pending ones of the forwards before, that are not committed. parents:
+// (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are
+// n_batch at most. n_ctx: positions that the text may have. features: (n, n_embd) for a decoder with a front. taps:
+// (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers `tapped`;
+// layer n_layers stands for what the output matrix reads.
+struct TextRows {
+    KvCache* cache;
+    int n_ctx;
+    const int32_t *tokens, *parents;
+    int n, n_pending;
+    const float* features;
+    const int32_t* tapped;
+    int n_taps;
+    float* taps;
+    size_t tap_stride;
+};
+
+// Where a text's rows are in a pass. base: its committed slots.
+struct Text {
+    TextRows rows;
+    int first, base;
+    bool chain;
+
+    int slot(int c) const { return base + rows.n_pending + c - first; }
+    int last() const { return first + rows.n; }
+};
+
+class Pass {
+public:
+    // stop: set, it ends the pass without its result. poll: called by the calling thread now and then; true stops it.
+    Pass(const DecoderConfig& config, const Kernels& kernels, Pool& pool, const Activations& activations,
+         std::atomic<bool>& stop, const std::function<bool()>& poll)
+        : config(config), kernels(kernels), pool(pool), b(activations), stop_(stop), poll_(poll) {}
+
+    // Its tokens come behind those that were added before.
+    void add(const TextRows& rows);
+
+    bool alone() const { return n == 1; }
+    const Text& text_of(int c) const { return texts[static_cast<size_t>(b.text[c])]; }
+
+    // Tasks of a pass that was stopped are counted, but not done.
+    template <class Task>
+    void for_tasks(int thread, int n_tasks, const Task& task) const {
+        pool.for_tasks(thread, n_tasks, [&](int i) {
+            if (thread == 0 && poll_()) stop_.store(true, std::memory_order_relaxed);
+            if (!stop_.load(std::memory_order_relaxed)) task(i);
+        });
+    }
+
+    // Items that take a microsecond or so. Where there are many, several make a task: threads that take them one by one
+    // in turn wait for each other's cache lines.
+    template <class Item>
+    void for_items(int thread, int n_items, const Item& item) const {
+        constexpr int kMost = 16;
+        const int each = std::clamp(n_items / (8 * pool.size()), 1, kMost);
+        for_tasks(thread, (n_items + each - 1) / each, [&](int task) {
+            for (int i = task * each; i < std::min(n_items, (task + 1) * each); i++) item(i);
+        });
+    }
+
+    // Where this thread finds x as inputs of a matrix: in arrays of its own with one token, in those of all otherwise.
+    Inputs inputs_of(int thread, int n_in, const float* x, size_t ldx) const;
+    // Rows of x, prepared for the readers.
+    Inputs plain_inputs(int thread, const float* x, size_t ldx, std::initializer_list<const Matrix*> readers) const;
+    // rms_norm(x) of n_inputs rows, or x itself without a norm, prepared for the readers; input i is row of[i] of x, or
+    // row i without `of`.
+    Inputs normed_inputs(int thread, const float* norm, const int32_t* of, int n_inputs,
+                         std::initializer_list<const Matrix*> readers) const;
+    // y = w inputs
+    void multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const;
+    // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
+    void add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
+                        const float* post_norm) const;
+
+    const DecoderConfig& config;
+    const Kernels& kernels;
+    Pool& pool;
+    const Activations& b;
+    std::vector<Text> texts;
+    int n = 0;
+    const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
+    int n_rows = 0;
+    float* logits = nullptr;
+
+private:
+    void add_to_residual(int thread, const float* post_norm) const;
+
+    std::atomic<bool>& stop_;
+    const std::function<bool()>& poll_;
+};
+
+// Clears what pads n numbers to 16, where a layer of another size may have left something.
+inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
+
+// Makes input c in the kinds that the readers want.
+void prepare_inputs(const Kernels& kernels, const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers);
+
+// y[c][row] += bias[row] for the rows of groups first..last-1; bias: null for none.
+void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy);

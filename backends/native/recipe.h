@@ -1,0 +1,87 @@
+// What a decoder computes: sizes, and layers made of blocks, as models/spec.py describes them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "kv_cache.h"
+
+// A rotary embedding; pair i turns by frequencies[i] radians a position.
+struct Rope {
+    bool halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
+    std::vector<double> frequencies;
+    double magnitude;
+    std::vector<double> long_frequencies;  // of texts that may have more than n_ctx positions; none: the same
+    int n_ctx = 0;
+
+    const std::vector<double>& of_context(int n) const {
+        return long_frequencies.empty() || n <= n_ctx ? frequencies : long_frequencies;
+    }
+};
+
+// What queries are multiplied by: values[i] at the positions i * n_positions .. (i + 1) * n_positions - 1.
+struct QueryScales {
+    std::vector<float> values;
+    int n_positions;
+
+    float at(int position) const { return values[static_cast<size_t>(position / n_positions)]; }
+};
+
+enum class Activation : int { Silu, GeluTanh, Relu2 };
+enum class QKNorm : int { None, PerHead, Whole };
+
+// A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none.
+struct AttentionConfig {
+    int n_in, n_heads, n_kv_heads, head_dim;
+    int rope = -1, query_scales = 0;
+    int window = 0;
+    float soft_cap = 0;
+    QKNorm qk_norm = QKNorm::None;
+
+    int n_q() const { return n_heads * head_dim; }
+    int n_kv() const { return n_kv_heads * head_dim; }
+};
+
+struct DenseConfig {
+    int n_ff;
+    Activation activation = Activation::Silu;
+};
+
+struct LayerConfig {
+    AttentionConfig attention;
+    DenseConfig dense;
+};
+
+// Scales of 1 and caps of 0 change nothing. n_ctx: the longest text; n_batch: tokens of a pass at most.
+struct DecoderConfig {
+    int n_vocab, n_logits, n_embd, n_ctx, n_batch;
+    float norm_epsilon;
+    std::vector<Rope> ropes;
+    std::vector<QueryScales> query_scales;  // only for a Decoder, not for its sizes
+    std::vector<LayerConfig> layers;
+    float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
+
+    int n_layers() const { return static_cast<int>(layers.size()); }
+
+    // The largest of a number over all layers, 0 without layers.
+    template <class Number>
+    int most(const Number& number) const {
+        int largest = 0;
+        for (const LayerConfig& layer : layers) largest = std::max(largest, number(layer));
+        return largest;
+    }
+
+    KvSizes kv_sizes(KvType type, int n_ctx_of_text) const {
+        const int n_kv_heads = most([](const LayerConfig& l) { return l.attention.n_kv_heads; });
+        const int head_dim = most([](const LayerConfig& l) { return l.attention.head_dim; });
+        return {type, n_layers(), n_kv_heads, head_dim, n_ctx_of_text};
+    }
+};
+
+// What a draft head begins with in place of the embeddings alone, see head.h.
+enum class FrontKind : int { None, GatedFusion, ConcatenatedInput };
+
+struct FrontConfig {
+    FrontKind kind = FrontKind::None;
+    bool normed_residual = false;  // of ConcatenatedInput
+};

@@ -1,0 +1,89 @@
+// The weights of a model, packed, by the name of their block and their role in it (models/spec.py): "layers.3.mixer.q".
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "matrix.h"
+#include "platform.h"
+#include "pool.h"
+
+// The rows of the embedding matrix stay where they are, as GGUF stores them.
+struct Embedding {
+    Format format = Format::F32;
+    const uint8_t* data = nullptr;
+    int n_vocab = 0, n_embd = 0;
+    size_t row_bytes = 0;
+};
+
+class Weights {
+public:
+    // n_bytes: of all packed weights. packed: null, or these bytes as data() of other Weights gave them; they must
+    // outlive these, set_vector gets no sources, and nothing is packed. parent: null, or the weights of a draft head's
+    // target, whose embeddings and output matrix it takes where it has none of its own.
+    Weights(size_t n_bytes, const uint8_t* packed, std::shared_ptr<const Weights> parent);
+    ~Weights();
+    Weights(const Weights&) = delete;
+    Weights& operator=(const Weights&) = delete;
+
+    // Makes room for a matrix (n_out, n_in). Throws std::invalid_argument for a name that is there.
+    void set_matrix(const std::string& name, Format format, int n_out, int n_in);
+    // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. of: their format;
+    // those of another than the matrix's are rounded to it, which must be Q4_0. scale: of I2_S, which has one for all
+    // rows.
+    void pack_rows(const std::string& name, int first_row, int n_rows, Format of, const uint8_t* source, float scale,
+                   Pool& pool);
+    // source: null for what is mapped.
+    void set_vector(const std::string& name, const float* source, int n);
+    void set_embedding(const Embedding& embedding) { embedding_ = embedding; }
+
+    // A weight of that size. Throws std::invalid_argument where it is missing or has another one. vector gives null
+    // where it is missing.
+    const Matrix& matrix(const std::string& name, int n_out, int n_in) const;
+    const float* vector(const std::string& name, int n) const;
+    const float* required_vector(const std::string& name, int n) const;
+    // The matrix called "output" and the embeddings, the parent's where they are missing here.
+    const Matrix& output(int n_out, int n_in) const;
+    const Embedding& embedding(int n_vocab, int n_embd) const;
+    // A matrix of any size that is here.
+    const Matrix& own_matrix(const std::string& name) const;
+    // Throws std::invalid_argument for a weight that nobody asked for by its name.
+    void check_all_are_used() const;
+
+    // Waits until packed weights are mapped, which a thread does from the start.
+    void wait_until_mapped();
+
+    // How products read the matrices, which changes no bits; it may be changed between passes.
+    PrefetchPolicy& policy() { return policy_; }
+
+    const uint8_t* data() const { return packed_ ? packed_ : memory_.data(); }
+    size_t n_bytes() const { return n_bytes_; }
+    bool is_mapped() const { return packed_ != nullptr; }
+
+private:
+    struct Vector {
+        const float* data;
+        int n;
+    };
+
+    size_t take(size_t n_bytes);
+    void check_new(const std::string& name) const;
+    void map() const;
+
+    size_t n_bytes_, n_taken_ = 0;
+    Memory memory_;
+    const uint8_t* packed_;
+    std::shared_ptr<const Weights> parent_;
+    PrefetchPolicy policy_ = known_policy;
+    std::map<std::string, Matrix> matrices_;
+    std::map<std::string, Vector> vectors_;
+    mutable std::map<std::string, bool> used_;
+    Embedding embedding_;
+    std::atomic<bool> closing_{false};
+    std::thread mapping_;
+};

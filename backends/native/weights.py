@@ -1,0 +1,212 @@
+"""The weights of a model file as the decoder has them: which tensors, what they are packed as, and packing them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Progress
+from edgeinfer.backends.native import _core
+from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.models import ModelSpec, TensorRows, Weight
+from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
+from edgeinfer.types import TernaryBits
+
+MATRIX_TYPES = frozenset(
+    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0".split()
+)
+# What packs to 1.6 bits a weight, and the number of that format in matrix.h. Q2_0's blocks are too short to gain.
+BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}
+VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
+PIECE_BYTES = 16 << 20  # of a matrix are packed at once
+MADE_BYTES = 1 << 20  # the same of one that is made as it is read, which is memory that no plan counts
+# For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
+# made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
+DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What matrices are packed as, where that is not what the file has.
+
+    rounded: larger ones in Q4_0, for drafts.  ternary_bits: that a ternary weight takes.
+    """
+
+    rounded: bool = False
+    ternary_bits: TernaryBits = "2"
+
+    def format_of(self, info: TensorInfo) -> int:
+        """The number of a tensor's packed format in matrix.h."""
+        if self.ternary_bits == "1.6" and info.type in BASE_THREE:
+            return BASE_THREE[info.type]
+        bits = 8 * info.type.block_bytes / info.type.block_elements
+        is_large = len(info.shape) == 2 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
+        return int(GGMLType.Q4_0 if self.rounded and is_large else info.type)
+
+
+class Part(NamedTuple):
+    """A tensor of the file, or some of its rows, and the block and role that it has in the decoder.
+
+    shape: (n_out, n_in) or (n,).  n_bytes: as GGUF stores it, from first_byte of the tensor on.  scale: of I2_S, whose
+    bytes are without it.  packed_as: see Packing.format_of.
+    """
+
+    block: str
+    role: str
+    name: str
+    type: GGMLType
+    packed_as: int
+    shape: tuple[int, ...]
+    n_bytes: int
+    first_byte: int = 0
+    scale: float = 1.0
+
+    def data(self, model: ModelFile, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+        """Bytes first..last-1 of it."""
+        return model.data(
+            self.name, self.first_byte + first, self.first_byte + (self.n_bytes if last is None else last)
+        )
+
+
+# ---- which tensors ---------------------------------------------------------------------------------------------------
+
+
+def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Packing()) -> list[Part]:  # noqa: B008
+    """What is packed of these weights, in their order. Raises UnsupportedModel, ModelFileError."""
+    return [_part(model, weight, packing) for weight in weights]
+
+
+def packed_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of all of them when packed."""
+    return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
+
+
+def embedding_of(model: ModelFile, spec: ModelSpec) -> TensorInfo | None:
+    """The embedding matrix in the file, which is not packed; None for a head that takes its target's.
+
+    Raises UnsupportedModel.
+    """
+    if spec.token_embd is None:
+        return None
+    info = _info(model, spec.token_embd)
+    if info.type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
+    return info
+
+
+def of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
+    """The spec with an output matrix for the first tokens only, where there are more."""
+    output = spec.output
+    if spec.n_vocab <= DRAFT_TOKENS or not isinstance(output, str) or model.tensors[output].type == GGMLType.I2_S:
+        return spec
+    return replace(spec, n_logits=DRAFT_TOKENS, output=TensorRows(output, 0, DRAFT_TOKENS))
+
+
+def n_base_three(parts: Sequence[Part]) -> int:
+    """Number of weights that can be had in 1.6 bits."""
+    return sum(math.prod(part.shape) for part in parts if part.type in BASE_THREE)
+
+
+def is_mostly_ternary(parts: Sequence[Part]) -> bool:
+    """Whether most bytes are those of ternary weights."""
+    n_ternary = sum(part.n_bytes for part in parts if part.type in TERNARY_TYPES)
+    return 2 * n_ternary > sum(part.n_bytes for part in parts)
+
+
+def _info(model: ModelFile, name: str) -> TensorInfo:
+    """A tensor. Raises UnsupportedModel for a type that the engine lacks."""
+    info = model.tensors[name]
+    known = MATRIX_TYPES if len(info.shape) == 2 else VECTOR_TYPES
+    if info.type not in known:
+        raise UnsupportedModel(
+            f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
+            f"has {', '.join(sorted(each.name for each in known))}"
+        )
+    return info
+
+
+def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
+    """What a weight means in the file."""
+    ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
+    if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
+    info = _info(model, name)
+    part = Part(weight.block, weight.role, name, info.type, packing.format_of(info), info.shape, info.n_bytes)
+    if info.type == GGMLType.I2_S:
+        return part._replace(n_bytes=info.n_bytes - I2_S_TAIL_BYTES, scale=_scale(model, name))
+    if isinstance(ref, TensorRows):
+        row_bytes, n_rows = info.n_bytes // info.shape[0], ref.last - ref.first
+        shape = (n_rows, *info.shape[1:])
+        return part._replace(shape=shape, n_bytes=n_rows * row_bytes, first_byte=ref.first * row_bytes)
+    return part
+
+
+def _scale(model: ModelFile, name: str) -> float:
+    """The scale of an I2_S tensor. Raises ModelFileError."""
+    scale = float(model.data(name)[-I2_S_TAIL_BYTES:][:4].copy().view("<f4")[0])
+    if not math.isfinite(scale):
+        raise ModelFileError(f"{model.path}: tensor {name} must have a finite scale: found {scale}")
+    return scale
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def pack_weights(
+    weights: _core.Weights,
+    model: ModelFile,
+    parts: Sequence[Part],
+    threads: _core.Threads,
+    progress: Progress | None = None,
+) -> None:
+    """Fill weights in from a file. Raises ModelFileError for ternary matrices with other codes."""
+    total = sum(part.n_bytes for part in parts)
+    done = 0
+    for part in parts:
+        if len(part.shape) == 1:
+            weights.set_vector(part.block, part.role, _vector(model, part))
+        else:
+            weights.set_matrix(part.block, part.role, part.packed_as, *part.shape)
+            _pack_matrix(weights, model, part, threads)
+        done += part.n_bytes
+        if progress is not None:
+            progress(done / total)
+
+
+def map_weights(weights: _core.Weights, parts: Sequence[Part], progress: Progress | None = None) -> None:
+    """Name what lies in mapped weights, in the order in which it was packed."""
+    for part in parts:
+        if len(part.shape) == 1:
+            weights.map_vector(part.block, part.role, part.shape[0])
+        else:
+            weights.set_matrix(part.block, part.role, part.packed_as, *part.shape)
+    if progress is not None:
+        progress(1.0)
+
+
+def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: _core.Threads) -> None:
+    """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
+    n_out = part.shape[0]
+    row_bytes = part.n_bytes // n_out
+    n_rows = max(1, (MADE_BYTES if model.makes(part.name) else PIECE_BYTES) // (16 * row_bytes)) * 16
+    for first_row in range(0, n_out, n_rows):
+        first, last = first_row * row_bytes, min(n_out, first_row + n_rows) * row_bytes
+        data = part.data(model, first, last)
+        if part.type in TERNARY_TYPES and not _core.holds_trits(int(part.type), data):
+            raise ModelFileError(
+                f"{model.path}: tensor {part.name} is {part.type.name}, whose codes are 0, 1 and 2: found 3; it is "
+                f"damaged, or not ternary"
+            )
+        weights.pack_rows(part.block, part.role, first_row, int(part.type), data, threads, part.scale)
+        model.release(part.name, part.first_byte + first, part.first_byte + last)
+
+
+def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
+    """A norm or a bias as float32."""
+    kind = "<f4" if part.type == GGMLType.F32 else "<f2"
+    return np.frombuffer(part.data(model).tobytes(), dtype=kind).astype(np.float32, copy=False)

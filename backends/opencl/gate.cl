@@ -1,0 +1,19 @@
+// The middle of a gated feed-forward network.
+//
+// Macros: ACTIVATION, 0 silu, 1 gelu_tanh, 2 relu2.
+
+// activation(gate) * up: in (n_tokens, 2 n), out (n_tokens, n). Items: (n, tokens).
+kernel void gate(global const float* restrict in, global float* restrict out, int n) {
+    int i = get_global_id(0);
+    if (i >= n) return;
+    size_t token = get_global_id(1);
+    float x = in[token * 2 * n + i], up = in[token * 2 * n + n + i];
+#if ACTIVATION == 0
+    x = x / (1 + exp(-x));
+#elif ACTIVATION == 1
+    x = x / (1 + exp(-x * (1.5957691216057308f + 0.07135481627260025f * x * x)));
+#else
+    x = x > 0 ? x * x : 0;
+#endif
+    out[token * n + i] = x * up;
+}

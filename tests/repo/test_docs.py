@@ -1,0 +1,83 @@
+"""What the documentation says is so: links lead somewhere, examples run, lists are complete."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.cli.chat import chat
+from edgeinfer.cli.generate import generate
+from edgeinfer.models.architectures import supported_architectures
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
+SHIPPED = ("backends", "edgeinfer", "exporters", "models")
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 900
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_that_sources_name_exist() -> None:
+    paths = [
+        path for folder in SHIPPED for ending in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{ending}")
+    ]
+    named = {name for path in paths for name in re.findall(r"(?<![\w/])docs/[\w-]+\.md\b", path.read_text())}
+    assert named and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\((docs/[\w-]+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_examples_of_a_page_run(
+    page: str, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, files = edgeinfer.load, {"model.gguf": default_model, "small.gguf": default_model}
+
+    def load_default(path: str | None = None, **options: Any) -> edgeinfer.Engine:
+        if "draft" in options:
+            options["draft"] = files.get(options["draft"], options["draft"])
+        return load(None if path is None else files[path], **options)
+
+    examples = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr(edgeinfer, "load", load_default)
+    monkeypatch.chdir(tmp_path)
+    exec(compile("".join(examples), page, "exec"), {})
+
+
+def test_all_variables_are_listed() -> None:
+    listed = set(re.findall(r"EDGEINFER_\w+", (ROOT / "docs" / "environment.md").read_text()))
+    paths = [path for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")]
+    used = {name for path in paths for name in re.findall(r"\bEDGEINFER_[A-Z_]*[A-Z]\b", path.read_text())}
+    of_flags = {
+        str(parameter.envvar) for command in (chat, generate) for parameter in command.params if parameter.envvar
+    }
+    assert len(of_flags) > 20 and used | of_flags <= listed
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_all_architectures_are_listed(page: str) -> None:
+    text = (ROOT / page).read_text().lower()
+    assert [name for name in supported_architectures() if name not in text and not name.startswith("bitnet")] == []
