@@ -44,7 +44,7 @@ check: .venv/.installed .venv/.dev
 # Models are named in MODELS; the default one without.
 bench: setup .venv/.dev .venv/.llama
 	$(BIN)/python tests/benchmarks/bench_engine.py \
-	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.engine as e; print(e.default_model())')") $(ARGS)
+	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.loading as e; print(e.default_model())')") $(ARGS)
 
 # The model is fetched while the engine is compiled; it shares no file with what is installed meanwhile.
 setup: .venv/.created

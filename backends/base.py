@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from edgeinfer.models import ModelSizes
@@ -18,6 +19,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
+Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
 
 
 # ---- models and the state of texts -----------------------------------------------------------------------------------
@@ -73,17 +75,20 @@ class Session(Protocol):
         ...
 
     def truncate(self, n_past: int) -> int:
-        """Forget all but the first n_past committed tokens, and what the last forward left uncommitted.
+        """Keep the first n_past committed tokens or fewer, and nothing uncommitted; gives how many are left.
 
-        Returns the length that was reached, which may be less than n_past where layers no longer hold what lies before
-        it (see `WindowKV`); the caller runs the rest again. Raises ShapeError.
+        Fewer where a layer no longer holds what it needs there, such as a window before n_past that was given back for
+        memory: run the rest again. 0 can always be reached, and so can what a tree of drafts or the end of an answer
+        adds: the last 128 tokens. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """Make a prefix of these tokens the committed text, as long as the KV cache has it; returns its length.
+        """Make the longest beginning of these tokens that is still held the committed text; gives its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
+        A backend whose logits depend on how a text was cut into passes reuses nothing, 0: each request then gives the
+        same text whatever was asked before.
         """
         ...
 
@@ -120,11 +125,9 @@ class Rows:
 class Model(Protocol):
     """Weights and threads, which sessions, drafters and a server share. Not thread-safe: one pass at a time.
 
-    is_exact: whether logits depend on the committed text alone, bit for bit, and not on how it was cut into passes or
-    what the cache held before.  n_ctx: most positions of a session.  n_batch: most tokens in one pass.
+    n_ctx: most positions of a session.  n_batch: most tokens in one pass.
     """
 
-    is_exact: bool
     n_ctx: int
     n_batch: int
 
@@ -355,3 +358,28 @@ class HeadModel(Protocol):
     def close(self) -> None:
         """As Model.close."""
         ...
+
+
+# ---- texts of any length ---------------------------------------------------------------------------------------------
+
+
+def run_text(
+    session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
+) -> Output:
+    """Run and commit tokens behind the committed ones, n_batch at a time; gives what one forward would have given.
+
+    tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward.  Raises what Session.forward raises; what earlier
+    passes read stays committed.
+    """
+    ids = np.asarray(tokens)
+    outputs: list[Output] = []
+    for first in range(0, max(1, len(ids)), session.n_batch):
+        part = ids[first : first + session.n_batch]
+        is_last = first + len(part) == len(ids)
+        rows: LogitsRows = "all" if logits == "all" else "last" if logits == "last" and is_last else ()
+        outputs.append(session.forward(part, logits=rows, hidden=taps))
+        session.commit(range(len(part)))
+    hidden = [output.hidden for output in outputs if output.hidden is not None]
+    return Output(
+        np.concatenate([output.logits for output in outputs]), np.concatenate(hidden, axis=1) if hidden else None
+    )

@@ -135,8 +135,6 @@ _Decoder = TypeVar("_Decoder", bound=DeviceDecoder)
 class DeviceWeights(Generic[_Decoder]):
     """A decoder that is loaded: what models and draft heads have in common."""
 
-    is_exact = False
-
     def __init__(self, decoder: _Decoder, plan: MemoryPlan) -> None:
         self.n_ctx = plan.n_ctx
         self.n_batch = plan.n_batch

@@ -39,7 +39,7 @@ from edgeinfer.backends.reference_math import (
 )
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, TensorRows, check_blocks, read_spec
-from edgeinfer.models.formats.dequantize import check_type, dequantize
+from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
@@ -141,8 +141,6 @@ class ReferenceDecoder:
 
     weights: by tensor.  `interrupt` ends the pass that runs.
     """
-
-    is_exact = True
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan, weights: dict[str, Weights]) -> None:
         self.n_ctx = plan.n_ctx

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer, Conversation
     from edgeinfer.completion import Completion, Piece, Timings, Usage
-    from edgeinfer.engine import Engine, load
+    from edgeinfer.engine import Engine
     from edgeinfer.errors import (
         BackendCrashed,
         BackendLost,
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
+    from edgeinfer.load_options import LoadOptions
+    from edgeinfer.loading import load
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
@@ -60,6 +62,7 @@ __all__ = [
     "Interrupted",
     "InvalidArgument",
     "InvalidGGUF",
+    "LoadOptions",
     "ModelFileError",
     "ModelNotFound",
     "NumericalError",
@@ -81,7 +84,9 @@ __all__ = [
 _MODULES = {
     "chat": ("Answer", "Conversation"),
     "completion": ("Completion", "Piece", "Timings", "Usage"),
-    "engine": ("Engine", "load"),
+    "engine": ("Engine",),
+    "load_options": ("LoadOptions",),
+    "loading": ("load",),
     "models.reasoning": ("ToolCall",),
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),

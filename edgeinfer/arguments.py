@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -46,6 +47,14 @@ def check_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} must be a text (str): found {shown(value)}")
     return value
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """The value, one of these names."""
+    if check_text(name, value) not in choices:
+        *others, last = choices
+        raise InvalidArgument(f"{name} must be {', '.join(others)} or {last}: found {value!r:.80}")
+    return str(value)
 
 
 def check_file_name(name: str, value: object) -> Path:

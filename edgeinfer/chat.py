@@ -1,10 +1,10 @@
-"""A conversation: messages, answers that stream, and what to do when one is stopped.
+"""A conversation: messages, streaming answers, and what happens when an answer is stopped.
 
-What the model is given is always made anew from the messages, so an answer depends on them alone: a conversation that
-was saved and loaded goes on as if it had not been. The engine finds what of it is in the KV cache.
+The prompt is always rendered anew from the messages, so an answer depends on them alone: a saved and loaded
+conversation continues as if it had never stopped. The engine finds the part that is in the KV cache.
 
-Of an answer the tokens are kept, and what they were split into (edgeinfer.models.reasoning): the answer itself, the
-reasoning before it, calls of tools. A template gets of it what it expects in an earlier answer.
+Of an answer the tokens are kept, and its parts (edgeinfer.models.reasoning): the answer itself, the reasoning before
+it, tool calls. A template gets the parts that it expects of an earlier answer.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ _Rendered = TypeVar("_Rendered")
 
 
 class Message(TypedDict):
-    """A part of a conversation.
+    """A message of a conversation.
 
-    role: "system", "user" or "assistant".  content: the text; of an answer without what the other keys hold.
-    Of an answer that a model gave here also, where there are any: reasoning.  tool_calls: each with text, name and
-    arguments, as ToolCall has them.  tokens: the ids as they were emitted.  opened: the end of the prompt that belongs
-    to the reasoning.
+    role: "system", "user" or "assistant".  content: the text; of an answer without the parts in the other keys. Further
+    keys of an answer generated here: reasoning.  tool_calls: each with text, name and arguments, as in ToolCall.
+    tokens: the ids as emitted.  opened: the end of the prompt that belongs to the reasoning.
     """
 
     role: str
@@ -55,10 +54,10 @@ class Message(TypedDict):
 
 
 class Conversation:
-    """Messages with one model. Not thread-safe.
+    """A conversation with one model. Not thread-safe.
 
-    An exchange, a question and its answer, is kept when the answer ends or is stopped half-way; one that was refused,
-    failed, or was stopped before the first character leaves the conversation as it was.
+    An exchange, a question and its answer, is kept when the answer ends or is stopped. If it is refused, fails, or is
+    stopped before the first character, the conversation is unchanged.
     """
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:

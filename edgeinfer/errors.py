@@ -1,8 +1,11 @@
-"""All exceptions that edgeinfer raises.
+"""All exceptions that edgeinfer raises, and its warnings.
 
 All derive from EdgeInferError. A message says what was expected, what was found and what to do. `exit_code` is that of
 the command line.
 """
+
+import sys
+import warnings
 
 
 class EdgeInferError(Exception):
@@ -106,3 +109,11 @@ class Interrupted(EdgeInferError):
     """`Session.interrupt` stopped the forward pass from another thread; the session is unchanged."""
 
     exit_code = 130
+
+
+def warn(message: str) -> None:
+    """A RuntimeWarning at the line that called into this package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith("edgeinfer."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -13,7 +13,7 @@ from edgeinfer.files import cache_folder, write_whole
 from edgeinfer.models.gguf import ModelFile
 
 
-def key_of(file: ModelFile, *facts: object) -> str:
+def record_key(file: ModelFile, *facts: object) -> str:
     """Name of a measurement: of the model and whatever else it depends on.
 
     The shapes and types of the tensors stand for the model: fine-tunes of one model share what was measured.
@@ -22,7 +22,7 @@ def key_of(file: ModelFile, *facts: object) -> str:
     return hashlib.sha256(repr((tensors, facts)).encode()).hexdigest()[:32]
 
 
-def folder_of(kind: str) -> Path | None:
+def record_folder(kind: str) -> Path | None:
     """Where measurements of one kind are kept, None where the user has no folder for caches."""
     folder = cache_folder()
     return None if folder is None else folder / kind
@@ -38,7 +38,7 @@ def read_record(folder: Path | None, key: str) -> Any:
         return None
 
 
-def keep_record(folder: Path | None, key: str, record: Mapping[str, Any]) -> None:
+def write_record(folder: Path | None, key: str, record: Mapping[str, Any]) -> None:
     """Keep it, whole or not at all. Where nothing can be written, it is measured again the next time."""
     if folder is None:
         return

@@ -17,8 +17,9 @@ Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
 CacheType: TypeAlias = Literal["f16", "q8_0"]
+"""Numbers of the KV cache: half floats, or 8-bit codes with one half-float scale for each 32, 53 % of the bytes."""
 TernaryBits: TypeAlias = Literal["2", "1.6"]
-"""Numbers of the KV cache: half floats, or codes of 8 bits with a scale for each 32, in a little over half of that."""
+"""Bits of memory for each weight of a ternary matrix: four weights a byte, or five."""
 
 
 @dataclass(frozen=True)

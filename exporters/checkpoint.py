@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.trits import TernaryMatrix, Trits
+from edgeinfer.models.formats import dequantize
+from edgeinfer.models.formats.ternary_matrix import TernaryMatrix, Trits
 from edgeinfer.models.gguf import GGMLType
 
 Floats = NDArray[np.float32]

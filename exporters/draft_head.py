@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import MATCHES, OUTPUT_TYPE, TARGET_LAYERS, fingerprint
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Floats = NDArray[np.float32]
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadTypes:
-    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the gate and
+    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the front and
     of attention, which lose more from few bits.
     """
 
@@ -47,7 +47,7 @@ def write_draft_head(
 
     sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
     without the rows of the output matrix, which are made of the target's when the head is opened.  draft_vocab:
-    (n_draft,) ascending ids of the target.  taps, matches: see DraftHeadSpec.
+    (n_logits,) ascending ids of the target.  taps, matches: see HeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.
     """
     keys: dict[str, str | int | float | list[int] | list[float]] = {

@@ -17,7 +17,7 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import is_draft_head, read_head
+from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import ModelFile
 
 Progress: TypeAlias = Callable[[float], None]
@@ -87,11 +87,11 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
             )
         of_target = read_spec(target)
         head = read_head_beside(source, target, of_target)
-        if head.decoder.gate is not None and head.decoder.combine is not None:
+        if isinstance(head.front, GatedFusion) and head.features is not None:
             raise UnsupportedModel(
                 f"{source.path}: a head with taps is fed by rows that an ONNX file here does not give"
             )
-        graph = build_head(source, head.decoder, target, of_target, n_ctx, style)
+        graph = build_head(source, head, target, of_target, n_ctx, style)
         kept = {"draft_vocab": head.draft_vocab.tolist(), "target.fingerprint": head.target.fingerprint}
     for key, value in kept.items():
         graph.metadata[key] = value if isinstance(value, str) else json.dumps(value, default=list)

@@ -14,9 +14,8 @@ from edgeinfer.errors import ModelFileError, ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
 from edgeinfer.exporters.vocabulary import read_vocabulary
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
-from edgeinfer.models.formats.trits import PACK, TernaryMatrix
+from edgeinfer.models.formats import PACK, dequantize, quantize
+from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 
 Bytes = NDArray[np.uint8]

@@ -1,12 +1,12 @@
-"""Draft heads: a few blocks that go on from the target's own hidden rows and guess what comes next.
+"""Draft heads: a few blocks that continue from the target's hidden rows and predict the next tokens.
 
-A feature is the target's hidden row behind its final norm, what its output matrix reads. At position i a head takes the
-feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with the
-output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings are
-the target's; the output matrix has rows for a part of the tokens only. The features that come from the target may be
-made of its rows behind several layers instead (arXiv:2503.01840).
+A feature is the target's hidden row behind its final norm, the input of its output matrix. At position i a head takes
+the feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with
+the output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings
+are the target's; the output matrix has rows for some of the tokens only. Features of the target may be made of its rows
+behind several layers instead (arXiv:2503.01840).
 
-EAGLE-3 heads, in the form that llama.cpp gives them, always do that, and embeddings may be their own.
+EAGLE-3 heads, in the form of llama.cpp's converter, always do that, and may have their own embeddings.
 """
 
 from __future__ import annotations

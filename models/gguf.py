@@ -1,10 +1,11 @@
-"""Strict GGUF reader: checks every number of the file against the file before it acts on it.
+"""Strict GGUF reader: every number of the file is checked against the file before it is used.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian:
-magic, version, n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset);
-padding; the bytes of the tensors. The file is mapped, and nothing is allocated by a length that it only declares.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: magic, version,
+n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset); padding; the bytes of
+the tensors. The file is mapped, and memory is never allocated by a declared length alone.
 
-A file that another process cuts short while it is mapped ends this one (SIGBUS): no reader over mmap can prevent that.
+If another process truncates the file while it is mapped, this process ends with SIGBUS; no reader with mmap can prevent
+that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import re
 import stat
 import struct
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
+from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound, warn
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
 
@@ -149,9 +149,9 @@ _OF_IK_LLAMA = {134: "IQ1_BN", 135: "IQ2_BN", 335: "IQ2_BN_R4"}  # ternary; thei
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
+    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
 
-    offset: byte in its file, from the start of the file.  part: index of that file in ModelFile.paths.
+    offset: in bytes, from the start of the file.  part: index of that file in ModelFile.paths.
     """
 
     name: str
@@ -171,12 +171,11 @@ MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first
 
 
 class ModelFile:
-    """A GGUF model, whether in one file or split into several; a context manager.
+    """A GGUF model in one file or several parts; a context manager.
 
-    path: the file that was asked for.  paths: the files of the model in their order, one unless it is split.
-    metadata: of the first file. Arrays are Strings or Numbers, which are used as lists are; a float may be NaN or
-    infinite. In a text that is no UTF-8 what is wrong is U+FFFD, in one of an array "surrogateescape", with a
-    RuntimeWarning.
+    path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the
+    first file. Arrays are Strings or Numbers, which behave as lists; a float may be NaN or infinite. Invalid UTF-8
+    becomes U+FFFD in a text, and "surrogateescape" in an array of texts, with a RuntimeWarning.
     """
 
     def __init__(self, path: Path, parts: list[_Part]) -> None:
@@ -191,7 +190,7 @@ class ModelFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Map and check a model; any file of a split model stands for all of them.
+        """Map and check a model; for a split model, name any of its files.
 
         Raises ModelNotFound, InvalidGGUF, InvalidArgument.
         """
@@ -199,7 +198,7 @@ class ModelFile:
         return cls(path, _read_all_parts(path, _read_part(path)))
 
     def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-        """Bytes first..last-1 of a tensor, (n_bytes,) read-only and not copied, unless they are made: see define.
+        """Bytes first..last-1 of a tensor, (n_bytes,), read-only and without a copy, except for tensors of `define`.
 
         Raises KeyError; EdgeInferError once closed.
         """
@@ -246,7 +245,7 @@ class ModelFile:
         _release_pages(self._mapping(info.part), info.offset + first, stop)
 
     def close(self) -> None:
-        """Unmap the file. Arrays that data() gave out stay valid: the mapping goes away with the last of them."""
+        """Unmap the file. Arrays from data() stay valid: the mapping is released with the last of them."""
         mappings, self._mappings = self._mappings, []
         for mapping in mappings:
             try:
@@ -293,7 +292,7 @@ def _read_part(path: Path) -> _Part:
     _release_pages(mapping, 0, cursor.at)
     if cursor.notes:
         more = f", and so are {len(cursor.notes) - 1} more" if len(cursor.notes) > 1 else ""
-        warnings.warn(f"{path}: {cursor.notes[0]}{more}", RuntimeWarning, stacklevel=4)
+        warn(f"{path}: {cursor.notes[0]}{more}")
     return _Part(path, mapping, metadata, value_offsets, tensors)
 
 

@@ -1,6 +1,6 @@
-"""From the keys and tensors of a model file to its `ModelSpec`, and the checks that all architectures share.
+"""From the keys and tensors of a model file to its `ModelSpec`, with the checks that all architectures share.
 
-What llama.cpp would do with a file and a ModelSpec cannot say is refused, with the key or the tensor named.
+A file that asks for something a ModelSpec cannot express is refused, with the key or tensor named.
 """
 
 from __future__ import annotations

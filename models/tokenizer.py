@@ -1,18 +1,17 @@
-"""Text to token ids and back, from the vocabulary that a GGUF file carries.
+"""Text to token ids and back, with the vocabulary of a GGUF file.
 
-The ids equal llama.cpp's for every text (tests/benchmarks/compare_tokenizers.py counts the differences). Special tokens
-are cut out of the text, the `tokenizers` library cuts what is left into words by the file's pre-tokeniser, and each
-word is merged into tokens here and not by that library: its BPE takes 126 ms and 40 MB to be made for a vocabulary of
-152,000 tokens, where llama.cpp loads file and all in 177 ms, and encodes no faster than merging each word once. For
-SentencePiece its merges would first have to be derived from the scores, 140 ms for 32,000 tokens, and as each has a
-rank of its own they cannot say the rule for equal scores: the leftmost.
+The ids equal llama.cpp's for every text (tests/benchmarks/compare_tokenizers.py counts differences). Special tokens are
+cut out of the text; the `tokenizers` library cuts the rest into words by the file's pre-tokeniser; each word is merged
+into tokens here. That library's BPE is not used for this: it takes 126 ms and 40 MB to construct for a vocabulary of
+152,000 tokens (llama.cpp loads the whole file in 177 ms), and is no faster than merging each word once. For
+SentencePiece, merges would have to be derived from the scores first (140 ms for 32,000 tokens), and could not express
+the rule for equal scores: the leftmost pair.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from edgeinfer.errors import TokenizerError, UnsupportedModel
+from edgeinfer.errors import TokenizerError, UnsupportedModel, warn
 from edgeinfer.models._strings import Merger, StringIndex, StringTable, make_tokens_in_order
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.gguf import ModelFile
@@ -291,7 +290,7 @@ class _Metadata:
         return TokenizerError(f"{self.path}: tokenizer.ggml.{key} must be {wanted}: found {found!r:.80}")
 
     def warn(self, message: str) -> None:
-        warnings.warn(f"{self.path}: {message}", RuntimeWarning, stacklevel=5)
+        warn(f"{self.path}: {message}")
 
     def get(self, key: str) -> Any:
         return self.values.get(f"tokenizer.ggml.{key}")
@@ -476,9 +475,9 @@ def _bytes_of(text: str) -> bytes:
 
 
 class _Merger(ABC):
-    """Words to ids: the two neighbours with the least cost become one part, the leftmost of equals, until none can.
+    """Words to ids: the two neighbours with the least cost are merged, the leftmost of equals first, until none can be.
 
-    ids: by text.  A word is merged once; that makes this as fast as a compiled one, and nothing has to be built.
+    ids: by text. Each word is merged only once, so this is as fast as a compiled library, without construction.
     """
 
     _CACHED_WORDS = 1 << 16
@@ -711,10 +710,10 @@ _WHITE = " \t\n\v\f\r"  # what C's isspace knows
 
 
 class Tokenizer:
-    """Text to ids and back, by the vocabulary and the rules of one file.
+    """Text to ids and back, by the vocabulary and rules of one file.
 
-    n_vocab: number of ids.  bos_id, eos_id: begin and end of a text, None where the file has none.  add_bos, add_eos:
-    whether `encode` adds them.  stop_ids: every token that ends a generation.  chat_template: Jinja source or None.
+    n_vocab: number of ids.  bos_id, eos_id: begin and end of a text, None if the file has none.  add_bos, add_eos:
+    whether `encode` adds them.  stop_ids: all tokens that end generation.  chat_template: Jinja source or None.
     """
 
     def __init__(self, file: ModelFile) -> None:
@@ -784,9 +783,9 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a text.
 
-        add_special: begin and end are added as the file says.  parse_special: text such as <|im_end|> becomes the
-        control token; user-defined tokens are found in either case.  continues: the text goes on from another, and gets
-        no space before it where the file has one put there. A lone surrogate counts as U+FFFD.
+        add_special: adds begin and end tokens as the file says.  parse_special: names of special tokens such as
+        <|im_end|> become those tokens; user-defined tokens are found in either case.  continues: the text continues
+        another one, and gets no leading space if the vocabulary adds one. A lone surrogate counts as U+FFFD.
         """
         ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         parts: list[int | str] = [_SURROGATE.sub("\ufffd", text)] if text else []
@@ -799,10 +798,10 @@ class Tokenizer:
         return ids
 
     def encode_rendered(self, text: str, template: str) -> list[int]:
-        """Ids of what a chat template has written, without begin and end; template: its source.
+        """Ids of a rendered chat template, without begin and end tokens; template: its source.
 
-        A protected token comes out of trusted characters only (edgeinfer.models.provenance): elsewhere its text stays
-        text. Where no such text is untrusted, these are the ids of encode(text, add_special=False, parse_special=True).
+        A protected token comes from trusted characters only (edgeinfer.models.provenance); elsewhere its text stays
+        text. If no such text is untrusted, these are the ids of encode(text, add_special=False, parse_special=True).
         """
         protected = self.protected(template)
         parts: list[int | str] = [recased(text, partial(_SURROGATE.sub, "\ufffd"))] if text else []
@@ -849,7 +848,7 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, found without tokenising it: 0 where nothing is known."""
+        """A lower bound for the number of tokens of a text, without tokenising it: 0 if nothing is known."""
         if any((special.strips_left or special.strips_right) and special.text in text for special in self._specials):
             text = "".join(text.split())
         return -(-self._merger.length(text) // self._longest) if self._longest else 0
@@ -953,7 +952,9 @@ def _cut(text: str, special: _Special, trusted_only: bool) -> list[int | str]:
 
 
 class TokenStream:
-    """Text of a growing sequence of tokens, never half a character; what came out is `Tokenizer.decode` of them all."""
+    """Text of a growing sequence of tokens, never an incomplete character; all parts together are `Tokenizer.decode` of
+    it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._tokenizer = tokenizer

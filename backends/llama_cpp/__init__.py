@@ -16,6 +16,6 @@ byte of the shared memory.
 
 from edgeinfer.backends.llama_cpp.backend import MAX_N_CTX, LlamaCppBackend
 from edgeinfer.backends.llama_cpp.context import MAX_OUTPUTS
-from edgeinfer.backends.llama_cpp.session import LlamaCppSession
+from edgeinfer.backends.llama_cpp.session import LlamaCppModel, LlamaCppSession
 
-__all__ = ["MAX_N_CTX", "MAX_OUTPUTS", "LlamaCppBackend", "LlamaCppSession"]
+__all__ = ["MAX_N_CTX", "MAX_OUTPUTS", "LlamaCppBackend", "LlamaCppModel", "LlamaCppSession"]

@@ -9,7 +9,7 @@ from typing import Any
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.loading import Wanted, crashed, load, sizes_of, uses_extra_buffers
 from edgeinfer.backends.llama_cpp.process import Ended, Process
-from edgeinfer.backends.llama_cpp.session import LlamaCppSession
+from edgeinfer.backends.llama_cpp.session import LlamaCppModel
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
@@ -77,7 +77,7 @@ class LlamaCppBackend:
         plan: MemoryPlan,
         device: Device,
         progress: Progress | None = None,
-    ) -> LlamaCppSession:
+    ) -> LlamaCppModel:
         """Load a model; the device's isa is not looked at, llama.cpp was compiled for one. The file may be closed then.
 
         Where llama.cpp crashes with extra buffers (AMX, repacked weights) they are left out, with a RuntimeWarning.
@@ -88,10 +88,10 @@ class LlamaCppBackend:
         path, name = _names(model)
         sizes = plan.n_ctx, min(plan.n_batch, plan.n_ctx), device.n_threads
         wanted = Wanted(path, name, *sizes, plan.cache_type, uses_extra_buffers(process.build))
-        session = LlamaCppSession(load(wanted, process, progress))
+        loaded = LlamaCppModel(load(wanted, process, progress))
         if progress is not None:
             progress(1.0)
-        return session
+        return loaded
 
     def _describe(self, model: ModelFile) -> ModelSizes:
         """Have the process read the model without weights, unless it did so last."""

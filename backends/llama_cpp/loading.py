@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.process import Ended, Process
-from edgeinfer.errors import BackendCrashed
+from edgeinfer.errors import BackendCrashed, warn
 from edgeinfer.models import ModelSizes
-from edgeinfer.record_cache import folder_of, keep_record, read_record
+from edgeinfer.record_cache import read_record, record_folder, write_record
 from edgeinfer.types import CacheType, MemoryUse
 
 _KIND = "llama.cpp"  # of what is remembered
@@ -73,11 +72,9 @@ def load(wanted: Wanted, process: Process, progress: Progress | None = None) -> 
     except Ended as end:
         raise crashed(wanted.name, "while it loaded the model", end) from end
     remember_crash(process.build)
-    warnings.warn(
+    warn(
         f"llama.cpp crashes on this machine with its extra buffers (AMX, repacked weights): {crash}; "
-        "it runs without them, more slowly",
-        RuntimeWarning,
-        stacklevel=5,  # who calls edgeinfer.load
+        "it runs without them, more slowly"
     )
     return loaded
 
@@ -97,14 +94,14 @@ def sizes_of(record: dict[str, Any]) -> ModelSizes:
 
 def uses_extra_buffers(build: str) -> bool:
     """Whether llama.cpp is to use extra buffers: unless it crashed with them on this CPU."""
-    record = read_record(folder_of(_KIND), _key(build))
+    record = read_record(record_folder(_KIND), _key(build))
     return not (isinstance(record, dict) and record.get("extra_buffers") is False)
 
 
 def remember_crash(build: str) -> None:
     """Note that it crashed with them; where that cannot be written, it is found out each time."""
     record = {"extra_buffers": False, "build": build, "cpu": devices.cpu_name()}
-    keep_record(folder_of(_KIND), _key(build), record)
+    write_record(record_folder(_KIND), _key(build), record)
 
 
 def _key(build: str) -> str:

@@ -1,15 +1,27 @@
-"""The Session: checks of arguments, and what of the committed text the process does not know yet."""
+"""The Model, whose process may be lost, and its Session: checks of arguments, and what of the committed text the
+process does not know yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.checks import check_parents, check_path, check_rows, check_taps, check_tokens
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.checks import (
+    check_parents,
+    check_path,
+    check_rows,
+    check_session_size,
+    check_taps,
+    check_tokens,
+)
+from edgeinfer.backends.in_turn import forward_in_turn
 from edgeinfer.backends.llama_cpp.context import MAX_OUTPUTS
 from edgeinfer.backends.llama_cpp.loading import Loaded, load
 from edgeinfer.backends.llama_cpp.process import Ended, Process
@@ -23,7 +35,8 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.types import Logits, LogitsRows, MemoryUse, Output, TokenIds
+from edgeinfer.models import ModelSizes
+from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 
 def _none() -> TokenIds:
@@ -31,7 +44,7 @@ def _none() -> TokenIds:
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
     """What is committed, and what of the last pass may be.
 
     n_past: committed tokens.  kept: rows of the last pass that were committed, which the process does not know yet.
@@ -43,13 +56,12 @@ class _Text:
     links: TokenIds = field(default_factory=_none)
 
 
-class LlamaCppSession:
-    """See edgeinfer.backends.base.Session. The model is in a process of its own, which may crash without this one.
+class LlamaCppModel:
+    """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
-    It then says so, by BackendLost, in each call until `recall` begins a new text: that starts a process anew.
+    llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
+    `Session.reuse_prefix` begins a new text: that starts a process anew.
     """
-
-    is_exact = False
 
     def __init__(self, loaded: Loaded) -> None:
         self.spec = loaded.sizes
@@ -57,9 +69,114 @@ class LlamaCppSession:
         self.n_batch = loaded.wanted.n_batch
         self._loaded = loaded
         self._process = loaded.process
-        self._text = _Text()  # one object, put in one assignment: Ctrl-C finds the old or the new
+        self._session: weakref.ref[LlamaCppSession] | None = None
         self._lost: str | None = None
         self._is_closed = False
+
+    def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> LlamaCppSession:
+        """See Model.session. Raises InvalidArgument where another session is open, and for another cache type."""
+        if self.is_lost:
+            self.restart()
+        self.check_open()
+        if self._session is not None and (other := self._session()) is not None and not other.is_closed:
+            raise InvalidArgument("llama.cpp holds one text at a time: close the session that is open, or load again")
+        if cache_type not in (None, self._loaded.wanted.cache_type):
+            raise InvalidArgument(
+                f"the cache was planned with type {self._loaded.wanted.cache_type}: found {cache_type}; load again"
+            )
+        session = LlamaCppSession(self, check_session_size(n_ctx, self.n_ctx))
+        self._session = weakref.ref(session)
+        return session
+
+    def forward(self, batch: Sequence[Rows]) -> list[Output]:
+        """See Model.forward."""
+        return forward_in_turn(self, batch)
+
+    def memory(self) -> MemoryUse:
+        """Bytes of the buffers that llama.cpp logged, without the KV cache; the vocabulary is not counted."""
+        return replace(self.all_memory(), kv_cache=0)
+
+    def interrupt(self) -> None:
+        """See Model.interrupt."""
+        self._process.stop()
+
+    def close(self) -> None:
+        """Give the memory back. Further calls raise."""
+        self._is_closed = True
+        self._process.close()
+
+    # ---- What its session uses ---------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises EdgeInferError if it is closed, BackendLost if its process has ended."""
+        if self._is_closed:
+            raise EdgeInferError("this model is closed")
+        if self._lost is not None:
+            raise BackendLost(self._lost)
+
+    def all_memory(self) -> MemoryUse:
+        """Bytes of the buffers that llama.cpp logged, to 0.01 MiB each; the vocabulary is not counted."""
+        self.check_open()
+        return self._loaded.use
+
+    def run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]) -> Logits:
+        """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
+
+        Raises BackendLost if llama.cpp fails or crashes.
+        """
+        wanted, places = np.unique(rows, return_inverse=True)
+        shared, n_vocab = self._process.shared, self.spec.n_vocab
+        n_kept = MAX_OUTPUTS * n_vocab
+        shared.reserve(len(wanted) * n_vocab, n_kept)
+        try:
+            self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, wanted], then=has_run)
+        except Ended as end:
+            self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
+        logits: Logits = shared.array((len(wanted), n_vocab))[places]
+        shared.reserve(0, n_kept)
+        return logits
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process has ended and `restart` may start another."""
+        return self._lost is not None and not self._is_closed
+
+    def restart(self) -> None:
+        """Load the model into another process. Raises BackendLost."""
+        wanted = self._loaded.wanted
+        try:
+            self._process = Process()  # where `interrupt` finds it
+            loaded = load(wanted, self._process)
+            if loaded.sizes != self.spec:
+                loaded.process.close()
+                raise UnsupportedModel(f"{wanted.name} has become another model; load it anew")
+        except (BackendUnavailable, BudgetExceeded, ModelFileError) as error:
+            raise BackendLost(f"{self._lost}; it was started again, and failed: {error}") from error
+        self._loaded, self._lost = loaded, None
+
+    def _lose(self, why: str, end: Ended) -> NoReturn:
+        """Raise BackendLost, now and in each call until llama.cpp is started again; after a crash with less at risk."""
+        self._lost = why
+        self._process.close()
+        if end.is_fault:
+            self._loaded = replace(self._loaded, wanted=replace(self._loaded.wanted, extra_buffers=False))
+        raise BackendLost(why) from end
+
+
+class LlamaCppSession:
+    """See edgeinfer.backends.base.Session."""
+
+    def __init__(self, model: LlamaCppModel, n_ctx: int) -> None:
+        self.model = model
+        self.n_ctx = n_ctx
+        self.n_batch = model.n_batch
+        self.is_closed = False
+        self._text = Text()  # one object, put in one assignment: Ctrl-C finds the old or the new
+
+    @property
+    def spec(self) -> ModelSizes:
+        """See Session.spec."""
+        return self.model.spec
 
     @property
     def n_past(self) -> int:
@@ -94,82 +211,51 @@ class LlamaCppSession:
         """See Session.commit."""
         text = self._open()
         rows = check_path(path, text.links)
-        self._text = _Text(text.n_past + len(rows), rows if len(text.links) else text.kept)
+        self._text = Text(text.n_past + len(rows), rows if len(text.links) else text.kept)
 
-    def truncate(self, n_past: int) -> None:
-        """See Session.truncate. A model that keeps a state reads the text again, in the next pass."""
+    def truncate(self, n_past: int) -> int:
+        """See Session.truncate. Reaches every length: a model with a state reads the text again in its next pass."""
         text = self._open()
         if not 0 <= n_past <= text.n_past:
             raise ShapeError(f"n_past must be in 0..{text.n_past}: found {n_past}")
-        self._text = _Text(n_past, text.kept)
+        self._text = Text(n_past, text.kept)
+        return n_past
 
-    def recall(self, tokens: ArrayLike) -> int:
-        """See Session.recall. Finds nothing: the logits behind a text would depend on how it came there.
+    def reuse_prefix(self, tokens: ArrayLike) -> int:
+        """See Session.reuse_prefix. Reuses nothing, 0: llama.cpp's logits depend on how a text was cut into passes.
 
         Starts llama.cpp again if it has crashed. Raises BackendLost if that fails.
         """
-        if self._lost is not None and not self._is_closed:
-            self._start_again(self._lost)
-        self.truncate(0)
-        return 0
+        if not self.is_closed and self.model.is_lost:
+            self._text = Text()  # first: no Ctrl-C may leave the old one with the new process
+            self.model.restart()
+        return self.truncate(0)
 
     def memory(self) -> MemoryUse:
         """Bytes of the buffers that llama.cpp logged, to 0.01 MiB each; the vocabulary is not counted."""
         self._open()
-        return self._loaded.use
+        return self.model.all_memory()
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
-        self._process.stop()
+        self.model.interrupt()
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise."""
-        self._is_closed = True
-        self._process.close()
+        """End this text; the model may then have another session. Further calls raise."""
+        self.is_closed = True
 
-    def _open(self) -> _Text:
-        if self._is_closed:
+    def _open(self) -> Text:
+        if self.is_closed:
             raise EdgeInferError("this session is closed")
-        if self._lost is not None:
-            raise BackendLost(self._lost)
+        self.model.check_open()
         return self._text
 
-    def _run(self, text: _Text, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
+    def _run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
         """Logits (len(rows), n_vocab) of a pass."""
-        wanted, places = np.unique(rows, return_inverse=True)
-        shared, n_vocab = self._process.shared, self.spec.n_vocab
-        n_kept = MAX_OUTPUTS * n_vocab
-        shared.reserve(len(wanted) * n_vocab, n_kept)
 
         def has_run() -> None:
-            self._text = _Text(text.n_past)  # what was committed before is known there now
+            self._text = Text(text.n_past)  # what was committed before is known there now
 
-        try:
-            self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, wanted], then=has_run)
-        except Ended as end:
-            self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
-        out = shared.array((len(wanted), n_vocab))[places]
-        shared.reserve(0, n_kept)
-        self._text = _Text(text.n_past, links=links)
+        out = self.model.run(text, ids, links, rows, has_run)
+        self._text = Text(text.n_past, links=links)
         return out
-
-    def _lose(self, why: str, end: Ended) -> NoReturn:
-        """Raise BackendLost, now and in each call until llama.cpp is started again; after a crash with less at risk."""
-        self._lost = why
-        self._process.close()
-        if end.is_fault:
-            self._loaded = replace(self._loaded, wanted=replace(self._loaded.wanted, extra_buffers=False))
-        raise BackendLost(why) from end
-
-    def _start_again(self, why: str) -> None:
-        """Load the model into another process. Raises BackendLost."""
-        wanted = self._loaded.wanted
-        try:
-            self._process = Process()  # where `interrupt` finds it
-            loaded = load(wanted, self._process)
-            if loaded.sizes != self.spec:
-                loaded.process.close()
-                raise UnsupportedModel(f"{wanted.name} has become another model; load it anew")
-        except (BackendUnavailable, BudgetExceeded, ModelFileError) as error:
-            raise BackendLost(f"{why}; it was started again, and failed: {error}") from error
-        self._loaded, self._text, self._lost = loaded, _Text(), None

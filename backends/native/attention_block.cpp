@@ -109,7 +109,7 @@ void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) c
     turn(k);
 }
 
-// Positions into queries and keys, keys and values into the caches.
+// Positions into queries and keys, keys and values into the states of the texts.
 void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
@@ -126,7 +126,7 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
         const float scale = query_scales_.at(b.position[c]);
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
         const Text& text = pass.text_of(c);
-        const KvHead head = text.rows.cache->head(index_, kv_head);
+        const KvHead head = text.rows.state->head(index_, kv_head);
         pass.kernels.store_key_value(head, text.slot(c), k, b.v + token * b.ld_kv + kv_head * dim);
     });
 }
@@ -173,7 +173,7 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         const int first_token = text->first + block * s.tokens_each;
         const int last_token = std::min(text->last(), first_token + s.tokens_each);
         Attention a;
-        a.kv = text->rows.cache->head(index_, kv_head);
+        a.kv = text->rows.state->head(index_, kv_head);
         a.soft_cap = config_.soft_cap;
         a.n_rows = 0;
         for (int c = first_token; c < last_token; c++) {

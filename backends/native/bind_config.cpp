@@ -1,8 +1,8 @@
-// Sizes, recipes and caches in Python.
+// Sizes, recipes and the states of texts in Python.
 #include "activations.h"
 #include "bindings.h"
-#include "kv_cache.h"
 #include "recipe.h"
+#include "text_state.h"
 
 namespace {
 
@@ -46,29 +46,34 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
     new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
 }
 
-void init_cache(KvCache* cache, const DecoderConfig& config, KvType type, int n_ctx) {
+void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
         if (type == KvType::Q8_0 && layer.attention.head_dim % 32) {
             throw nb::value_error("a Q8_0 cache needs heads of a multiple of 32 numbers");
         }
     }
-    new (cache) KvCache(config.kv_sizes(type, n_ctx));
+    new (text) TextState(config.text_sizes(type, n_ctx));
 }
 
-void commit(KvCache& cache, const std::vector<int32_t>& path) {
+void commit(TextState& text, const std::vector<int32_t>& path) {
     const int n = static_cast<int>(path.size());
     for (int i = 0; i < n; i++) {
         const int row = path[static_cast<size_t>(i)];
-        if (row < i || cache.n_past() + row >= cache.n_ctx()) throw nb::value_error("commit: no such row");
+        if (row < i || text.n_past() + row >= text.n_ctx()) throw nb::value_error("commit: no such row");
     }
     nb::gil_scoped_release release;
-    cache.commit(path.data(), n);
+    text.commit(path.data(), n);
 }
 
-void truncate_to(KvCache& cache, int n_past) {
-    if (n_past < 0 || n_past > cache.n_past()) throw nb::value_error("truncate: no such position");
-    cache.truncate(n_past);
+int truncate_to(TextState& text, int n_past) {
+    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("truncate: no such position");
+    return text.truncate(n_past);
+}
+
+int reach(const TextState& text, int n_past) {
+    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("reach: no such position");
+    return text.reach(n_past);
 }
 
 void bind_enums(nb::module_& m) {
@@ -113,7 +118,7 @@ void bind_config(nb::module_& m) {
         .def(
             "kv_bytes",
             [](const DecoderConfig& config, KvType type, int n_ctx) {
-                return KvCache::n_bytes(config.kv_sizes(type, n_ctx));
+                return TextState::n_bytes(config.text_sizes(type, n_ctx));
             },
             "type"_a, "n_ctx"_a)
         .def(
@@ -124,17 +129,23 @@ void bind_config(nb::module_& m) {
             "front"_a, "n_threads"_a);
 }
 
-void bind_cache(nb::module_& m) {
-    nb::class_<KvCache>(m, "KvCache", "The keys and values of one text, and of texts that it may come back to.")
-        .def("__init__", &init_cache, "config"_a, "type"_a, "n_ctx"_a)
+void bind_text_state(nb::module_& m) {
+    nb::class_<TextState>(m, "TextState", "What a text leaves behind in all layers, and texts that are kept for later.")
+        .def("__init__", &init_text, "config"_a, "type"_a, "n_ctx"_a)
+        .def("has_room", &TextState::has_room, "n_tokens"_a,
+             "Whether so many tokens can be there, those behind n_past not committed.")
         .def("commit", &commit, "path"_a)
-        .def("truncate", &truncate_to, "n_past"_a)
-        .def("park", &KvCache::put_aside,
+        .def("truncate", &truncate_to, "n_past"_a,
+             "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
+        .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
+        .def("park", &TextState::park,
              "Remember the committed text, as long as its memory is not needed; gives its number.")
-        .def("resume", &KvCache::resume, "number"_a, "n_past"_a,
-             "Commit the first n_past tokens of a parked text, and only them.")
-        .def("forget", &KvCache::forget, "number"_a)
-        .def("parked", &KvCache::aside, "Numbers of the parked texts.")
-        .def_prop_ro("n_past", &KvCache::n_past)
-        .def_prop_ro("used_bytes", &KvCache::used_bytes);
+        .def("reach_parked", &TextState::reach_parked, "number"_a, "n_past"_a,
+             "The length that resume would reach; 0 for a text that is forgotten.")
+        .def("resume", &TextState::resume, "number"_a, "n_past"_a,
+             "Commit the first n_past tokens of a parked text, or fewer, and only them; gives how many.")
+        .def("forget", &TextState::forget, "number"_a)
+        .def("parked", &TextState::parked, "Numbers of the parked texts.")
+        .def_prop_ro("n_past", &TextState::n_past)
+        .def_prop_ro("used_bytes", &TextState::used_bytes);
 }

@@ -57,18 +57,18 @@ bool interruptible(const Run& run) {
 
 std::span<const int32_t> span_of(const Ints& ints) { return {ints.data(), ints.size()}; }
 
-// The rows of a text in a pass: (cache, tokens, parents, n_pending, layers, taps, tap_row, features). taps: (n_taps, any,
+// The rows of a text in a pass: (state, tokens, parents, n_pending, layers, taps, tap_row, features). taps: (n_taps, any,
 // n_embd); those of the rows are written from tap_row on.
-using TextArguments = std::tuple<KvCache*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
+using TextArguments = std::tuple<TextState*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
 
 TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
-    const auto& [cache, tokens, parents, n_pending, layers, taps, tap_row, features] = arguments;
+    const auto& [state, tokens, parents, n_pending, layers, taps, tap_row, features] = arguments;
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_taps = static_cast<int>(layers.size());
     const size_t n_embd = static_cast<size_t>(config.n_embd);
-    if (!cache || n < 1 || n_pending < 0 || parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
-        cache->n_past() + n_pending + n > cache->n_ctx() || taps.shape(0) < layers.size() ||
-        decoder.has_front() != features.has_value() ||
+    if (!state || n < 1 || n_pending < 0 || parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
+        state->n_past() + n_pending + n > state->n_ctx() || !state->has_room(state->n_past() + n_pending + n) ||
+        taps.shape(0) < layers.size() || decoder.has_front() != features.has_value() ||
         (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
@@ -77,8 +77,8 @@ TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
         throw nb::value_error("forward: a token or parent is out of range");
     }
     float* first_tap = n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr;
-    return {cache,
-            cache->n_ctx(),
+    return {state,
+            state->n_ctx(),
             tokens.data(),
             parents.data(),
             n,
@@ -99,7 +99,7 @@ bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints row
         all.push_back(text_rows(decoder, arguments));
         n += all.back().n;
         for (size_t i = 0; i + 1 < all.size(); i++) {
-            if (all[i].cache == all.back().cache) throw nb::value_error("forward: a text comes twice");
+            if (all[i].state == all.back().state) throw nb::value_error("forward: a text comes twice");
         }
     }
     const int n_rows = static_cast<int>(rows.size());
@@ -131,7 +131,7 @@ bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
 // The rows of one text in lists of ints: tokens, their parents, or None for those of a chain, and the parents of the
 // pending rows before them. Logits of the last rows; taps of all, or None. Gives None where these do not fit together,
 // else what forward gives.
-std::optional<bool> forward_lists(Decoder& decoder, KvCache& cache, nb::handle tokens, nb::handle parents,
+std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle tokens, nb::handle parents,
                                   nb::handle pending, FloatRows logits, const std::vector<int32_t>& layers,
                                   std::optional<Taps> taps, std::optional<Features> features) {
     const DecoderConfig& config = decoder.config();
@@ -143,16 +143,17 @@ std::optional<bool> forward_lists(Decoder& decoder, KvCache& cache, nb::handle t
     for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
     if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
     if (n < 1 || n > config.n_batch || links.size() != static_cast<size_t>(n_pending + n) ||
-        cache.n_past() + n_pending + n > cache.n_ctx() || n_rows > n ||
-        logits.shape(1) != static_cast<size_t>(config.n_logits) || decoder.has_front() != features.has_value() ||
+        state.n_past() + n_pending + n > state.n_ctx() || !state.has_room(state.n_past() + n_pending + n) ||
+        n_rows > n || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
+        decoder.has_front() != features.has_value() ||
         (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
         (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
         !is_tree(config, ids, links)) {
         return std::nullopt;
     }
     for (int i = n - n_rows; i < n; i++) rows.push_back(i);
-    const TextRows text{&cache,
-                        cache.n_ctx(),
+    const TextRows text{&state,
+                        state.n_ctx(),
                         ids.data(),
                         links.data(),
                         n,
@@ -177,14 +178,14 @@ void check_part(int n_parts, int part) {
     if (n_parts < 1 || part < 0 || part >= n_parts) throw nb::index_error("no such part");
 }
 
-double seconds_of_part(Decoder& decoder, KvCache& cache, int n, int n_parts, int part) {
+double seconds_of_part(Decoder& decoder, TextState& state, int n, int n_parts, int part) {
     check_part(n_parts, part);
     const DecoderConfig& config = decoder.config();
-    if (n < 1 || n > config.n_batch || cache.n_past() + n > cache.n_ctx() || decoder.has_front()) {
+    if (n < 1 || n > config.n_batch || state.n_past() + n > state.n_ctx() || decoder.has_front()) {
         throw nb::value_error("seconds_of_part: arguments do not fit together");
     }
     nb::gil_scoped_release release;
-    return decoder.seconds_of_part(cache, n, n_parts, part);
+    return decoder.seconds_of_part(state, n, n_parts, part);
 }
 
 size_t part_bytes(const Decoder& decoder, int n_parts, int part) {
@@ -206,7 +207,7 @@ void bind_tuning(nb::class_<Decoder>& decoder) {
                 stream_of_tokens(decoder.weights().policy(), is_ternary, n) = stream_from(fields);
             },
             "is_ternary"_a, "n"_a, "fields"_a, "Between passes only.")
-        .def("seconds_of_part", &seconds_of_part, "cache"_a, "n"_a, "n_parts"_a, "part"_a,
+        .def("seconds_of_part", &seconds_of_part, "state"_a, "n"_a, "n_parts"_a, "part"_a,
              "Seconds that a part of a pass of n tokens takes: every n_parts-th layer, and as much of the output "
              "matrix.")
         .def("part_bytes", &part_bytes, "n_parts"_a, "part"_a, "Bytes of weights that such a part reads.")
@@ -253,7 +254,7 @@ void bind_decoder(nb::module_& m) {
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder.def("__init__", &init_decoder, "config"_a, "front"_a, "isa"_a, "threads"_a, "weights"_a)
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a)
-        .def("forward_lists", &forward_lists, "cache"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
+        .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
         .def("interrupt", &Decoder::interrupt)
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })

@@ -52,7 +52,7 @@ Stream stream_from(const StreamFields& fields);
 
 void bind_weights(nb::module_& m);
 void bind_config(nb::module_& m);
-void bind_cache(nb::module_& m);
+void bind_text_state(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_head(nb::module_& m);
 void bind_kernels(nb::module_& m);

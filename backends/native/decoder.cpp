@@ -52,7 +52,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.logits = logits;
     weights_->wait_until_mapped();
     stop_.store(false, std::memory_order_relaxed);
-    for (const Text& text : pass.texts) text.rows.cache->reserve(text.slot(text.last()));
+    for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     pool_->run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);
 }
@@ -156,7 +156,7 @@ size_t Decoder::part_bytes(int n_parts, int part) const {
     return n_bytes;
 }
 
-double Decoder::seconds_of_part(KvCache& cache, int n, int n_parts, int part) {
+double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     weights_->wait_until_mapped();
     const size_t n_tokens = static_cast<size_t>(n);
@@ -169,11 +169,11 @@ double Decoder::seconds_of_part(KvCache& cache, int n, int n_parts, int part) {
     std::vector<float> logits(n_tokens * static_cast<size_t>(output.n_out));
     const std::function<bool()> never = [] { return false; };  // it is over soon
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, never);
-    pass.add({&cache, config_.n_ctx, tokens.data(), parents.data(), n, 0, nullptr, nullptr, 0, nullptr, 0});
+    pass.add({&state, config_.n_ctx, tokens.data(), parents.data(), n, 0, nullptr, nullptr, 0, nullptr, 0});
     pass.rows = rows.data();
     pass.n_rows = n;
     pass.logits = logits.data();
-    cache.reserve(cache.n_past() + n);
+    state.reserve(state.n_past() + n);
     stop_.store(false, std::memory_order_relaxed);
     const auto started = std::chrono::steady_clock::now();
     pool_->run([&](int thread) {

@@ -1,5 +1,5 @@
 // A decoder-only transformer: weights, threads and activations, which run the rows of several texts in one pass. What a
-// text leaves behind is not here but in its own cache.
+// text leaves behind is not here but in its TextState.
 #pragma once
 
 #include <atomic>
@@ -13,9 +13,9 @@
 #include "blocks.h"
 #include "head.h"
 #include "kernels.h"
-#include "kv_cache.h"
 #include "pass.h"
 #include "pool.h"
+#include "text_state.h"
 #include "weights.h"
 
 class Decoder {
@@ -24,7 +24,7 @@ public:
     Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels, std::shared_ptr<Pool> pool,
             std::shared_ptr<Weights> weights);
 
-    // Runs the rows of several texts, each cache once, n_batch tokens at most. rows: (n_rows,) those that logits
+    // Runs the rows of several texts, each text once, n_batch tokens at most. rows: (n_rows,) those that logits
     // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits.
@@ -33,7 +33,7 @@ public:
 
     // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as
     // much of the output matrix; for a decoder without a front. What is committed stays, what is pending is lost.
-    double seconds_of_part(KvCache& cache, int n, int n_parts, int part);
+    double seconds_of_part(TextState& state, int n, int n_parts, int part);
     // Bytes of the weights that it reads.
     size_t part_bytes(int n_parts, int part) const;
 

@@ -15,7 +15,7 @@ from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeM
 from edgeinfer.backends.native.passes import TextRows
 from edgeinfer.backends.native.session import NativeText
 from edgeinfer.backends.native.weights import embedding_of, pack_weights, packed_bytes, parts_of
-from edgeinfer.errors import ShapeError
+from edgeinfer.errors import InvalidArgument, ShapeError
 from edgeinfer.models import check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
@@ -45,10 +45,9 @@ def load_head(
     """A head of a target. Its file may be closed afterwards; the target's must stay open.
 
     It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
-    Raises UnsupportedModel.
+    spec: see read_head_beside. Raises UnsupportedModel.
     """
     _check(head, spec)
-    spec = spec.beside(target.spec)
     parts = parts_of(head, spec.weights())
     threads = shared_threads(target.threads, device.n_threads)
     weights = _core.Weights(packed_bytes(parts), None, target.weights())
@@ -108,7 +107,8 @@ class NativeHeadModel(NativeDecoder):
     def memory(self) -> MemoryUse:
         """See HeadModel.memory."""
         use = super().memory()
-        of_features = 0 if self._projection is None else self._projection.activation_bytes
+        features = self.spec.features
+        of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
         return MemoryUse(use.weights, 0, use.activations + of_features)
 
     def close(self) -> None:
@@ -146,6 +146,10 @@ class NativeHeadSession(NativeText):
 
     def checked(self, rows: Rows) -> TextRows:
         """Rows of this text, checked. Raises ShapeError, ContextOverflow."""
+        if rows.hidden is not False:
+            raise InvalidArgument(
+                "a draft head has no layers to choose from: leave `hidden` out, its feature always comes"
+            )
         if rows.features is None:
             raise ShapeError("rows of a draft head need features, one a token: found none")
         return self._checked(rows, (self.spec.feature_tap,), rows.features)

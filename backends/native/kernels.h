@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kv_cache.h"
+#include "kv_head.h"
 #include "matrix.h"
 
 // One query head of one token. Slots 0..n_past-1 hold the positions before it in order; path names the slots of those

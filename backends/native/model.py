@@ -13,7 +13,7 @@ from edgeinfer.backends.checks import check_cache, check_session_size, check_ses
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
 from edgeinfer.backends.native.machine import best_isa
-from edgeinfer.backends.native.passes import JointPass, TextRows, interrupted
+from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.errors import EdgeInferError
@@ -115,19 +115,17 @@ class NativeDecoder:
         self._interrupted = False
         return self.decoder()
 
-    def cache(self, n_ctx: int, cache_type: CacheType) -> _core.KvCache:
-        """An empty cache for a text of this model."""
+    def state(self, n_ctx: int, cache_type: CacheType) -> _core.TextState:
+        """The state of a new text of this model."""
         self.check_open()
-        return _core.KvCache(self._config, _core.KvType[cache_type], n_ctx)
+        return _core.TextState(self._config, _core.KvType[cache_type], n_ctx)
 
     def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
         """Run rows of several texts that were checked. Raises Interrupted."""
         joint = JointPass(self.begin(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for text in texts:
             text.drop_pending()
-        for ended in joint.run(self.n_batch):
-            if not ended or self._interrupted:
-                raise interrupted()
+        joint.run(self.n_batch, lambda: self._interrupted)
         for text, rows in zip(texts, batch, strict=True):
             text.set_pending(rows)
         return joint.outputs()
@@ -140,7 +138,6 @@ class NativeModel(NativeDecoder):
     tuning: how the weights are read, None where that was not chosen; see tuning.tune.
     """
 
-    is_exact = True
     tuning: Tuning | None = None
 
     @property
@@ -169,15 +166,15 @@ class NativeModel(NativeDecoder):
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a text of its own for passes of up to n_tokens."""
-        return TunedDecoder(self.decoder(), self.cache(n_tokens, self._cache_type))
+        return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
 
 
 class TunedDecoder:
-    """See tuning.Tunable. cache: of the passes that are timed."""
+    """See tuning.Tunable. state: of the text whose passes are timed."""
 
-    def __init__(self, decoder: _core.Decoder, cache: _core.KvCache) -> None:
+    def __init__(self, decoder: _core.Decoder, state: _core.TextState) -> None:
         self._decoder = decoder
-        self._cache = cache
+        self._state = state
         self.streams_at_once = decoder.streams_at_once
         self.groups_at_once = decoder.groups_at_once
         self.weight_bytes = decoder.weight_bytes
@@ -192,7 +189,7 @@ class TunedDecoder:
 
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
         """See Tunable.seconds_of_part."""
-        return self._decoder.seconds_of_part(self._cache, n, n_parts, part)
+        return self._decoder.seconds_of_part(self._state, n, n_parts, part)
 
     def part_bytes(self, n_parts: int, part: int) -> int:
         """See Tunable.part_bytes."""

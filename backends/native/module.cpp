@@ -123,7 +123,7 @@ NB_MODULE(_core, m) {
     bind_top_k(m);
     bind_weights(m);
     bind_config(m);
-    bind_cache(m);
+    bind_text_state(m);
     bind_decoder(m);
     bind_head(m);
     bind_kernels(m);

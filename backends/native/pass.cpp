@@ -3,7 +3,7 @@
 #include <cstring>
 
 void Pass::add(const TextRows& rows) {
-    Text text{rows, n, rows.cache->n_past(), true};
+    Text text{rows, n, rows.state->n_past(), true};
     for (int i = 0; i < rows.n_pending + rows.n; i++) text.chain = text.chain && rows.parents[i] == i - 1;
     for (int i = 0; i < rows.n; i++) {
         int depth = text.chain ? rows.n_pending + i : 0;

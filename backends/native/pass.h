@@ -12,8 +12,8 @@
 
 #include "activations.h"
 #include "kernels.h"
-#include "kv_cache.h"
 #include "pool.h"
+#include "text_state.h"
 
 // The rows of one text: n tokens behind n_pending ones of the forwards before, that are not committed. parents:
 // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are
@@ -21,7 +21,7 @@
 // (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers `tapped`;
 // layer n_layers stands for what the output matrix reads.
 struct TextRows {
-    KvCache* cache;
+    TextState* state;
     int n_ctx;
     const int32_t *tokens, *parents;
     int n, n_pending;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ class TextRows:
     wanted: (m,) the rows that logits are wanted of.  taps: see check_taps.
     """
 
-    cache: _core.KvCache
+    state: _core.TextState
     tokens: TokenIds
     links: NDArray[np.int32]
     is_chain: bool
@@ -61,10 +61,7 @@ def cut(sizes: Sequence[tuple[int, bool]], n_batch: int) -> Iterator[list[Piece]
 
 
 class JointPass:
-    """Runs a batch through a decoder, in as many passes as it takes.
-
-    run: gives False when a pass was stopped, see Decoder.forward.
-    """
+    """Runs a batch through a decoder, in as many passes as it takes."""
 
     def __init__(self, decoder: _core.Decoder, batch: Sequence[TextRows], n_logits: int, n_embd: int) -> None:
         self._decoder = decoder
@@ -77,8 +74,8 @@ class JointPass:
             np.empty((len(rows.taps), len(rows.tokens) if rows.taps else 0, n_embd), dtype=np.float32) for rows in batch
         ]
 
-    def run(self, n_batch: int) -> Iterator[bool]:
-        """One pass after the other; whether it ended."""
+    def run(self, n_batch: int, is_interrupted: Callable[[], bool]) -> None:
+        """One pass after the other. Raises Interrupted."""
         passes = list(cut([(len(rows.tokens), rows.is_chain) for rows in self._batch], n_batch))
         for pieces in passes:
             arguments, wanted, offset = [], [], 0
@@ -92,7 +89,8 @@ class JointPass:
             out = self._logits
             if len(passes) > 1:
                 out = np.empty((len(rows_of_pass), self._logits.shape[1]), dtype=np.float32)
-            yield self._decoder.forward(arguments, rows_of_pass, out)
+            if is_interrupted() or not self._decoder.forward(arguments, rows_of_pass, out):
+                raise interrupted()
             if out is not self._logits:
                 self._put(out, [each[:2] for each in wanted])
 
@@ -105,7 +103,7 @@ class JointPass:
         """What Decoder.forward wants to know of a text."""
         part = slice(piece.first, piece.last)
         return (
-            rows.cache,
+            rows.state,
             rows.tokens[part],
             rows.links[: rows.n_pending + piece.last],
             rows.n_pending + piece.first,

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kv_cache.h"
+#include "text_state.h"
 
 // A rotary embedding; pair i turns by frequencies[i] radians a position.
 struct Rope {
@@ -71,10 +71,14 @@ struct DecoderConfig {
         return largest;
     }
 
-    KvSizes kv_sizes(KvType type, int n_ctx_of_text) const {
-        const int n_kv_heads = most([](const LayerConfig& l) { return l.attention.n_kv_heads; });
-        const int head_dim = most([](const LayerConfig& l) { return l.attention.head_dim; });
-        return {type, n_layers(), n_kv_heads, head_dim, n_ctx_of_text};
+    // What a text of up to n_ctx_of_text positions leaves behind.
+    TextSizes text_sizes(KvType type, int n_ctx_of_text) const {
+        TextSizes sizes{type, n_ctx_of_text, std::min(n_batch, n_ctx_of_text), {}};
+        for (const LayerConfig& layer : layers) {
+            const AttentionConfig& a = layer.attention;
+            sizes.layers.push_back({a.n_kv_heads, a.head_dim, a.window});
+        }
+        return sizes;
     }
 };
 

@@ -1,4 +1,4 @@
-"""The state of one text: its cache, what is pending, and the texts that it may come back to."""
+"""The state of one text: what layers hold of it, what is pending, and the texts that it may come back to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NativeText:
         self.n_ctx = n_ctx
         self.n_batch = decoder.n_batch
         self._decoder = decoder
-        self._cache: _core.KvCache | None = decoder.cache(n_ctx, cache_type)
+        self._state: _core.TextState | None = decoder.state(n_ctx, cache_type)
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._text: list[int] = []  # committed
@@ -60,13 +60,13 @@ class NativeText:
 
     def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
-        cache = self._open()
-        if not 0 <= n_past <= cache.n_past:
-            raise ShapeError(f"n_past must be in 0..{cache.n_past}: found {n_past}")
-        cache.truncate(n_past)
-        del self._text[n_past:]
+        state = self._open()
+        if not 0 <= n_past <= state.n_past:
+            raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
-        return n_past
+        n_reached = state.truncate(n_past)
+        del self._text[n_reached:]
+        return n_reached
 
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""
@@ -79,18 +79,23 @@ class NativeText:
 
     def close(self) -> None:
         """Give the memory of this text back. Further calls raise. The model stays."""
-        self._cache = None
+        self._state = None
 
     def _checked(self, rows: Rows, taps: Sequence[int], features: ArrayLike | None) -> TextRows:
         """Rows of this text, checked, with what comes with them. Raises ShapeError, ContextOverflow."""
-        cache, n_vocab = self._open(), self._decoder.decoder_spec.n_vocab
+        state, n_vocab = self._open(), self._decoder.decoder_spec.n_vocab
         n_pending = check_pending(rows.n_pending, len(self._parents))
-        ids = check_tokens(rows.tokens, n_vocab, cache.n_past + n_pending, self.n_ctx)
+        ids = check_tokens(rows.tokens, n_vocab, state.n_past + n_pending, self.n_ctx)
         wanted = check_rows(rows.logits, len(ids))
         pending = np.array(self._parents[:n_pending], dtype=np.int32)
         links, is_chain = check_links(pending, rows.parents, len(ids), self.n_batch)
+        if not state.has_room(state.n_past + len(links)):
+            raise ShapeError(
+                f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted behind "
+                f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_text does)"
+            )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
-        return TextRows(cache, ids, links, is_chain, n_pending, wanted, taps, given)
+        return TextRows(state, ids, links, is_chain, n_pending, wanted, taps, given)
 
     def drop_pending(self) -> None:
         """Nothing is pending any more: a pass begins, whose result may never come."""
@@ -137,11 +142,11 @@ class NativeText:
         self._parents = [*pending, *links]
         return Output(out, tapped)
 
-    def _open(self) -> _core.KvCache:
-        if self._cache is None:
+    def _open(self) -> _core.TextState:
+        if self._state is None:
             raise EdgeInferError("this session is closed")
         self._decoder.check_open()
-        return self._cache
+        return self._state
 
 
 class NativeSession(NativeText):
@@ -150,7 +155,7 @@ class NativeSession(NativeText):
     def __init__(self, model: NativeModel, n_ctx: int, cache_type: CacheType) -> None:
         super().__init__(model, n_ctx, cache_type)
         self.model = model
-        self._parked: dict[int, list[int]] = {}  # texts that the cache has parked, by its number
+        self._parked: dict[int, list[int]] = {}  # texts that the state has parked, by its number
 
     @property
     def spec(self) -> ModelSpec:
@@ -166,7 +171,7 @@ class NativeSession(NativeText):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """See BranchingSession.forward. A chain may have any length."""
+        """See BranchingSession.forward. A chain may have any length, where the model has no windows."""
         taps = check_taps(hidden, self.spec.n_layers)
         if (out := self._forward_few(tokens, parents, n_pending, logits, taps)) is not None:
             return out
@@ -183,36 +188,35 @@ class NativeSession(NativeText):
 
         They share what they have in common, and take nothing beyond the planned cache.
         """
-        cache = self._open()
+        state = self._open()
         wanted = np.asarray(tokens).tolist()
         self._parents = []
-        del self._text[cache.n_past :]
-        self._parked = {number: self._parked[number] for number in cache.parked() if number in self._parked}
+        del self._text[state.n_past :]
+        self._parked = {number: self._parked[number] for number in state.parked() if number in self._parked}
         n_common = common_length(self._text, wanted)
         if len(self._text) - n_common >= WORTH_KEEPING:
             self._park()
-        lengths = {number: common_length(text, wanted) for number, text in self._parked.items()}
+        lengths = {
+            number: state.reach_parked(number, common_length(text, wanted)) for number, text in self._parked.items()
+        }
         best = max(lengths, key=lengths.__getitem__, default=-1)
-        if lengths.get(best, 0) > n_common:
-            cache.truncate(0)
-            self._text = wanted[: lengths[best]]
-            cache.resume(best, lengths[best])
-        else:
-            cache.truncate(n_common)
-            del self._text[n_common:]
-        return len(self._text)
+        if lengths.get(best, 0) <= state.reach(n_common):
+            return self.truncate(n_common)
+        state.truncate(0)
+        self._text = wanted[: lengths[best]]
+        return state.resume(best, lengths[best])
 
     def _park(self) -> None:
-        """Keep the committed text, unless one that is kept begins with it; those that it begins with are not needed."""
-        cache = self._open()
+        """Park the committed text, unless a parked one can be cut to it; forget those that it can be cut to."""
+        state, n_past = self._open(), len(self._text)
         lengths = {number: common_length(text, self._text) for number, text in self._parked.items()}
-        if len(self._text) in lengths.values():
+        if any(n == n_past and state.reach_parked(number, n) == n for number, n in lengths.items()):
             return
         for number, length in lengths.items():
-            if length == len(self._parked[number]):
-                cache.forget(number)
+            if length == len(self._parked[number]) and state.reach(length) == length:
+                state.forget(number)
                 del self._parked[number]
-        self._parked[cache.park()] = list(self._text)
+        self._parked[state.park()] = list(self._text)
 
 
 def _is_float32(values: object) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 from edgeinfer import devices
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
+from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 
 MOST_TOKENS = 8  # of a pass that is tuned
 LEAST_BYTES = 32 << 20  # of weights: smaller ones are read from caches, not from memory
@@ -139,8 +139,8 @@ def tune(
     what = wanted_by_user()
     if what == "off" or decoder.weight_bytes < LEAST_BYTES:
         return Tuning("known", known)
-    key = key_of(file, _FORMAT, devices.cpu_name(), n_threads, len(sizes), *facts)
-    kept = None if what == "again" else _streams_of(read_record(folder_of(_KIND), key))
+    key = record_key(file, _FORMAT, devices.cpu_name(), n_threads, len(sizes), *facts)
+    kept = None if what == "again" else _streams_of(read_record(record_folder(_KIND), key))
     if kept is not None and _use(decoder, is_ternary, {n: kept.get(n, known[n]) for n in sizes}):
         return Tuning("kept", {n: kept.get(n, known[n]) for n in sizes})
     trials = Trials(decoder, n_layers, n_threads, is_ternary)
@@ -152,7 +152,7 @@ def tune(
         _use(decoder, is_ternary, known)
         return Tuning("known", known)
     _use(decoder, is_ternary, chosen)
-    keep_record(folder_of(_KIND), key, {"streams": {str(n): list(stream) for n, stream in chosen.items()}})
+    write_record(record_folder(_KIND), key, {"streams": {str(n): list(stream) for n, stream in chosen.items()}})
     return Tuning("measured", chosen)
 
 

@@ -1,6 +1,6 @@
 """Draft models and draft heads on ONNX Runtime, on any of its execution providers, and their graphs as files.
 
-Sums of floats run in whatever order suits the provider, so models here do not keep promise one (`is_exact` is False):
+Sums of floats run in whatever order suits the provider, so models here do not keep promise one:
 they are for drafting, where the text does not depend on them.
 """
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import TensorRef, TensorRows
-from edgeinfer.models.formats.dequantize import check_type, codes_of, dequantize
+from edgeinfer.models.formats import check_type, codes_of, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Array = NDArray[np.generic]

@@ -1,6 +1,6 @@
 """Ternary products and draft models on any OpenCL device: graphics processors first, a CPU through PoCL as a stand-in.
 
-Sums of floats run in whatever order suits the device, so models here do not keep promise one (`is_exact` is False):
+Sums of floats run in whatever order suits the device, so models here do not keep promise one:
 they are for drafting, where the text does not depend on them. Products of trits and codes are exact integers.
 """
 

@@ -6,12 +6,12 @@ import csv
 import io
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from edgeinfer.arguments import check_integer
 from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
 from edgeinfer.cli.streams import Command, check_stdout
@@ -19,8 +19,8 @@ from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from edgeinfer.backend_choice import PlannedModel
     from edgeinfer.bench import Report
-    from edgeinfer.engine import Loadable
     from edgeinfer.models.gguf import ModelFile
 
 _ROUNDS = 8  # of a timeline
@@ -73,38 +73,38 @@ def bench(
 
 def _run(model: Path | None, threads: int | None, rounds: int, against: str | None) -> Report:
     from edgeinfer import bench as benchmark
-    from edgeinfer import devices
     from edgeinfer.backends.native import best_isa
-    from edgeinfer.engine import MAX_THREADS, default_model
+    from edgeinfer.loading import default_model
     from edgeinfer.models.gguf import ModelFile
-    from edgeinfer.types import Device
 
-    n_threads = check_integer("n_threads", threads or devices.default_n_threads(), 1, MAX_THREADS)
     with ExitStack() as opened, ProgressBar("loading") as bar:
         file = opened.enter_context(ModelFile.open(default_model() if model is None else model))
-        engines = _engines(file, n_threads, against)
+        engines = _engines(file, threads, against)
         sessions = {}
-        for name, loadable in engines.items():
-            sessions[name] = loadable.load(Device(n_threads), bar)
-            opened.callback(sessions[name].model.close)
+        for name, planned in engines.items():
+            loaded = planned.load(bar)
+            opened.callback(loaded.close)
+            sessions[name] = loaded.session()
         bar.close()
-        spec = next(iter(engines.values())).spec
-        return benchmark.report(file, spec, sessions, best_isa(), n_threads, rounds)
+        first = next(iter(engines.values()))
+        return benchmark.report(file, first.spec, sessions, best_isa(), first.device.n_threads, rounds)
 
 
-def _engines(file: ModelFile, n_threads: int, against: str | None) -> dict[str, Loadable]:
+def _engines(file: ModelFile, n_threads: int | None, against: str | None) -> dict[str, PlannedModel]:
     """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
+    from edgeinfer.backend_choice import plan_model
     from edgeinfer.bench import CONTEXT
-    from edgeinfer.engine import plan_model
+    from edgeinfer.load_options import LoadOptions
 
+    options = LoadOptions(n_ctx=CONTEXT + 512, n_threads=n_threads)
     with warnings_as_notes():
-        ours = plan_model(file, n_ctx=CONTEXT + 512, n_threads=n_threads)
+        ours = plan_model(file, options)
     if ours.backend.name == against:
         raise InvalidArgument(f"{file.path} runs on {against} itself: there is nothing to compare, leave out --against")
     name = "edgeinfer" if ours.backend.name == "native" else ours.backend.name
     if against is None:
         return {name: ours}
-    return {name: ours, against: plan_model(file, "llama.cpp", n_ctx=CONTEXT + 512, n_threads=n_threads)}
+    return {name: ours, against: plan_model(file, replace(options, backend="llama.cpp"))}
 
 
 def _table(result: Report) -> str:
@@ -170,7 +170,7 @@ def _draw_timeline(
 ) -> None:
     """Draw a few rounds in the middle of an answer: the target's passes above, drafting below."""
     from edgeinfer.bench import record_rounds
-    from edgeinfer.engine import load
+    from edgeinfer.loading import load
 
     draft = "auto" if model_draft is None else [str(model_draft)]
     with warnings_as_notes(), ProgressBar("loading") as bar:

@@ -200,7 +200,7 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
-    from edgeinfer.engine import load
+    from edgeinfer.loading import load
 
     check_stdout()
     with warnings_as_notes(), ProgressBar("loading") as bar:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.record_cache import folder_of, keep_record, key_of, read_record
+from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.types import LogitsRows, Output
 
@@ -115,12 +115,12 @@ def _fill(session: TimedSession, tokens: Sequence[int], n: int, deadline: float)
 
 def cost_key(file: ModelFile, *facts: object) -> str:
     """Name of a curve: a hash of everything that the cost depends on. facts: CPU, instruction set, threads, build."""
-    return key_of(file, _FORMAT, *facts)
+    return record_key(file, _FORMAT, *facts)
 
 
 def default_folder() -> Path | None:
     """Where curves are kept, None where the user has no cache folder."""
-    return folder_of("costs")
+    return record_folder("costs")
 
 
 def cached_costs(key: str, measure: Callable[[], CostCurve], max_ratio: float = MAX_RATIO_OF_TWO) -> CostModel:
@@ -152,7 +152,7 @@ def load_curve(key: str, folder: Path | None) -> CostCurve | None:
 
 def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Write a curve atomically. Where nothing can be written, it is measured again at the next load."""
-    keep_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
+    write_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import BranchingSession
+from edgeinfer.backends.base import BranchingSession, run_text
 from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
@@ -117,13 +117,11 @@ class NativeAuthor:
     def _commit(self, tokens: list[int]) -> list[NDArray[np.float32]]:
         """Make tokens the committed text; gives their rows, if these are wanted."""
         if self._taps is not None:
-            self._session.truncate(0)  # rows come of tokens that are passed, not of those that are recalled
+            self._session.truncate(0)  # rows come of tokens that are passed, not of those that are reused
         n_known = 0 if self._taps is not None else self._session.reuse_prefix(tokens)
         if n_known == len(tokens):
             return []
-        out = self._session.forward(tokens[n_known:], logits=(), hidden=self._hidden)
-        self._session.commit(range(len(tokens) - n_known))
-        return _features(out)
+        return _features(run_text(self._session, tokens[n_known:], logits="none", taps=self._hidden))
 
     def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
         """The token behind a text; of those that end it the one that all texts end with."""
@@ -145,7 +143,8 @@ def _features(out: Output) -> list[NDArray[np.float32]]:
 
 def tree_rows(spec: ModelSpec, context: int) -> int:
     """n_ctx and n_batch for an engine that writes texts of a context side by side, so that the model stays the same."""
-    changes = any(each.rope is not None and each.rope.long is not None for each in spec.attention)  # in a longer one
+    ropes = [layer.mixer.rope for layer in spec.layers]
+    changes = any(rope is not None and rope.long is not None for rope in ropes)  # in a longer one
     return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 
 

@@ -18,8 +18,8 @@ def soft_cross_entropy(
 ) -> torch.Tensor:
     """(n_steps,) means over positions of -sum(p log q), differentiable by rows; 0 where there are no positions.
 
-    q: softmax of rows (n_steps, k, n_embd) times output (n_draft, n_embd).  p: that of wanted (k, n_embd) times
-    target_output (n_draft, n_embd). Products are in autocast's type where it is on, all else in float32.
+    q: softmax of rows (n_steps, k, n_embd) times output (n_logits, n_embd).  p: that of wanted (k, n_embd) times
+    target_output (n_logits, n_embd). Products are in autocast's type where it is on, all else in float32.
     """
     kind = rows.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer import devices, engine
+from edgeinfer import devices, loading
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.files import write_whole
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import MOST_TAPS, DraftHeadSpec, check_target, fingerprint, read_head
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
@@ -130,7 +129,7 @@ def distill(
         spec = read_spec(file)
         n_rows = tree_rows(spec, settings.context)
         run = opened.enter_context(
-            engine.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+            loading.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
         )
         is_first = workers.rank == 0
         distillation = _Distillation(file, run, spec, out, work, settings, workers)
@@ -373,7 +372,7 @@ class _Distillation:
         )
         return trainer, head
 
-    def _begin_with(self, head: DraftHead, path: Path) -> DraftHeadSpec:
+    def _begin_with(self, head: DraftHead, path: Path) -> HeadSpec:
         """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""
         with ModelFile.open(path) as file:
             spec = read_head(file)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeinfer import engine
+from edgeinfer import loading
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.models import ModelSpec, read_spec
-from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.author import NativeAuthor, tree_rows
 from edgeinfer.training.batches import Batches
@@ -57,7 +57,7 @@ def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, repor
         n_rows = tree_rows(judge.spec, settings.context)
         n_threads = settings.n_threads
         run = opened.enter_context(
-            engine.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+            loading.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
         )
         torch.set_num_threads(run.device.n_threads)
         work = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-")))
@@ -95,7 +95,7 @@ class _Judge:
 
     def __init__(self, target: ModelFile, file: ModelFile) -> None:
         self.spec: ModelSpec = read_spec(target)
-        self.head: DraftHeadSpec = read_head_beside(file, target, self.spec)
+        self.head: HeadSpec = read_head_beside(file, target, self.spec)
         if file.metadata.get("general.architecture") != ARCHITECTURE:
             raise UnsupportedModel(
                 f"{file.path} must be a head of the form {ARCHITECTURE!r} to be judged: found "
@@ -103,7 +103,8 @@ class _Judge:
             )
         self._head = DraftHead(HeadSizes.of_head(file, self.head))
         self._head.load_file(file)
-        self._embedding = _matrix(target, self.spec.token_embd) * self.spec.embedding_scale
+        assert self.spec.token_embd is not None  # whole models have it
+        self._embedding = _matrix(target, self.spec.token_embd) * self.head.decoder.embedding_scale
         self._output = _matrix(file, "output.weight")
         self._ids = torch.from_numpy(self.head.draft_vocab.astype(np.int64))
 

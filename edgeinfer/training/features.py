@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session
+from edgeinfer.backends.base import Session, run_text
 from edgeinfer.errors import ModelFileError, NumericalError
 from edgeinfer.files import write_whole
 from edgeinfer.training.corpus import Corpus, Report, Text
@@ -56,7 +56,7 @@ class NativeRecorder:
 
     def _rows(self, tokens: TokenIds) -> Halves:
         self._session.truncate(0)
-        rows = self._session.forward(tokens, logits=(), hidden=self._taps).features
+        rows = run_text(self._session, tokens, logits="none", taps=self._taps).features
         assert rows is not None
         return as_halves(rows)
 
@@ -67,8 +67,7 @@ class NativeRecorder:
         for first, branch in zip(firsts.tolist(), branches, strict=True):
             n_past = self._session.n_past
             if n_past < first:
-                self._session.forward(tokens[n_past:first], logits=())
-                self._session.commit(range(first - n_past))
+                run_text(self._session, tokens[n_past:first], logits="none")
             found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
         return as_halves(np.stack([rows for rows in found if rows is not None]))
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, RopeSpec
-from edgeinfer.models.draft_head import ARCHITECTURE, DraftHeadSpec
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training.features import Taps
@@ -39,24 +39,28 @@ class HeadSizes:
     @classmethod
     def of(cls, file: ModelFile, spec: ModelSpec, n_layers: int, taps: Taps = True) -> HeadSizes:
         """Those of the target, with as many blocks as given. Raises UnsupportedModel for heads that do not divide."""
-        if spec.n_embd % (2 * spec.n_heads):
+        shape = _shape_of(file, spec)
+        if spec.n_embd % (2 * shape[1]):
             raise UnsupportedModel(
-                f"{file.path}: a draft head needs rows of a multiple of 2 x {spec.n_heads} heads: found {spec.n_embd}"
+                f"{file.path}: a draft head needs rows of a multiple of 2 x {shape[1]} heads: found {spec.n_embd}"
             )
-        return cls._of(file, spec.architecture, spec, n_layers, taps)
+        return cls._of(file, spec.architecture, spec, n_layers, shape, taps)
 
     @classmethod
-    def of_head(cls, file: ModelFile, head: DraftHeadSpec) -> HeadSizes:
+    def of_head(cls, file: ModelFile, head: HeadSpec) -> HeadSizes:
         """Those of the head in a file."""
-        return cls._of(file, ARCHITECTURE, head.decoder, head.decoder.n_layers, head.taps)
+        decoder = head.decoder
+        shape = _shape_of(file, decoder) if decoder.layers else (0, 1, 1)  # without blocks nothing depends on it
+        return cls._of(file, ARCHITECTURE, decoder, decoder.n_layers, shape, head.taps)
 
     @classmethod
-    def _of(cls, file: ModelFile, architecture: str, spec: ModelSpec, n_layers: int, taps: Taps) -> HeadSizes:
+    def _of(
+        cls, file: ModelFile, architecture: str, spec: ModelSpec, n_layers: int, shape: tuple[int, int, int], taps: Taps
+    ) -> HeadSizes:
         base = file.metadata.get(f"{architecture}.rope.freq_base", 10000.0)
-        sizes = (spec.n_embd, n_layers, spec.n_ff, spec.n_heads, spec.n_kv_heads)
         rope_base = float(base) if isinstance(base, int | float) else 1e4
         n_taps = 0 if isinstance(taps, bool) else len(taps)
-        return cls(*sizes, spec.norm_epsilon, rope_base, spec.n_ctx_train, n_taps)
+        return cls(spec.n_embd, n_layers, *shape, spec.norm_epsilon, rope_base, spec.n_ctx_train, n_taps)
 
     def keys(self) -> dict[str, int | float]:
         """What the file says of them, behind "draft-head."."""
@@ -70,6 +74,17 @@ class HeadSizes:
             "rope.freq_base": self.rope_base,
             "context_length": self.n_ctx,
         }
+
+
+def _shape_of(file: ModelFile, spec: ModelSpec) -> tuple[int, int, int]:
+    """(n_ff, n_heads, n_kv_heads) of the layers. Raises UnsupportedModel where they differ."""
+    shapes = {(layer.ffn.n_ff, layer.mixer.n_heads, layer.mixer.n_kv_heads) for layer in spec.layers}
+    if len(shapes) != 1:
+        raise UnsupportedModel(
+            f"{file.path}: a draft head has the sizes of its target's layers, which must all be the same: found "
+            f"(n_ff, n_heads, n_kv_heads) of {', '.join(map(str, sorted(shapes)))}"
+        )
+    return shapes.pop()
 
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # (n, n_kv_heads, m, head_dim) each

@@ -44,7 +44,7 @@ def unchanged(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Objective(nn.Module):
-    """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_draft, n_embd), the rows of the draft vocabulary.
+    """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_logits, n_embd), the rows of the draft vocabulary.
 
     unit: root mean square of the features.  features_of: what the head is to predict, of the rows of a batch.  stored:
     the rows of output as the head will have them, where that is not as the target has them.

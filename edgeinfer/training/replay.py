@@ -36,7 +36,7 @@ class Level:
 
 
 class Replay:
-    """Drafts with a head on recorded texts.  draft_vocab: (n_draft,) ids. Other arguments as for Objective."""
+    """Drafts with a head on recorded texts.  draft_vocab: (n_logits,) ids. Other arguments as for Objective."""
 
     def __init__(
         self, head: DraftHead, embedding: torch.Tensor, output: torch.Tensor, draft_vocab: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models.formats.quantize import Q4_0_STEPS
+from edgeinfer.models.formats.q4_0 import SCALE_STEPS
 from edgeinfer.models.gguf import GGMLType
 
 
@@ -36,7 +36,7 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     largest = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True)) / -8
     found, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
-    for step in Q4_0_STEPS.tolist():
+    for step in SCALE_STEPS.tolist():
         tried = _with_codes(blocks, _half(largest * step), -8, 7)
         error = (tried - blocks).square().sum(dim=1, keepdim=True)
         found, least = torch.where(error < least, tried, found), torch.minimum(error, least)

@@ -6,8 +6,8 @@ left of a difference comes from the order of float sums, which now and then move
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -15,11 +15,34 @@ from torch import nn
 from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import ModelSpec, RopeSpec, TensorRef, TensorRows
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, TensorRows, check_blocks
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
 from edgeinfer.types import TokenIds
+
+# The fields of blocks that are looked at below; see check_blocks.
+BLOCKS: dict[type, tuple[str, ...]] = {
+    Attention: (
+        *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope"),
+        *("qk_norm", "norm", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "output_bias"),
+    ),
+    Dense: ("n_embd", "n_ff", "gate", "up", "down", "norm"),
+}
+_NOT_COMPUTED: dict[type, dict[str, str]] = {
+    Attention: {
+        "soft_cap": "soft caps",
+        "query_temperature": "queries that grow with the position",
+        "window": "windows of attention",
+        "post_norm": "norms behind attention",
+        "sub_norm": "norms inside attention",
+    },
+    Dense: {
+        "activation": "an activation other than SiLU",
+        "post_norm": "norms behind the network",
+        "sub_norm": "norms inside the network",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -31,17 +54,18 @@ class Matrix:
 
 
 class KVCache:
-    """Keys and values of several texts, (n_layers, n, n_kv_heads, n_ctx, head_dim) half floats each."""
+    """Keys and values of several texts, (n, n_kv_heads, n_ctx, head_dim) half floats each, by layer."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys = keys
-        self.values = values
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self.keys = list(keys)
+        self.values = list(values)
 
     @classmethod
     def empty(cls, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> KVCache:
         """One for n texts of at most n_ctx tokens."""
-        shape = (spec.n_layers, n, spec.n_kv_heads, n_ctx, spec.head_dim)
-        return cls(*(torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)))
+        blocks = [layer.mixer for layer in spec.layers]
+        shapes = [(n, block.n_kv_heads, n_ctx, block.head_dim) for block in blocks]
+        return cls(*([torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes] for _ in range(2)))
 
     def put(
         self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, n_seen: int
@@ -54,16 +78,17 @@ class KVCache:
 
     def part(self, texts: slice) -> KVCache:
         """That of some texts, in the same memory."""
-        return KVCache(self.keys[:, texts], self.values[:, texts])
+        return KVCache([keys[texts] for keys in self.keys], [values[texts] for values in self.values])
 
     def keep(self, texts: torch.Tensor) -> None:
         """Drop all texts but these."""
-        self.keys, self.values = self.keys[:, texts], self.values[:, texts]
+        for layers in (self.keys, self.values):
+            layers[:] = [layer[texts] for layer in layers]
 
     @staticmethod
     def bytes_of(spec: ModelSpec, n_ctx: int) -> int:
         """Bytes that one text takes."""
-        return 4 * spec.n_layers * spec.n_kv_heads * n_ctx * spec.head_dim
+        return sum(4 * layer.mixer.n_kv * n_ctx for layer in spec.layers)
 
 
 class TorchTarget:
@@ -82,13 +107,16 @@ class TorchTarget:
             kind = file.tensors[name].type
             values = torch.from_numpy(dequantize(kind, file.data(name), shape)).to(device)
             self._whole[name] = Matrix(values, shape[-1] if kind == GGMLType.I2_S else kind.block_elements)
+        assert spec.token_embd is not None and isinstance(spec.output, str)  # whole models have both
+        self._output: str = spec.output
         self.embedding = self._whole[spec.token_embd].values * spec.embedding_scale
-        self._ropes = {part.rope: Rotation(part.rope).to(device) for part in spec.attention if part.rope is not None}
+        ropes = {layer.mixer.rope for layer in spec.layers}
+        self._ropes = {rope: Rotation(rope).to(device) for rope in ropes if rope is not None}
 
     @property
     def output(self) -> torch.Tensor:
         """The output matrix, (n_vocab, n_embd)."""
-        return self._whole[self.spec.output].values
+        return self._whole[self._output].values
 
     @torch.inference_mode()
     def features(
@@ -109,13 +137,11 @@ class TorchTarget:
         x, tapped = self.embedding[tokens], dict[int, torch.Tensor]()
         turns = {rope: rotation(positions) for rope, rotation in self._ropes.items()}
         for index, layer in enumerate(spec.layers):
-            rope = spec.attention[index].rope
+            rope = layer.mixer.rope
             at = positions, None if rope is None else turns[rope]
-            x = torch.add(x, self._attention(index, x, *at, mask, cache), alpha=spec.residual_scale)
-            h = self._norm(layer.ffn_norm, x)
-            gate, up = self._products(h, layer.ffn_gate, layer.ffn_up)
-            down = self._products(functional.silu(gate) * up, layer.ffn_down)[0]
-            x = tapped[index] = torch.add(x, down, alpha=spec.residual_scale)
+            added = self._attention(index, layer.mixer, x, *at, mask, cache)
+            x = torch.add(x, added, alpha=spec.residual_scale)
+            x = tapped[index] = torch.add(x, self._dense(layer.ffn, x), alpha=spec.residual_scale)
         return self._norm(spec.output_norm, x) if isinstance(taps, bool) else torch.cat([tapped[i] for i in taps], -1)
 
     def behind_last_norm(self, rows: torch.Tensor) -> torch.Tensor:
@@ -131,7 +157,7 @@ class TorchTarget:
     @torch.inference_mode()
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """(..., n_vocab) of features (..., n_embd)."""
-        return self._products(features, self.spec.output)[0]
+        return self._products(features, self._output)[0]
 
     def side_by_side(self, texts: Sequence[Sequence[int] | TokenIds]) -> tuple[torch.Tensor, ...]:
         """(tokens, positions, mask) of texts from their beginning, for `features`; the short ones are padded."""
@@ -150,19 +176,20 @@ class TorchTarget:
     def _attention(
         self,
         index: int,
+        block: Attention,
         x: torch.Tensor,
         positions: torch.Tensor,
         turns: Turns | None,
         mask: torch.Tensor,
         cache: KVCache | None,
     ) -> torch.Tensor:
-        spec, layer = self.spec, self.spec.layers[index]
-        h = self._norm(layer.attn_norm, x)
-        q, k, v = self._products(h, layer.attn_q, layer.attn_k, layer.attn_v)
-        q, k, v = self._add(q, layer.attn_q_bias), self._add(k, layer.attn_k_bias), self._add(v, layer.attn_v_bias)
-        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
-        if spec.qk_norm == "per_head":
-            q, k = self._norm(layer.attn_q_norm, q), self._norm(layer.attn_k_norm, k)
+        """What attention adds. index: of the layer, in the cache."""
+        h = self._norm(block.norm, x)
+        q, k, v = self._products(h, block.q, block.k, block.v)
+        q, k, v = self._add(q, block.q_bias), self._add(k, block.k_bias), self._add(v, block.v_bias)
+        q, k, v = (rows.unflatten(-1, (-1, block.head_dim)) for rows in (q, k, v))
+        if block.qk_norm == "per_head":
+            q, k = self._norm(block.q_norm, q), self._norm(block.k_norm, k)
         if turns is not None:
             q, k = turned(q, turns), turned(k, turns)
         k, v = k.half(), v.half()
@@ -170,8 +197,13 @@ class TorchTarget:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
             k, v = cache.put(index, positions, k, v, mask.shape[-1])
-        y = _attend(q * spec.attention_scale, k.float(), v.float(), mask)
-        return self._add(self._products(y, layer.attn_output)[0], layer.attn_output_bias)
+        y = _attend(q * block.scale, k.float(), v.float(), mask)
+        return self._add(self._products(y, block.output)[0], block.output_bias)
+
+    def _dense(self, block: Dense, x: torch.Tensor) -> torch.Tensor:
+        """What a feed-forward network adds."""
+        gate, up = self._products(self._norm(block.norm, x), block.gate, block.up)
+        return self._products(functional.silu(gate) * up, block.down)[0]
 
     def _products(self, x: torch.Tensor, *matrices: TensorRef) -> list[torch.Tensor]:
         """Each matrix times the rows of x, rounded once for all that round alike."""
@@ -255,22 +287,28 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def _check_recipe(file: ModelFile, spec: ModelSpec) -> None:
-    """Raises UnsupportedModel for what the class does not compute."""
-    first = spec.layers[0]
-    unknown = {
-        "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
-        "a scale on the logits": spec.logit_scale != 1.0,
-        "queries that grow with the position": spec.query_temperature,
-        "windows of attention": any(part.window for part in spec.attention),
-        "an activation other than SiLU": spec.activation != "silu",
-        "norms over whole queries": spec.qk_norm == "whole",
-        "norms behind attention or network, or inside": any(
-            (first.attn_post_norm, first.ffn_post_norm, first.attn_sub_norm, first.ffn_sub_norm)
-        ),
-    }
-    for what, is_there in unknown.items():
-        if is_there:
-            raise UnsupportedModel(
-                f"{file.path}: a head cannot be trained for {spec.architecture}, which has {what}; it can for llama, "
-                "qwen2, qwen3 and what is built like them"
-            )
+    """Raises UnsupportedModel for what the class does not compute, in any layer."""
+    known = {kind: (*names, *_NOT_COMPUTED[kind]) for kind, names in BLOCKS.items()}
+    check_blocks(spec.blocks(), known, "training", file.path)
+    for what in _beyond(spec):
+        raise UnsupportedModel(
+            f"{file.path}: a head cannot be trained for {spec.architecture}, which has {what}; it can for llama, "
+            "qwen2, qwen3 and what is built like them"
+        )
+
+
+def _beyond(spec: ModelSpec) -> Iterator[str]:
+    """What a spec has beyond the recipe, in words."""
+    if spec.logit_soft_cap is not None:
+        yield "soft caps"
+    if spec.logit_scale != 1.0:
+        yield "a scale on the logits"
+    for name, block in spec.blocks():
+        if isinstance(block, Attention) and block.qk_norm == "whole":
+            yield f"norms over whole queries in {name}"
+        if isinstance(block, Attention) and block.n_in != spec.n_embd:
+            yield f"attention from rows of {block.n_in} numbers in {name}"
+        defaults = {field.name: field.default for field in fields(block)}
+        for role, words in _NOT_COMPUTED[type(block)].items():
+            if getattr(block, role) != defaults[role]:
+                yield f"{words} in {name}"

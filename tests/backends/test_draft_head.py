@@ -12,7 +12,8 @@ from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
-from edgeinfer.backends.native import NativeBackend, NativeHead, available_isas, plan_head
+from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.native import NativeBackend, NativeHeadSession, available_isas, load_head, plan_head
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
@@ -26,7 +27,7 @@ from edgeinfer.types import Device, Features, TokenIds
 class Heads:
     """One head, opened as often as wanted; rows of it."""
 
-    native: Callable[..., NativeHead]
+    native: Callable[..., NativeHeadSession]
     reference: Callable[[], ReferenceHead]
     rng: np.random.Generator
 
@@ -48,13 +49,14 @@ def heads_of(
             folder / "head.gguf", target, tensor_type=tensor_type, n_layers=n_layers, n_ff=n_embd, **options
         )  # type: ignore
     file, model = ModelFile.open(path), ModelFile.open(target)
-    spec, of_target = read_head(file).decoder, read_spec(model)
+    of_target = read_spec(model)
+    spec = read_head_beside(file, model, of_target)
 
-    def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHead:
+    def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHeadSession:
         plan = NativeBackend().plan(model, of_target, 256, 64, n_threads)
         device = Device(n_threads, isa)
-        session = NativeBackend().load(model, of_target, plan, device)
-        return NativeHead(file, spec, session, plan_head(file, spec, 256, n_batch, n_threads), device)
+        loaded = NativeBackend().load(model, of_target, plan, device)
+        return load_head(file, spec, loaded, plan_head(file, spec, 256, n_batch, n_threads), device).session()
 
     return Heads(
         native,
@@ -108,13 +110,13 @@ def test_the_reference_of_eagle3_heads_equals_llama_cpp(
     with ModelFile.open(head) as file, ModelFile.open(path) as model:
         spec, of_target = read_head(file), read_spec(model)
         backend, device = ReferenceBackend(), Device(1)
-        session = backend.load(model, of_target, backend.plan(model, of_target, 64), device)
+        session = backend.load(model, of_target, backend.plan(model, of_target, 64), device).session()
         out = session.forward(tokens[:-1], hidden=spec.taps)
         theirs = llama_cpp_layer_inputs(llama_cpp, path, tokens[:-1], layers)
         assert out.hidden is not None and np.abs(out.hidden - theirs).max() < 1e-2 * np.abs(theirs).max()
         rows = np.concatenate(list(theirs), axis=1)
         features, logits, own = llama_cpp_eagle3(llama_cpp, head, path, rows, tokens[1:])
-        reference = open_reference_head(file, spec.decoder, model, of_target, 256, "float32")
+        reference = open_reference_head(file, spec, model, of_target, 256, "float32")
         assert np.abs(reference.combine(rows) - features).max() < 1e-5 * np.abs(features).max()
         ours = reference.forward(tokens[1:], features, logits="all")
         assert ours.hidden is not None and np.abs(ours.hidden[0] - own).max() < 3e-3 * np.abs(own).max()
@@ -127,10 +129,10 @@ def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, optio
     path = write_tiny_model(tmp_path / "tiny.gguf", "llama", "F16", n_embd=96)
     head = write_tiny_eagle3(tmp_path / "head.gguf", path, **options)  # type: ignore[arg-type]
     with ModelFile.open(head) as file, ModelFile.open(path) as model:
-        spec, of_target = read_head(file).decoder, read_spec(model)
+        spec, of_target = read_head(file), read_spec(model)
         plan, device = NativeBackend().plan(model, of_target, 256, 64, 2), Device(2)
         of_head = plan_head(file, spec, 256, 16, 2)
-        native = NativeHead(file, spec, NativeBackend().load(model, of_target, plan, device), of_head, device)
+        native = load_head(file, spec, NativeBackend().load(model, of_target, plan, device), of_head, device).session()
         reference = open_reference_head(file, spec, model, of_target, 256, "int8")
         assert native.memory().weights == of_head.use.weights
         rng = np.random.default_rng(1)
@@ -139,7 +141,9 @@ def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, optio
         assert np.abs(features - reference.combine(rows)).max() < 1e-5
         tokens = rng.integers(0, 291, 40).astype(np.int32)
         ours, theirs = (one.forward(tokens, features, logits="all") for one in (native, reference))
-        assert ours.logits.shape == (40, spec.n_logits) and ours.hidden is not None and theirs.hidden is not None
+        assert (
+            ours.logits.shape == (40, spec.decoder.n_logits) and ours.hidden is not None and theirs.hidden is not None
+        )
         for a, b in ((ours.logits, theirs.logits), (ours.hidden[0], theirs.hidden[0])):
             assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
 
@@ -160,7 +164,7 @@ def test_a_head_with_a_gate_combines_rows_of_several_layers_as_the_reference_doe
     ours, theirs = (head.forward(tokens, features[:3], logits="all").logits for head in (native, reference))
     assert np.abs(ours - theirs).max() < 3e-2 * np.abs(theirs).max()
     with ModelFile.open(tmp_path / "head.gguf") as file:
-        assert native.memory().weights == plan_head(file, read_head(file).decoder, 256, 64, 2).use.weights
+        assert native.memory().weights == plan_head(file, read_head(file), 256, 64, 2).use.weights
 
 
 @pytest.mark.parametrize(
@@ -172,9 +176,7 @@ def test_rows_are_combined_to_the_same_bits_in_any_cut(
     tmp_path: Path, kind: int | str, options: dict[str, object]
 ) -> None:
     heads = heads_of(tmp_path, "F16", kind, **options)  # type: ignore[arg-type]
-    combine = heads.reference().spec.combine
-    assert combine is not None
-    rows = heads.rng.standard_normal((70, combine.n_rows), dtype=np.float32)
+    rows = heads.rng.standard_normal((70, heads.reference().spec.n_rows), dtype=np.float32)
     whole = heads.native().combine(rows)
     for native in (
         heads.native(n_batch=5),
@@ -204,7 +206,7 @@ def test_the_same_bits_in_any_cut_with_any_threads_and_instruction_set(heads: He
     whole = heads.native().forward(tokens, features, logits="all")
     assert whole.hidden is not None
 
-    def cut(head: NativeHead, sizes: list[int], commit: bool) -> bool:
+    def cut(head: NativeHeadSession, sizes: list[int], commit: bool) -> bool:
         at, logits, hidden = 0, [], []
         for size in sizes:
             part = slice(at, at + size)
@@ -275,13 +277,13 @@ def test_a_head_holds_what_was_planned_and_shares_the_targets_embeddings(tmp_pat
     heads = heads_of(tmp_path, "Q8_0", 1)
     head = heads.native()
     with ModelFile.open(tmp_path / "head.gguf") as file:
-        plan = plan_head(file, read_head(file).decoder, 256, 64, 2)
+        plan = plan_head(file, read_head(file), 256, 64, 2)
     tokens, features = heads.rows(255)
     head.forward(tokens, features)
     page = 1 << 21  # as in test_native
     for planned, used in zip(vars(plan.use).values(), vars(head.memory()).values(), strict=True):
         assert planned <= used < planned + page
-    assert not head.embedding[1].flags.owndata
+    assert head.model._embedding_bytes == 0 and head.model.memory().weights == plan.use.weights
 
 
 def test_misuse_raises_and_leaves_the_head_as_it_was(heads: Heads) -> None:
@@ -330,7 +332,7 @@ def test_an_interrupt_stops_a_pass_between_its_batches(heads: Heads, monkeypatch
             head.interrupt()
             return result
 
-    monkeypatch.setattr(head, "_decoder", Stopping(head._decoder))
+    monkeypatch.setattr(head.model, "_decoder", Stopping(head.model.decoder()))
     with pytest.raises(Interrupted):
         head.forward(tokens, features)
     assert calls == 1 and head.n_past == 0

@@ -10,14 +10,13 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.backends.native import NativeBackend, NativeHead, _core, plan_head
-from edgeinfer.backends.native import session as session_module
+from edgeinfer.backends.native import NativeBackend, _core, load_head, plan_head
+from edgeinfer.backends.native import weights as weights_module
 from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
@@ -89,17 +88,17 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
         if type == GGMLType.Q8_0:  # what the target has
             assert_array_equal(ours.data("output.weight"), theirs.data("output.weight"))
         plan = NativeBackend().plan(model, of_target, 64, 64, 2)
-        session = NativeBackend().load(model, of_target, plan, Device(2))
+        loaded = NativeBackend().load(model, of_target, plan, Device(2))
         found = []
         for n_threads in (2, 1):
-            of_head = plan_head(ours, spec.decoder, 64, 64, n_threads)
-            head = NativeHead(ours, spec.decoder, session, of_head, Device(n_threads))
+            of_head = plan_head(ours, spec, 64, 64, n_threads)
+            head = load_head(ours, spec, loaded, of_head, Device(n_threads))
             assert head.memory().weights == of_head.use.weights
-            found.append(head.forward(tokens, features, logits="all").logits)
+            found.append(head.session().forward(tokens, features, logits="all").logits)
             ours.release("output.weight")
             head.close()
-        session.close()
-        reference = open_reference_head(ours, spec.decoder, model, of_target, 64, "float32")
+        loaded.close()
+        reference = open_reference_head(ours, spec, model, of_target, 64, "float32")
         wanted = reference.forward(tokens, features, logits="all").logits
     assert wanted is not None and wanted.shape == (4, 270)
     assert same_bits(*found) and np.abs(found[0] - wanted).max() < 0.02 * np.abs(wanted).max()
@@ -118,11 +117,11 @@ def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, mon
     def logits_of(head: ModelFile, model: ModelFile) -> np.ndarray:
         of_target = read_spec(model)
         spec = read_head_beside(head, model, of_target)
-        session = NativeBackend().load(model, of_target, NativeBackend().plan(model, of_target, 64, 64, 1), Device(1))
-        opened = NativeHead(head, spec.decoder, session, plan_head(head, spec.decoder, 64, 64, 1), Device(1))
-        found = opened.forward([5, 80], np.ones((2, 256), dtype=np.float32), logits="all").logits
+        loaded = NativeBackend().load(model, of_target, NativeBackend().plan(model, of_target, 64, 64, 1), Device(1))
+        opened = load_head(head, spec, loaded, plan_head(head, spec, 64, 64, 1), Device(1))
+        found = opened.session().forward([5, 80], np.ones((2, 256), dtype=np.float32), logits="all").logits
         opened.close()
-        session.close()
+        loaded.close()
         assert found is not None
         return found
 
@@ -130,7 +129,7 @@ def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, mon
     monkeypatch.setattr(ModelFile, "data", noting)
     found = []
     for limit in (1 << 20, 40 * 144):  # 290 rows of 144 bytes; groups of 16
-        monkeypatch.setattr(session_module, "MADE_BYTES", limit)
+        monkeypatch.setattr(weights_module, "MADE_BYTES", limit)
         with ModelFile.open(path) as head, ModelFile.open(target) as model:
             found.append(logits_of(head, model))
     assert same_bits(*found)

@@ -24,7 +24,7 @@ CHILD = """
 import json, resource, sys
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.engine import open_backend
+from edgeinfer.backend_choice import open_backend
 
 backend, paths, options = json.loads(sys.argv[1])
 devices.available_memory = lambda: 1 << 30

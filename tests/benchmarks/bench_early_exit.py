@@ -38,9 +38,10 @@ from numpy.typing import NDArray
 
 import edgeinfer
 from edgeinfer.backends.native import NativeBackend, NativeSession
-from edgeinfer.backends.native.session import DRAFT_TOKENS
-from edgeinfer.backends.reference import Floats, ReferenceBackend, ReferenceSession, scale, visible_slots
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.backends.native.weights import DRAFT_TOKENS
+from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextState, visible_slots
+from edgeinfer.backends.reference_math import Floats, scale
+from edgeinfer.models import ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.cost import CostModel
@@ -80,52 +81,57 @@ def answers(arguments: argparse.Namespace) -> Texts:
 
 def opened(file: ModelFile, spec: ModelSpec, layers: Sequence[int], n_threads: int) -> NativeSession:
     """The model with these of its layers only; with all, all of its output matrix."""
-    is_whole = len(layers) == spec.n_layers
-    part = replace(
-        spec,
-        n_layers=len(layers),
-        layers=tuple(spec.layers[layer] for layer in layers),
-        attention=tuple(spec.attention[layer] for layer in layers),
-        n_draft=None if is_whole or spec.n_vocab <= DRAFT_TOKENS else DRAFT_TOKENS,
-    )
-    plan = NativeBackend().plan(file, part, N_CTX, 512, n_threads)
-    return NativeSession(file, part, plan, Device(n_threads), packed=None)
+    part = replace(spec, n_layers=len(layers), layers=tuple(spec.layers[layer] for layer in layers))
+    if len(layers) < spec.n_layers and spec.n_vocab > DRAFT_TOKENS:
+        assert isinstance(spec.output, str)
+        part = replace(part, n_logits=DRAFT_TOKENS, output=TensorRows(spec.output, 0, DRAFT_TOKENS))
+    backend = NativeBackend(packed=False)
+    return backend.load(file, part, backend.plan(file, part, N_CTX, 512, n_threads), Device(n_threads)).session()
 
 
-class Skipping(ReferenceSession):
+class Skipping(ReferenceModel):
     """The whole model, whose next passes may be through some of the layers only."""
 
     kept: Sequence[int] | None = None
 
-    def _layers(
-        self, x: Floats, parents: NDArray[np.int32], rows: NDArray[np.int32], taps: tuple[int, ...]
+    def run_layers(
+        self,
+        x: Floats,
+        text: TextState,
+        links: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        taps: tuple[int, ...],
+        inputs: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         if self.kept is None:
-            return super()._layers(x, parents, rows, taps)
-        paths = visible_slots(parents, self.n_past)
-        for layer in self.kept:
-            x = x + scale(self._attention(layer, x, paths), self.spec.residual_scale)
-            x = x + scale(self._feed_forward(layer, x), self.spec.residual_scale)
-        return self._linear(self.spec.output, None, self._norm(self.spec.output_norm, x)[rows]), x[None]
+            return super().run_layers(x, text, links, rows, taps, inputs)
+        spec, paths = self.spec, visible_slots(links, text.n_past)
+        for index in self.kept:
+            layer = spec.layers[index]
+            x = x + scale(self._attention(layer.mixer, text, index, x, paths, None), spec.residual_scale)
+            x = x + scale(self._dense(layer.ffn, x), spec.residual_scale)
+        assert spec.output is not None  # whole models have one
+        return self.linear(spec.output, None, self.norm(spec.output_norm, x)[rows]), x[None]
 
 
 def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Sequence[int]]) -> list[float]:
     """How often the likeliest token of each set of layers is the answers', behind the answers so far."""
     backend = ReferenceBackend("int8")
-    session = Skipping(spec, backend.plan(file, spec, N_CTX), backend.read_weights(file, spec.tensor_shapes()))
+    model = Skipping(spec, backend.plan(file, spec, N_CTX), backend.read_weights(file, spec.tensor_shapes()))
+    session = model.session()
     right = [0] * len(sets)
     for ids, begin in zip(texts.ids, texts.begins, strict=True):
-        session.kept = None
+        model.kept = None
         session.truncate(0)
         session.forward(ids[: begin - 1], logits=())
         session.commit(range(begin - 1))
         for before, after in pairwise(ids[begin - 1 :]):
-            for i, session.kept in enumerate(sets):
+            for i, model.kept in enumerate(sets):
                 right[i] += int(session.forward([before]).logits[0].argmax()) == after
-            session.kept = None
+            model.kept = None
             session.forward([before], logits=())
             session.commit([0])
-    session.close()
+    model.close()
     return [n / texts.n_answered for n in right]
 
 

@@ -56,7 +56,7 @@ class Ours:
         spec = read_spec(self.file)
         backend = NativeBackend()
         plan = backend.plan(self.file, spec, len(tokens), N_BATCH, n_threads)
-        self.session = backend.load(self.file, spec, plan, Device(n_threads))
+        self.session = backend.load(self.file, spec, plan, Device(n_threads)).session()
         self.behind = tokens[n_context:]
         self.session.forward(tokens[:n_context], logits=[])
         self.session.commit(range(n_context))

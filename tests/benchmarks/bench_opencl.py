@@ -37,7 +37,7 @@ from edgeinfer.backends.opencl import (
     measure_ways,
 )
 from edgeinfer.devices import default_n_threads
-from edgeinfer.engine import default_model
+from edgeinfer.loading import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.drafters.candidates import choices
@@ -94,7 +94,7 @@ def drafted_levels(head: OpenCLHead, rounds: int) -> dict[str, float]:
     """Of a level of DEFAULT_WIDTH nodes of a head's tree, by the way in which it is made."""
     ones = np.ones((1, head.spec.n_embd), dtype=np.float32)
     head.forward([1] * N_PAST, ones.repeat(N_PAST, axis=0), logits=())
-    head.commit(range(N_PAST) if head.spec.n_layers else ())
+    head.commit(range(N_PAST) if head.spec.decoder.n_layers else ())
 
     def one_by_one() -> None:
         out, n_pending = head.forward([1], ones), 1
@@ -140,20 +140,21 @@ def measure(model: str, head: str | None, device_index: int | None, rounds: int)
         backends = {"opencl": OpenCLBackend(info), "native": NativeBackend()}
         for name, backend in backends.items():
             spec = backend.read_spec(file)
-            session = backend.load(file, spec, backend.plan(file, spec, 256), Device(default_n_threads()))
+            loaded = backend.load(file, spec, backend.plan(file, spec, 256), Device(default_n_threads()))
+            session = loaded.session()
             tokens = np.random.default_rng(1).integers(0, spec.n_vocab, N_PAST).astype(np.int32)
             result[f"{name}_passes"] = passes(session, tokens, rounds)
             if isinstance(session, OpenCLSession):
                 result["opencl_levels"] = levels(session, tokens[:1], rounds)
                 result["opencl_drafted"] = drafted_tokens(session, tokens, rounds)
-            session.close()
+            loaded.close()
         if head is not None:
             with ModelFile.open(head) as of_head:
                 of_target = read_spec(file)
-                decoder = read_head_beside(of_head, file, of_target).decoder
+                spec = read_head_beside(of_head, file, of_target)
                 heads = OpenCLHeadBackend(info, file, of_target)
-                opened = heads.load(of_head, decoder, heads.plan(of_head, decoder, 256), Device(1))
-            result["opencl_head_drafted"] = drafted_levels(opened, rounds)
+                opened = heads.load(of_head, spec, heads.plan(of_head, spec, 256), Device(1))
+            result["opencl_head_drafted"] = drafted_levels(opened.session(), rounds)
             opened.close()
     for shape in TERNARY_SHAPES:
         for n in TERNARY_SIZES:

@@ -35,11 +35,13 @@ def by_session(path: Path, n_threads: int) -> Callable[[int], None]:
     """Runs and commits the token at a position, in a process of its own."""
     backend = LlamaCppBackend()
     with ModelFile.open(path) as file:
-        session = backend.load(file, None, backend.plan(file, None, N_CTX, N_CTX, n_threads), Device(n_threads))
+        session = backend.load(
+            file, None, backend.plan(file, None, N_CTX, N_CTX, n_threads), Device(n_threads)
+        ).session()
 
     def step(n_past: int) -> None:
         if n_past == 0:
-            session.recall([])
+            session.reuse_prefix([])
         session.forward([100 + n_past])
         session.commit([0])
 

@@ -47,7 +47,7 @@ def bad_starts(known: Streams) -> dict[str, Streams]:
 
 def use(session: NativeSession, streams: Streams) -> None:
     for n, stream in streams.items():
-        session.decoder().set_stream(False, n, tuple(stream))
+        session.model.decoder().set_stream(False, n, tuple(stream))
 
 
 def milliseconds(session: NativeSession, tokens: list[int]) -> float:
@@ -91,10 +91,10 @@ def compare(session: NativeSession, choices: Mapping[str, Streams], rounds: int)
 
 def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> dict[str, Any]:
     with ModelFile.open(path) as file:
-        spec, backend = read_spec(file), NativeBackend()
+        spec, backend = read_spec(file), NativeBackend(tuned=False)
         plan = backend.plan(file, spec, 2 * N_BATCH, N_BATCH, n_threads)
-        session = NativeSession(file, spec, plan, Device(n_threads), tuned=False)
-        decoder = session.decoder()
+        session = backend.load(file, spec, plan, Device(n_threads)).session()
+        decoder = session.model.tuned(N_BATCH)
         known = {n: Stream(*decoder.stream(False, n)) for n in SIZES}
         starts = {"known": known, **bad_starts(known)}
         starts = {name: start for name, start in starts.items() if not wanted or name in wanted}

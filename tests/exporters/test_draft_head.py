@@ -14,7 +14,7 @@ from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.models import read_spec
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.draft_head import fingerprint
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 

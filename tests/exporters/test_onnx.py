@@ -12,6 +12,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import choose_provider
 from edgeinfer.backends.onnx import files as files_module
 from edgeinfer.backends.reference import ReferenceBackend
@@ -86,7 +87,7 @@ def test_a_file_gives_the_logits_of_its_source(
     with ModelFile.open(source) as file:
         reference = ReferenceBackend()
         spec = reference.read_spec(file)
-        session = reference.load(file, spec, reference.plan(file, spec, 64), Device(1))
+        session = reference.load(file, spec, reference.plan(file, spec, 64), Device(1)).session()
     theirs = session.forward(tokens, logits="all").logits
     is_rounded = operators == "contrib" and format != "F16"
     assert difference(logits_of(target, tokens), theirs) < (6e-2 if is_rounded else 1e-3)
@@ -106,8 +107,9 @@ def test_a_head_goes_with_its_targets_embeddings_and_its_vocabulary(
     assert result.exit_code == 0, result.output
     tokens, features = [5, 80, 200, 7], rng.standard_normal((4, 256), dtype=np.float32)
     with ModelFile.open(head) as file, ModelFile.open(model) as of_target:
-        spec = read_head(file)
-        oracle = open_reference_head(file, spec.decoder, of_target, read_spec(of_target), 64, "float32")
+        target_spec = read_spec(of_target)
+        spec = read_head_beside(file, of_target, target_spec)
+        oracle = open_reference_head(file, spec, of_target, target_spec, 64, "float32")
     theirs = oracle.forward(tokens, features, logits="all").logits
     assert difference(logits_of(tmp_path / "model.onnx", tokens, features), theirs) < 1e-3
     other = write_tiny_model(tmp_path / "b.gguf", "granite", "F16", n_embd=256, seed=1)

@@ -18,8 +18,8 @@ from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.ternary import export_ternary
 from edgeinfer.models import read_spec
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.trits import PACK, TernaryMatrix
+from edgeinfer.models.formats import PACK, dequantize
+from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
@@ -272,5 +272,5 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path, rng: np.r
 def logits_of(backend: Any, path: Path, tokens: np.ndarray) -> np.ndarray:
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 128, 128), Device(2))
+        session = backend.load(file, spec, backend.plan(file, spec, 128, 128), Device(2)).session()
         return np.asarray(session.forward(tokens, logits="all").logits)

@@ -45,6 +45,15 @@ def test_pages_that_sources_name_exist() -> None:
     assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/engine.md", "docs/exactness.md", "docs/draft-heads.md"])
+def test_files_that_pages_name_exist(page: str) -> None:
+    files = {f"/{path.relative_to(ROOT)}" for folder in (*SHIPPED, "tests") for path in (ROOT / folder).rglob("*")}
+    files |= {f"/{path.name}" for path in ROOT.iterdir()}
+    named = re.findall(r"`([\w/]+(?:\.(?:py|h|cpp|toml|txt)|/))`", (ROOT / page).read_text())
+    ends = {"/" + name.rstrip("/") for name in named}
+    assert ends and sorted(end for end in ends if not any(file.endswith(end) for file in files)) == []
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(re.findall(r"\((docs/[\w-]+\.md)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}

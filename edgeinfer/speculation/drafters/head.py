@@ -165,8 +165,10 @@ class HeadDrafter:
         """Run and commit the next n rows; the predicted feature and the logits of the last."""
         first = len(self._tokens) - self._n_unseen(context)
         self._last = None
-        out = self.session.forward(context.tokens[first + 1 : first + 1 + n], self._features[first : first + n])
-        self.session.commit(list(range(n)) if self.session.spec.decoder.n_layers else [])
+        for start in range(first, first + n, self.session.n_batch):
+            end = min(first + n, start + self.session.n_batch)
+            out = self.session.forward(context.tokens[start + 1 : end + 1], self._features[start:end])
+            self.session.commit(list(range(end - start)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
 

@@ -101,8 +101,9 @@ class ModelDrafter:
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain of the best expected length, with a second candidate at each unsure level."""
-        n_past = self._align(context.tokens, context.n_unverified)
-        unseen, chain, acceptance = context.tokens[n_past:], _Chain(list(context.tokens)), context.acceptance
+        unseen = context.tokens[self._align(context.tokens, context.n_unverified) :]
+        unseen = self._run_all_but_a_batch(unseen)
+        chain, acceptance = _Chain(list(context.tokens)), context.acceptance
         self._lookup.add(context.tokens, self._n_looked_up)
         self._n_looked_up = len(context.tokens) - context.n_unverified
         while self._max_levels(chain, limit) and acceptance.should_extend(chain.path_probabilities):
@@ -160,6 +161,7 @@ class ModelDrafter:
         self, context: Context, text: Sequence[int], unseen: list[int], max_levels: int
     ) -> list[_Level]:
         """The next level after a text, and those after accepted guesses, from one pass."""
+        max_levels = min(max_levels, self.session.n_batch - len(unseen) + 1)
         costs = self._costs.milliseconds(self.session.n_past)[len(unseen) :]
         guesses = self._lookup.find(text, max_levels - 1, costs) if len(unseen) <= _MAX_UNSEEN else []
         tokens = [*unseen, *(guess.token for guess in guesses)]
@@ -222,9 +224,19 @@ class ModelDrafter:
 
     def _forward(self, tokens: Sequence[int]) -> Logits:
         """Run and commit tokens; the logits after the last, (n_vocab,)."""
-        row: Logits = self._pass(tokens, 1)[0]
-        self._commit(tokens)
+        last = self._run_all_but_a_batch(tokens)
+        row: Logits = self._pass(last, 1)[0]
+        self._commit(last)
         return row
+
+    def _run_all_but_a_batch(self, tokens: Sequence[int]) -> list[int]:
+        """Run and commit tokens until the rest fits into one batch; returns the rest."""
+        rest, n_batch = list(tokens), self.session.n_batch
+        while len(rest) > n_batch:
+            self._pass(rest[:n_batch], 1)
+            self._commit(rest[:n_batch])
+            del rest[:n_batch]
+        return rest
 
     def _pass(self, tokens: Sequence[int], n_rows: int) -> Logits:
         """Run tokens; the logits of the last n_rows, (n_rows, n_vocab) or fewer columns if the model has fewer."""

@@ -28,6 +28,7 @@ from other_models import write_gpt2, write_lfm2, write_mamba
 from staging import Stage
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
+from edgeinfer.backends.base import Rows
 from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession
 from edgeinfer.backends.llama_cpp import library as library_module
 from edgeinfer.backends.llama_cpp.worker import Worker
@@ -72,7 +73,7 @@ def opener(path: Path, n_ctx: int = 256) -> Open:
     def open_session(n_threads: int = 1, n_batch: int = 128) -> LlamaCppSession:
         backend = LlamaCppBackend()
         plan = backend.plan(file, None, n_ctx, n_batch, n_threads)
-        return backend.load(file, None, plan, Device(n_threads))
+        return backend.load(file, None, plan, Device(n_threads)).session()
 
     return open_session
 
@@ -114,7 +115,8 @@ def test_logits_equal_the_reference(
     tokens = some_tokens(100, rng)
     with ModelFile.open(path) as file:
         spec, oracle = read_spec(file), ReferenceBackend()
-        expected = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1)).forward(tokens, logits="all").logits
+        model = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1))
+        expected = model.session().forward(tokens, logits="all").logits
     session = opener(path)()
     assert_close(session.forward(tokens, logits="all").logits, expected)
     assert_close(session.forward(tokens[:13], TREE, logits=[3]).logits, session.forward(tokens[:4]).logits)
@@ -345,7 +347,7 @@ def test_the_plan_covers_what_llama_cpp_says_it_holds(
     with ModelFile.open(path) as file:
         plan = backend.plan(file, None, 1000, 70, 1)
         shares: list[float] = []
-        session = backend.load(file, None, plan, Device(1), shares.append)
+        session = backend.load(file, None, plan, Device(1), shares.append).session()
     use = session.memory()
     assert (plan.n_ctx, plan.n_batch, session.n_ctx) == (1000, 70, 1000)
     assert (use.kv_cache, use.activations) == (plan.use.kv_cache, plan.use.activations)
@@ -395,7 +397,7 @@ def test_a_context_that_would_end_the_process_is_refused(llama_cpp: ModuleType, 
     for write, most in ((write_gpt2, 256), (write_llama, MAX_N_CTX)):
         with ModelFile.open(write(tmp_path / "m.gguf")) as file:
             plan = backend.plan(file, None, 256, 64)
-            session = backend.load(file, None, plan, Device(1))
+            session = backend.load(file, None, plan, Device(1)).session()
             assert session.forward(np.zeros(256, dtype=np.int32)).logits.shape == (1, session.spec.n_vocab)
             with pytest.raises(InvalidArgument, match=f"at most {most} in llama.cpp.*found {most + 1}"):
                 backend.load(file, None, replace(plan, n_ctx=most + 1), Device(1))
@@ -447,7 +449,7 @@ def test_wrong_arguments_are_refused_as_elsewhere_and_change_nothing(
 ) -> None:
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         spec, oracle = read_spec(file), ReferenceBackend()
-        reference = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1))
+        reference = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1)).session()
     session = of_cells()
     session.forward([1, 2, 3])
     errors = []
@@ -499,10 +501,32 @@ def test_the_context_can_be_filled_but_not_overfilled(of_cells: Open, rng: np.ra
     assert session.forward([1] * 3).logits.shape == (1, 291)
 
 
+def test_a_model_has_one_session_at_a_time_and_the_next_begins_an_empty_text(of_any_kind: Open) -> None:
+    first = of_any_kind()
+    model, tokens = first.model, np.arange(20, dtype=np.int32)
+    expected = first.forward(tokens).logits
+    first.commit(range(20))
+    with pytest.raises(InvalidArgument, match="llama.cpp holds one text at a time: close the session that is open"):
+        model.session()
+    first.close()
+    with pytest.raises(EdgeInferError, match="this session is closed"):
+        first.forward([1])
+    for n_ctx, cache_type, message in ((257, None, r"must be in 1\.\.256"), (64, "q8_0", "was planned with type f16")):
+        with pytest.raises(InvalidArgument, match=message):
+            model.session(n_ctx, cache_type)
+    second = model.session(32)
+    assert (second.n_past, second.n_ctx, second.model) == (0, 32, model)
+    (out,) = model.forward([Rows(second, tokens)])
+    assert np.array_equal(out.logits, expected)
+    with pytest.raises(ContextOverflow):
+        second.forward(np.arange(33))
+    assert model.memory() == replace(second.memory(), kv_cache=0)
+
+
 def test_a_closed_session_refuses_every_call(of_cells: Open) -> None:
     session = of_cells()
-    session.close()
-    session.close()
+    session.model.close()
+    session.model.close()
     session.interrupt()
     calls: list[Callable[[], object]] = [
         lambda: session.forward([1]),
@@ -583,7 +607,7 @@ def test_ctrl_c_between_handing_over_and_waiting_is_not_lost(
 ) -> None:
     session, prompt = of_cells(), some_tokens(50, rng)
     prefill(session, prompt, 50)
-    threads = session._process._worker._threads
+    threads = session.model._process._worker._threads
     submit = threads.submit
 
     def interrupted_submit(*arguments: Any) -> None:
@@ -701,11 +725,11 @@ def test_llama_cpp_is_quiet_and_its_log_can_be_had(
     llama_cpp: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     session = opener(write_llama(tmp_path / "m.gguf"))()
-    assert b"GGML_NO_BACKTRACE=1" in Path(f"/proc/{session._process.pid}/environ").read_bytes()
+    assert b"GGML_NO_BACKTRACE=1" in Path(f"/proc/{session.model._process.pid}/environ").read_bytes()
     session.forward([1, 2, 3])
     with pytest.raises(UnsupportedModel):
         LlamaCppBackend().read_spec(damaged(tmp_path / "broken.gguf", b"llama", b"lamma"))
-    session.close()
+    session.model.close()
     assert capfd.readouterr() == ("", "") and caplog.records == []
     with caplog.at_level(logging.DEBUG, "edgeinfer"):
         opener(tmp_path / "m.gguf")()

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_session(path: Path, n_ctx: int = 64) -> LlamaCppSession:
     backend = LlamaCppBackend()
     with ModelFile.open(path) as file:
-        return backend.load(file, None, backend.plan(file, None, n_ctx), Device(1))
+        return backend.load(file, None, backend.plan(file, None, n_ctx), Device(1)).session()
 
 
 def is_running(pid: int) -> bool:
@@ -97,7 +97,7 @@ def test_where_extra_buffers_crash_it_runs_without_them_and_remembers(stage: Sta
     assert stage.passes() == [1]  # the first one crashed before it was noted
     logits = session.forward(TOKENS, logits="all").logits
     assert np.abs(logits - expected).max() < 0.1 * expected.std()  # 8-bit activations, in blocks of other sizes
-    assert not session._loaded.wanted.extra_buffers
+    assert not session.model._loaded.wanted.extra_buffers
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = open_session(model)
@@ -249,45 +249,45 @@ def test_a_crash_in_an_answer_is_a_lost_backend_until_the_next_text(stage: Stage
         with pytest.raises(BackendLost, match="halfway"):
             call()
     session.interrupt()
-    assert session.recall(TOKENS) == 0 and session.n_past == 0
-    assert not session._loaded.wanted.extra_buffers
+    assert session.reuse_prefix(TOKENS) == 0 and session.n_past == 0
+    assert not session.model._loaded.wanted.extra_buffers
     assert np.abs(session.forward(TOKENS[:10]).logits - expected).max() < 0.1 * expected.std()
 
 
 def test_a_second_crash_on_starting_again_is_a_lost_backend_too(stage: Stage, model: Path) -> None:
     session = open_session(model)
-    os.kill(session._process.pid, signal.SIGKILL)
+    os.kill(session.model._process.pid, signal.SIGKILL)
     with pytest.raises(BackendLost, match="SIGKILL"):
         session.forward([1])
     stage.play(CRASH + "llama_cpp.llama_decode = lambda context, batch: crash('again')")
     for _ in range(2):
         with pytest.raises(BackendLost, match="SIGKILL.*started again, and failed: .*again"):
-            session.recall([1, 2])
+            session.reuse_prefix([1, 2])
     with pytest.raises(BackendLost, match="SIGKILL"):
         session.forward([1])
     stage.play("")
-    assert session.recall([1, 2]) == 0
+    assert session.reuse_prefix([1, 2]) == 0
     assert session.forward([1]).logits.shape == (1, 291)
-    session.close()
+    session.model.close()
 
 
 def test_a_file_that_has_become_another_model_is_not_gone_on_with(stage: Stage, tmp_path: Path) -> None:
     session = open_session(write_tiny_model(tmp_path / "m.gguf", "llama", "F32"))
-    os.kill(session._process.pid, signal.SIGKILL)
+    os.kill(session.model._process.pid, signal.SIGKILL)
     with pytest.raises(BackendLost):
         session.forward([1])
     write_tiny_model(tmp_path / "m.gguf", "llama", "F32", n_vocab=300)
     with pytest.raises(BackendLost, match="m.gguf has become another model; load it anew"):
-        session.recall([1])
+        session.reuse_prefix([1])
     (tmp_path / "m.gguf").unlink()
     with pytest.raises(BackendLost, match="m.gguf: llama.cpp cannot load this model"):
-        session.recall([1])
+        session.reuse_prefix([1])
 
 
 def test_an_engine_goes_on_with_the_next_request(stage: Stage, model: Path) -> None:
     with edgeinfer.load(model, backend="llama.cpp", n_threads=1) as engine:
         expected = engine.generate("hello", max_tokens=5, temperature=0.0)
-        os.kill(engine.session._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(engine.session.model._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(BackendLost, match="SIGKILL"):
             engine.generate("hello", max_tokens=5, temperature=0.0)
         assert engine.generate("hello", max_tokens=5, temperature=0.0).tokens == expected.tokens
@@ -296,8 +296,8 @@ def test_an_engine_goes_on_with_the_next_request(stage: Stage, model: Path) -> N
 def test_a_process_is_deaf_to_ctrl_c_and_quiet(stage: Stage, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stage.play(on_pass(4, "print('to stdout'); os.system('echo to stderr >&2')"))
     session = open_session(model)
-    os.kill(session._process.pid, signal.SIGINT)
-    assert os.getpgid(session._process.pid) != os.getpgid(0)
+    os.kill(session.model._process.pid, signal.SIGINT)
+    assert os.getpgid(session.model._process.pid) != os.getpgid(0)
     for _ in range(3):
         assert session.forward([1]).logits.shape == (1, 291)
     assert capfd.readouterr() == ("", "")
@@ -318,7 +318,7 @@ llama_cpp.llama_decode = loud_decode
     session = open_session(model)
     for _ in range(10):
         session.forward([1])
-    assert 0 < os.fstat(session._process._words.fd).st_size < 200_000
+    assert 0 < os.fstat(session.model._process._words.fd).st_size < 200_000
 
 
 # ---- nothing is left behind --------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_no_process_and_no_descriptor_is_left(stage: Stage, model: Path, how: st
         del backend
     else:
         session = open_session(model)
-        pid = session._process.pid
+        pid = session.model._process.pid
         assert is_running(pid) and open_files() != before
         if how == "killed":
             os.kill(pid, signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_no_process_and_no_descriptor_is_left(stage: Stage, model: Path, how: st
             with pytest.raises(BackendLost):
                 session.forward([1])
         if how != "dropped":
-            session.close()
+            session.model.close()
         else:
             del session
     assert not is_running(pid)
@@ -360,8 +360,8 @@ from edgeinfer.backends.llama_cpp import LlamaCppBackend
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 file, backend = ModelFile.open(sys.argv[1]), LlamaCppBackend()
-session = backend.load(file, None, backend.plan(file, None, 64), Device(1))
-print(session._process.pid, flush=True)
+session = backend.load(file, None, backend.plan(file, None, 64), Device(1)).session()
+print(session.model._process.pid, flush=True)
 sys.stdin.readline()
 session.forward([1])
 """
@@ -397,7 +397,7 @@ def test_what_does_not_stop_is_killed(stage: Stage, model: Path, monkeypatch: py
         session.forward([1])
     with pytest.raises(BackendLost):
         session.forward([1])
-    assert session.recall([]) == 0
+    assert session.reuse_prefix([]) == 0
 
 
 # ---- any host ----------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_without_memfd_and_with_no_room_in_dev_shm_it_runs(
 
 
 def test_a_host_without_stdin_stdout_and_stderr_has_its_logits(stage: Stage, model: Path, tmp_path: Path) -> None:
-    script = HOST.replace("print(session._process.pid, flush=True)\nsys.stdin.readline()\n", "") + (
+    script = HOST.replace("print(session.model._process.pid, flush=True)\nsys.stdin.readline()\n", "") + (
         "import numpy as np; np.save(sys.argv[2], session.forward(list(range(40)), logits='all').logits)"
     )
     out = tmp_path / "logits.npy"
@@ -469,7 +469,7 @@ def test_a_fork_of_the_host_does_not_end_the_process(stage: Stage, model: Path) 
     session = open_session(model)
     child = os.fork()
     if child == 0:
-        session.close()
+        session.model.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert session.forward([1]).logits.shape == (1, 291)
@@ -477,7 +477,7 @@ def test_a_fork_of_the_host_does_not_end_the_process(stage: Stage, model: Path) 
 
 def test_no_core_is_dumped(stage: Stage, model: Path) -> None:
     session = open_session(model)
-    assert resource.prlimit(session._process.pid, resource.RLIMIT_CORE)[0] == 0
+    assert resource.prlimit(session.model._process.pid, resource.RLIMIT_CORE)[0] == 0
 
 
 def test_logits_of_more_rows_than_one_pass_has_come_whole(stage: Stage, model: Path) -> None:

@@ -381,7 +381,7 @@ def test_a_q8_0_cache_takes_a_little_over_half_and_changes_little(tmp_path: Path
         opener(odd, cache_type="q8_0")()
 
 
-def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_parked_texts_are_found_again(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K")
     open_session = opener(path, n_ctx=1024)
     session = open_session()
@@ -417,7 +417,7 @@ def test_texts_put_aside_are_found_again(tmp_path: Path, rng: np.random.Generato
     assert session.reuse_prefix([]) == 0
 
 
-def test_texts_put_aside_and_a_changing_one_keep_out_of_each_others_way(tmp_path: Path) -> None:
+def test_parked_texts_and_a_changing_one_keep_out_of_each_others_way(tmp_path: Path) -> None:
     """Random walks over texts with common beginnings, against a session that computes everything."""
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q8_0")
     open_session = opener(path, n_ctx=512)

@@ -21,9 +21,9 @@ N_PROMPT = 32
 
 def opened(path: Path, n_threads: int = 2, isa: str | None = None, tuned: bool = True) -> NativeSession:
     file = ModelFile.open(path)
-    spec, backend = read_spec(file), NativeBackend()
+    spec, backend = read_spec(file), NativeBackend(tuned=tuned)
     plan = backend.plan(file, spec, 128, 64, n_threads)
-    return NativeSession(file, spec, plan, Device(n_threads, isa), tuned=tuned)
+    return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
 
 def any_stream(rng: np.random.Generator) -> Stream:
@@ -57,9 +57,9 @@ def test_all_choices_give_the_same_bits(format: str, isa: str, tmp_path: Path, r
         for _ in range(10):
             for n in range(1, MOST_TOKENS + 1):
                 for is_ternary in (False, True):
-                    session.decoder().set_stream(is_ternary, n, tuple(any_stream(rng)))
+                    session.model.decoder().set_stream(is_ternary, n, tuple(any_stream(rng)))
                 logits = session.forward(rest[:n], logits="all").logits
-                assert same_bits(logits, expected[:n]), (n, session.decoder().stream(False, n))
+                assert same_bits(logits, expected[:n]), (n, session.model.decoder().stream(False, n))
             assert same_bits(session.forward(rest, TREE, logits="all").logits, tree)
 
 
@@ -72,20 +72,20 @@ def test_a_session_that_was_tuned_gives_the_same_bits_and_begins_empty(
     text = rng.integers(0, 290, 40).astype(np.int32)
     plain = opened(path, tuned=False)
     expected = prefill(plain, text, len(text))
-    assert plain.tuning is None
+    assert plain.model.tuning is None
     monkeypatch.setattr(tuning, "LEAST_BYTES", 0)
     monkeypatch.setattr(tuning, "_LEAST_BUSY", 0.0)
     for origin in ("measured", "kept"):
         session = opened(path)
-        assert session.tuning is not None and session.tuning.origin == origin and session.n_past == 0
-        used = {n: Stream(*session.decoder().stream(format == "I2_S", n)) for n in session.tuning.streams}
-        assert used == session.tuning.streams
+        assert session.model.tuning is not None and session.model.tuning.origin == origin and session.n_past == 0
+        used = {n: Stream(*session.model.decoder().stream(format == "I2_S", n)) for n in session.model.tuning.streams}
+        assert used == session.model.tuning.streams
         assert same_bits(prefill(session, text, len(text)), expected)
 
 
 def test_parts_of_a_pass_read_all_weights_between_them(tmp_path: Path) -> None:
     session = opened(write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K", n_layers=7, n_vocab=512))
-    decoder = session.decoder()
+    decoder = session.model.tuned(8)
     matrices = 7 * sum(_matrix_bytes(shape) for shape in ((256, 256), (128, 256), (128, 256), (256, 256)))
     matrices += 7 * 3 * _matrix_bytes((768, 256)) + _matrix_bytes((512, 256))
     for n_parts in (1, 2, 4):
@@ -102,7 +102,7 @@ def _matrix_bytes(shape: tuple[int, int]) -> int:
 
 
 def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    decoder = opened(write_tiny_model(tmp_path / "m.gguf")).decoder()
+    decoder = opened(write_tiny_model(tmp_path / "m.gguf")).model.tuned(64)
     for n_parts, part in ((0, 0), (2, 2), (2, -1)):
         with pytest.raises(IndexError, match="no such part"):
             decoder.seconds_of_part(1, n_parts, part)
@@ -112,7 +112,7 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="do not fit together"):
             decoder.seconds_of_part(n, 1, 0)
     for n in (0, 9):
-        with pytest.raises(ValueError, match="only products of a few columns"):
+        with pytest.raises(ValueError, match="only products of a few tokens"):
             decoder.stream(False, n)
 
 
@@ -121,4 +121,4 @@ def test_a_wrong_variable_is_refused_before_anything_is_read(tmp_path: Path, mon
     monkeypatch.setenv(tuning.VARIABLE, "fast")
     with pytest.raises(InvalidArgument, match="EDGEINFER_TUNE must be auto, off, again: found 'fast'"):
         opened(path)
-    assert opened(path, tuned=False).tuning is None
+    assert opened(path, tuned=False).model.tuning is None

@@ -13,7 +13,7 @@ from edgeinfer.backends.native import tuning
 from edgeinfer.backends.native.tuning import ALL_CACHES, AROUND_L3, FROM_L2, Search, Stream, tune
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.record_cache import folder_of
+from edgeinfer.record_cache import record_folder
 
 KNOWN = Stream(4736, True, ALL_CACHES, 1, 1, 192 << 10, 4, True)
 SIZES = range(1, 9)
@@ -195,7 +195,7 @@ def tuned(file: ModelFile, decoder: FakeDecoder, *facts: object) -> tuning.Tunin
 
 
 def records() -> list[Path]:
-    folder = folder_of("tuning")
+    folder = record_folder("tuning")
     return sorted(folder.iterdir()) if folder is not None and folder.exists() else []
 
 

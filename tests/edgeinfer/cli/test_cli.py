@@ -24,8 +24,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
-from edgeinfer import cli
-from edgeinfer import engine as engine_module
+from edgeinfer import backend_choice, cli, loading
 from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
@@ -394,14 +393,14 @@ def thinker(tmp_path_factory):
 
 def thinking_of(monkeypatch, output):
     """Makes every engine say this."""
-    load = engine_module.load
+    load = loading.load
 
     def scripted(*arguments, **options):
         engine = load(*arguments, **options)
         Script(engine, monkeypatch).emit(output)
         return engine
 
-    monkeypatch.setattr(engine_module, "load", scripted)
+    monkeypatch.setattr(loading, "load", scripted)
 
 
 def test_reasoning_is_no_part_of_the_answer_and_is_shown_when_asked_for(run, thinker, monkeypatch):
@@ -493,7 +492,7 @@ def test_what_goes_wrong_while_loading_has_its_exit_code(run, monkeypatch, error
     def load(*args, **options):
         raise error
 
-    monkeypatch.setattr(engine_module, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     result = run("chat", "-p", "hello", code=code)
     assert message in result.stderr and "Traceback" not in result.stderr
 
@@ -513,7 +512,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(model):
 
 
 def test_a_warning_while_loading_is_a_note(run, model, monkeypatch):
-    monkeypatch.setitem(engine_module._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
+    monkeypatch.setitem(backend_choice._BACKENDS, "native", ("edgeinfer.backends.no_such_module", "NativeBackend"))
     result = run("generate", "-p", "hello", "-n", "1", "--backend", "auto")
     assert "far slower" in result.stderr and "warnings.warn" not in result.stderr
 
@@ -553,7 +552,7 @@ def test_errors_command_no_terminal(model, monkeypatch, debug):
     def load(*args, **options):
         raise UnsupportedModel(EVIL)
 
-    monkeypatch.setattr(engine_module, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     result = CliRunner().invoke(cli.main, [*debug, "generate", "-m", model, "-p", "a"])
     assert result.exit_code == EXIT_CODES["model"] and not CONTROL.search(result.stderr)
     assert "error: a\u241b[31mred" in result.stderr and ("Traceback" in result.stderr) == bool(debug)

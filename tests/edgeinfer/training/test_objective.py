@@ -12,7 +12,7 @@ if importlib.util.find_spec("torch") is None:
     missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
 import torch
 
-from edgeinfer.backends.reference import attend, rms_norm, rotate, silu
+from edgeinfer.backends.reference_math import attend, rms_norm, rotate, silu
 from edgeinfer.models import RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training import rounds

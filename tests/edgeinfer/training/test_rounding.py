@@ -12,8 +12,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.training.rounding import rounded
 

@@ -1,6 +1,7 @@
 """The target in torch: the logits of the reference, of one pass or of many, and the answers of the native engine."""
 
 import importlib.util
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,15 @@ import torch
 import edgeinfer
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import NumericalError, UnsupportedModel
-from edgeinfer.models import read_spec
+from edgeinfer.models import Dense, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training import agreement, batch_author
+from edgeinfer.training import target as target_module
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.corpus import Mix, Request
 from edgeinfer.training.features import NativeRecorder, Taps
+from edgeinfer.training.head import HeadSizes
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import Device
@@ -39,7 +42,7 @@ def test_logits_equal_those_of_the_reference(
     texts = [rng.integers(0, 291, n).astype(np.int32) for n in [4] * 24 + [40]]
     with ModelFile.open(path) as file:
         backend, spec = ReferenceBackend("int8"), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1))
+        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1)).session()
         target = TorchTarget(file, spec, CPU)
         logits = [target.logits(rows).numpy() for rows in target.text_features(texts)]
         wanted = [session.forward(text, logits="all").logits for text in texts]
@@ -68,6 +71,64 @@ def test_a_recipe_that_is_not_computed_is_refused(tmp_path: Path) -> None:
         with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", architecture)) as file:
             with pytest.raises(UnsupportedModel, match=f"cannot be trained for {architecture}, which has {words}"):
                 TorchTarget(file, read_spec(file), CPU)
+
+
+def test_every_layer_is_looked_at(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
+        spec = read_spec(file)
+        for role, changes, words in [
+            ("mixer", {"window": 9}, "windows of attention in layers.1.mixer"),
+            ("mixer", {"post_norm": "blk.1.post_attention_norm.weight"}, "norms behind attention in layers.1.mixer"),
+            ("mixer", {"n_in": 512}, "attention from rows of 512 numbers in layers.1.mixer"),
+            ("ffn", {"activation": "relu2"}, "an activation other than SiLU in layers.1.ffn"),
+            ("ffn", {"sub_norm": "blk.1.ffn_sub_norm.weight"}, "norms inside the network in layers.1.ffn"),
+        ]:
+            layer = replace(spec.layers[1], **{role: replace(getattr(spec.layers[1], role), **changes)})
+            with pytest.raises(UnsupportedModel, match=f"cannot be trained for llama, which has {words}; it can"):
+                TorchTarget(file, replace(spec, layers=(spec.layers[0], layer)), CPU)
+
+
+def test_unknown_blocks_and_fields_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
+        spec = read_spec(file)
+        dense = spec.layers[1].ffn
+        kind = make_dataclass("Experts", [("clamp", float | None, None)], bases=(Dense,), frozen=True)
+        block = kind(**vars(dense), clamp=7.0)
+        other = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], ffn=block)))
+        with pytest.raises(UnsupportedModel, match="layers.1.ffn is a block Experts, which the training"):
+            TorchTarget(file, other, CPU)
+        monkeypatch.setitem(target_module.BLOCKS, kind, target_module.BLOCKS[Dense])  # as if Dense had got the field
+        monkeypatch.setitem(target_module._NOT_COMPUTED, kind, target_module._NOT_COMPUTED[Dense])
+        with pytest.raises(UnsupportedModel, match=r"layers.1.ffn has clamp, which the training backend does not know"):
+            TorchTarget(file, other, CPU)
+
+
+def test_a_head_is_not_made_for_layers_of_several_sizes(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
+        spec = read_spec(file)
+        assert HeadSizes.of(file, spec, 1).n_heads == 4
+        layer = replace(spec.layers[1], mixer=replace(spec.layers[1].mixer, n_heads=2))
+        with pytest.raises(UnsupportedModel, match=r"must all be the same: found .* \(768, 2, 2\), \(768, 4, 2\)"):
+            HeadSizes.of(file, replace(spec, layers=(spec.layers[0], layer)), 1)
+
+
+def test_layers_have_heads_and_caches_of_their_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The second layer's rows are read as half the heads of twice the size."""
+    tokens = rng.integers(0, 291, 12).astype(np.int32)
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", tensor_type="F32")) as file:
+        spec = read_spec(file)
+        mixer = replace(spec.layers[1].mixer, n_heads=2, n_kv_heads=1, head_dim=48, scale=0.11, rope=None)
+        other = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], mixer=mixer)))
+        backend, target = ReferenceBackend("int8"), TorchTarget(file, other, CPU)
+        session = backend.load(file, other, backend.plan(file, other, 64, 64), Device(1)).session()
+    wanted = session.forward(tokens, logits="all").logits
+    cache, found = KVCache.empty(other, 1, 16, CPU), []
+    for position, token in enumerate(tokens):
+        mask = torch.ones((1, 1, 1, position + 1), dtype=torch.bool)
+        rows = target.features(torch.tensor([[int(token)]]), torch.tensor([[position]]), mask, cache)
+        found.append(target.logits(rows[0, 0]).numpy())
+    assert_allclose(np.stack(found), wanted, atol=2e-3 * np.abs(wanted).max())
+    assert KVCache.bytes_of(other, 16) == sum(part.nbytes for part in (*cache.keys, *cache.values))
 
 
 def test_a_target_that_parts_from_the_native_engine_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:

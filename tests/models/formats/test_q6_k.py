@@ -4,8 +4,7 @@ import gguf
 import numpy as np
 from numpy.testing import assert_array_equal
 
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -120,14 +120,14 @@ struct InputArrays {
 
 // Ends the program where another way to read the matrix gives other bits than y.
 void check_all_ways(const Kernels& kernels, Matrix m, const Inputs& inputs, int n_groups, const std::vector<float>& y) {
-    Reading reading;
-    m.reading = &reading;
+    PrefetchPolicy policy;
+    m.policy = &policy;
     std::vector<float> z(y.size());
     for (const int at_once : {1, 2, 4}) {
         for (int columns = 1; columns <= kFewColumns; columns++) {
             const Stream way{64 * columns, true, static_cast<Hint>(columns % 3), at_once, columns, 0, 1, true};
             for (int n = 1; n <= kFewColumns; n++) {
-                reading.plain[n] = reading.ternary[n] = way;
+                policy.plain[n] = policy.ternary[n] = way;
                 kernels.matmul(m, inputs, n, 0, n_groups, nullptr, z.data(), static_cast<size_t>(m.n_out));
                 if (!std::memcmp(y.data(), z.data(), static_cast<size_t>(n * m.n_out) * sizeof(float))) continue;
                 std::fprintf(stderr, "%s: format %d, %d columns of %d, %d groups at once: other bits\n", kernels.name,
@@ -195,7 +195,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         std::memcpy(&x[i], &bits, 4);
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
-    KvCache cache({KvType::F16, 1, 1, 1019, 16});
+    TextState cache({KvType::F16, 16, 16, {{1, 1019, 0}}});
     cache.reserve(16);
     const KvHead head = cache.head(0, 0);
     kernels.store_key_value(head, 3, x.data(), x.data());
@@ -203,85 +203,120 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     report(kernels, "store_value", halves);
 }
 
-void decoder(const Kernels& kernels, KvType kv_type) {
-    for (const Format format : kFormats) {
-        Numbers numbers;
-        DecoderConfig config{300, 2, 256, 512, 6, 2, 48, 128, 32, 1e-5f, format != Format::Q4_K, {}, {}, {}};
-        config.kv_type = kv_type;
-        if (kv_type == KvType::Q8_0) config.n_heads = 9, config.n_kv_heads = 3, config.head_dim = 32;
-        Rope rope{{}, 1.0};
-        for (int i = 0; i < config.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
-        config.ropes = {rope};
-        config.attention = {{0, 0}, {0, 5}};
-        config.query_scales.assign(1, 0.14f);
-        config.positions_per_scale = 128;
-        if (format == Format::Q5_K) {  // everything that only some architectures have
-            config.activation = Activation::GeluTanh;
-            config.qk_norm = QKNorm::PerHead;
-            config.embedding_scale = 16, config.residual_scale = 0.7f, config.logit_scale = 0.5f;
-            config.attention_soft_cap = 3, config.logit_soft_cap = 5;
-        }
-        if (format == Format::I2_S) config.activation = Activation::Relu2;
-        config.gated = format == Format::Q4_0;
-        Decoder d(config, kernels, 2, size_t{16} << 20);
-        std::vector<std::vector<uint8_t>> kept;
-        const auto matrix = [&](Role role, int layer, int n_out, int n_in) {
-            // The attention is 288 wide, which only blocks of 32 divide.
-            const Format f =
-                (n_in % 256 && input_kind(format) == InputKind::Int8By256) || (n_in % 128 && format == Format::I2_S)
-                    ? Format::Q8_0
-                    : format;
-            kept.push_back(source_of(f, n_out, n_in, numbers));
-            d.set_matrix(role, layer, f, n_out, n_in);
-            d.pack_rows(role, layer, 0, n_out, f, kept.back().data(), 0.3f);
-        };
-        const auto vector = [&](Role role, int layer, int n) {
-            const std::vector<float> values = numbers.floats(static_cast<size_t>(n));
-            d.set_vector(role, layer, values.data(), n);
-        };
-        for (int layer = 0; layer < config.n_layers; layer++) {
-            vector(Role::AttnNorm, layer, 256), vector(Role::FfnNorm, layer, 256), vector(Role::QBias, layer, 288);
-            if (config.qk_norm == QKNorm::PerHead) {
-                vector(Role::QNorm, layer, config.head_dim), vector(Role::KNorm, layer, config.head_dim);
-                vector(Role::AttnPostNorm, layer, 256), vector(Role::FfnPostNorm, layer, 256);
-            }
-            if (format == Format::I2_S) vector(Role::AttnSubNorm, layer, 288), vector(Role::FfnSubNorm, layer, 512);
-            matrix(Role::Q, layer, 288, 256), matrix(Role::K, layer, 96, 256), matrix(Role::V, layer, 96, 256);
-            matrix(Role::AttnOutput, layer, 256, 288), matrix(Role::Gate, layer, 512, 256);
-            matrix(Role::Up, layer, 512, 256), matrix(Role::Down, layer, 256, 512);
-        }
-        if (config.gated) {
-            vector(Role::GateTokenNorm, 0, 256);
-            matrix(Role::GateFeature, 0, 256, 256), matrix(Role::GateToken, 0, 256, 256);
-            matrix(Role::GateMix, 0, 256, 512);
+// A decoder of random weights in one format, with everything that only some architectures have for some of them.
+class RandomDecoder {
+public:
+    RandomDecoder(const Kernels& kernels, Format format, KvType kv_type)
+        : format_(format), weights_(std::make_shared<Weights>(size_t{16} << 20, nullptr, nullptr)) {
+        config_ = config_of(format, kv_type);
+        for (int layer = 0; layer < config_.n_layers(); layer++) add_layer(layer);
+        if (format == Format::Q4_0) {
+            front_.kind = FrontKind::GatedFusion;
+            vector("front.token_norm", 256);
+            matrix("front.feature", 256, 256), matrix("front.token", 256, 256), matrix("front.mix", 256, 512);
         } else {
-            vector(Role::OutputNorm, 0, 256);
+            vector("output_norm", 256);
         }
-        matrix(Role::Output, 0, 300, 256);
+        matrix("output", 300, 256);
         const Format embedding = format == Format::I2_S ? Format::F16 : format;
-        kept.push_back(source_of(embedding, 300, 256, numbers));
-        d.set_embedding(embedding, kept.back().data(), kept.back().size() / 300);
+        kept_.push_back(source_of(embedding, 300, 256, numbers_));
+        weights_->set_embedding({embedding, kept_.back().data(), 300, 256, kept_.back().size() / 300});
+        decoder_ = std::make_unique<Decoder>(config_, front_, kernels, pool_, weights_);
+        state_ = std::make_unique<TextState>(config_.text_sizes(kv_type, 128));
+    }
 
-        const int n = 13;
-        std::vector<int32_t> tokens(n), chain(n), rows(n);
-        for (int i = 0; i < n; i++)
-            tokens[static_cast<size_t>(i)] = (7 * i + 3) % 300, rows[static_cast<size_t>(i)] = i,
-            chain[static_cast<size_t>(i)] = i - 1;
-        const std::vector<int32_t> tree = {-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11}, path = {0, 1, 4, 5, 11};
+    std::vector<float> features(size_t n) { return numbers_.floats(n); }
+    TextState& state() { return *state_; }
+    Decoder& decoder() { return *decoder_; }
+
+private:
+    static DecoderConfig config_of(Format format, KvType kv_type) {
+        AttentionConfig attention{256, 6, 2, 48};
+        if (kv_type == KvType::Q8_0) attention.n_heads = 9, attention.n_kv_heads = 3, attention.head_dim = 32;
+        attention.rope = 0;
+        DenseConfig dense{512};
+        DecoderConfig config{300, 300, 256, 128, 32, 1e-5f, {}, {}, {}};
+        if (format == Format::Q5_K) {
+            attention.qk_norm = QKNorm::PerHead, attention.soft_cap = 3;
+            dense.activation = Activation::GeluTanh;
+            config.embedding_scale = 16, config.residual_scale = 0.7f, config.logit_scale = 0.5f;
+            config.logit_soft_cap = 5;
+        }
+        if (format == Format::I2_S) dense.activation = Activation::Relu2;
+        Rope rope{format != Format::Q4_K, {}, 1.0, {}};
+        for (int i = 0; i < attention.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
+        config.ropes = {rope};
+        config.query_scales = {{{0.14f}, 128}};
+        config.layers = {{attention, dense}, {attention, dense}};
+        config.layers[1].attention.window = 5;
+        return config;
+    }
+
+    void add_layer(int layer) {
+        const std::string mixer = "layers." + std::to_string(layer) + ".mixer.";
+        const std::string ffn = "layers." + std::to_string(layer) + ".ffn.";
+        const AttentionConfig& attention = config_.layers[static_cast<size_t>(layer)].attention;
+        vector(mixer + "norm", 256), vector(ffn + "norm", 256), vector(mixer + "q_bias", 288);
+        if (attention.qk_norm == QKNorm::PerHead) {
+            vector(mixer + "q_norm", attention.head_dim), vector(mixer + "k_norm", attention.head_dim);
+            vector(mixer + "post_norm", 256), vector(ffn + "post_norm", 256);
+        }
+        if (format_ == Format::I2_S) vector(mixer + "sub_norm", 288), vector(ffn + "sub_norm", 512);
+        matrix(mixer + "q", 288, 256), matrix(mixer + "k", 96, 256), matrix(mixer + "v", 96, 256);
+        matrix(mixer + "output", 256, 288), matrix(ffn + "gate", 512, 256);
+        matrix(ffn + "up", 512, 256), matrix(ffn + "down", 256, 512);
+    }
+
+    void matrix(const std::string& name, int n_out, int n_in) {
+        // The attention is 288 wide, which only blocks of 32 divide.
+        const bool fits =
+            !(n_in % 256 && input_kind(format_) == InputKind::Int8By256) && !(n_in % 128 && format_ == Format::I2_S);
+        const Format format = fits ? format_ : Format::Q8_0;
+        kept_.push_back(source_of(format, n_out, n_in, numbers_));
+        weights_->set_matrix(name, format, n_out, n_in);
+        weights_->pack_rows(name, 0, n_out, format, kept_.back().data(), 0.3f, *pool_);
+    }
+
+    void vector(const std::string& name, int n) {
+        const std::vector<float> values = numbers_.floats(static_cast<size_t>(n));
+        weights_->set_vector(name, values.data(), n);
+    }
+
+    Numbers numbers_;
+    Format format_;
+    DecoderConfig config_;
+    FrontConfig front_;
+    std::shared_ptr<Pool> pool_ = std::make_shared<Pool>(2);
+    std::shared_ptr<Weights> weights_;
+    std::vector<std::vector<uint8_t>> kept_;
+    std::unique_ptr<Decoder> decoder_;
+    std::unique_ptr<TextState> state_;
+};
+
+void decoder(const Kernels& kernels, KvType kv_type) {
+    const int n = 13;
+    std::vector<int32_t> tokens(n), chain(n), rows(n);
+    for (int i = 0; i < n; i++)
+        tokens[static_cast<size_t>(i)] = (7 * i + 3) % 300, rows[static_cast<size_t>(i)] = i,
+        chain[static_cast<size_t>(i)] = i - 1;
+    const std::vector<int32_t> tree = {-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11}, path = {0, 1, 4, 5, 11};
+    for (const Format format : kFormats) {
+        RandomDecoder random(kernels, format, kv_type);
         std::vector<float> logits(n * 300);
-        const std::vector<float> features = numbers.floats(n * 256);
+        const std::vector<float> features = random.features(n * 256);
         const auto pass = [&](const std::vector<int32_t>& parents) {
-            d.forward(tokens.data(), parents.data(), n, 0, features.data(), rows.data(), n, logits.data(), nullptr, 0,
-                      nullptr, 0, [] { return false; });
+            const TextRows text{&random.state(), 128, tokens.data(), parents.data(), n, 0, features.data(),
+                                nullptr,         0,   nullptr,       size_t{0}};
+            random.decoder().forward({&text, 1}, rows.data(), n, logits.data(), [] { return false; });
             report(kernels,
                    "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
-                       std::to_string(static_cast<int>(format)) + "-" + std::to_string(d.n_past()),
+                       std::to_string(static_cast<int>(format)) + "-" + std::to_string(random.state().n_past()),
                    logits);
         };
         pass(chain);
-        d.commit(rows.data(), n);
+        random.state().commit(rows.data(), n);
         pass(tree);
-        d.commit(path.data(), static_cast<int>(path.size()));
+        random.state().commit(path.data(), static_cast<int>(path.size()));
         pass(chain);
     }
 }

@@ -10,7 +10,7 @@ from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.native.tuning import Stream
 from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.reference import round_activations
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}

@@ -329,7 +329,7 @@ def fresh_logits(engine, head, text, path):
 
 def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafting, head, plain, monkeypatch):
     """Over requests that go on, go back, change in the middle and change the text altogether."""
-    monkeypatch.setattr("edgeinfer.backends.native.session.WORTH_KEEPING", 1000)  # nothing is put aside
+    monkeypatch.setattr("edgeinfer.backends.native.session.WORTH_KEEPING", 1000)  # nothing is parked
     drafter, found = drafter_of(drafting), []
     children = drafter._children
 
@@ -352,9 +352,7 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     assert max(len(path) for _, path, _ in found) > 3
 
 
-def test_a_text_that_another_was_put_aside_for_is_gone_on_with_from_where_features_are_known(
-    opened, plain, model, head
-):
+def test_a_text_that_another_was_parked_for_is_gone_on_with_from_where_features_are_known(opened, plain, model, head):
     """The target finds the first text again in its cache, so that no features of its beginning come."""
     drafting = always(opened(model, draft=[str(head)], n_ctx=1024))
     drafter = drafter_of(drafting)

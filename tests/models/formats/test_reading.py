@@ -1,3 +1,5 @@
+"""What holds for every format that is read: the values of the gguf package, and refusals that say what was found."""
+
 import gguf
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ from numpy.testing import assert_array_equal
 from tiny_models import TENSOR_TYPES, quantize
 
 from edgeinfer.errors import ShapeError, UnsupportedModel
-from edgeinfer.models.formats.dequantize import dequantize
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType
 
 F16_FIELDS = {  # bytes at which a block has float16 numbers
@@ -31,55 +33,6 @@ def test_every_code_and_scale_has_the_value_that_the_gguf_package_gives(name: st
     expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType[name]).reshape(3, 7 * n_weights)
     # Equal, not close: both multiply and add once, in the same order.
     assert_array_equal(dequantize(GGMLType[name], blocks.reshape(-1), (3, 7 * n_weights)), expected)
-
-
-@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
-def test_every_kind_of_float_has_the_value_that_the_gguf_package_gives(name: str) -> None:
-    n_bytes = 4 if name == "F32" else 2
-    steps = 257 if name == "F32" else 1
-    patterns = np.arange(0, 1 << 16, steps, dtype=np.uint32) << (16 if name == "F32" else 0)
-    data = patterns.astype(f"<u{n_bytes}").view(np.uint8)
-    expected = gguf.dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType[name])[0]
-    assert_array_equal(dequantize(GGMLType[name], data, (1, len(patterns)))[0], expected)
-
-
-def test_one_block_of_q4_1_by_hand() -> None:
-    d, m = np.array([0.5, -3.0], dtype="<f2").view(np.uint8).reshape(2, 2)
-    codes = np.full(16, 0xF1, dtype=np.uint8)  # low halves 1: weights 0..15, high halves 15: weights 16..31
-    weights = dequantize(GGMLType.Q4_1, np.concatenate([d, m, codes]), (32,))
-    assert weights.tolist() == [-2.5] * 16 + [4.5] * 16
-
-
-def test_one_run_of_i2_s_by_hand() -> None:
-    codes = np.full(32, 0b00_01_10_01, dtype=np.uint8)  # weights 0..31, 32..63, 64..95, 96..127
-    codes[5] = 0b10_01_01_00
-    tail = np.array([0.5, 7.0, 0, 0, 0, 0, 0, 0], dtype="<f4").view(np.uint8)
-    weights = dequantize(GGMLType.I2_S, np.concatenate([codes, tail]), (1, 128))[0]
-    expected = np.repeat([-0.5, 0, 0.5, 0], 32)
-    expected[[5, 37, 69, 101]] = [0.5, 0, 0, -0.5]
-    assert_array_equal(weights, expected)
-
-
-def test_one_block_of_q2_0_by_hand() -> None:
-    codes = np.full(16, 0b01_01_01_01, dtype=np.uint8)
-    codes[1] = 0b11_10_01_00  # weights 4..7
-    block = np.concatenate([np.array([0.5], dtype="<f2").view(np.uint8), codes])
-    weights = dequantize(GGMLType.Q2_0, block, (64,))
-    assert weights[:8].tolist() == [0, 0, 0, 0, -0.5, 0, 0.5, 1]
-    assert not weights[8:].any()
-
-
-def test_the_result_is_a_copy_of_its_own() -> None:
-    data = np.array([1.0, 2.0], dtype="<f4").view(np.uint8)
-    data.flags.writeable = False
-    weights = dequantize(GGMLType.F32, data, (2,))
-    weights += 1
-    assert data.view("<f4").tolist() == [1.0, 2.0]
-
-
-def test_data_at_an_odd_address_is_read() -> None:
-    data = np.concatenate([[np.uint8(0)], np.array([1.0, 2.0], dtype="<f4").view(np.uint8)])[1:]
-    assert dequantize(GGMLType.F32, data, (2,)).tolist() == [1.0, 2.0]
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones() -> None:

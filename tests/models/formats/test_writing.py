@@ -6,8 +6,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from edgeinfer.errors import ShapeError, UnsupportedModel
-from edgeinfer.models.formats.dequantize import dequantize
-from edgeinfer.models.formats.quantize import quantize
+from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 
 ROOM = {"F32": 0.0, "F16": 1.0, "Q8_0": 1.02, "Q4_0": 1.0}  # of our error against that of the gguf package

@@ -1,19 +1,17 @@
-"""Ternary matrices apart from any format, and the formats of GGUF that they are written in."""
+"""Ternary matrices apart from any format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType
 
 Trits = NDArray[np.int8]
+Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 PART = 64  # weights that have one scale in every format that is read
 
@@ -49,6 +47,10 @@ class TernaryMatrix:
                 f"is not ternary"
             )
         return cls(np.sign(weights).astype(np.int8), scales)
+
+    def codes(self) -> Codes:
+        """Trits plus one, (n_out, n_in), in 0..2."""
+        return (self.trits + np.int8(1)).view(np.uint8)
 
     def one_scale(self, name: str) -> float:
         """The scale of all. Raises UnsupportedModel where there are several."""
@@ -95,52 +97,3 @@ class TernaryMatrix:
 
     def _in_use(self) -> Floats:
         return self.scales[self._uses()]
-
-
-def pack_i2_s(name: str, matrix: TernaryMatrix) -> Bytes:
-    """The bytes of an I2_S tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
-    if matrix.trits.shape[1] % GGMLType.I2_S.block_elements:
-        raise UnsupportedModel(
-            f"tensor {name}: i2_s needs rows of a multiple of 128 inputs: found {matrix.trits.shape[1]}"
-        )
-    codes = _codes(matrix).reshape(-1, 4, 32)
-    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
-    tail = np.zeros(I2_S_TAIL_BYTES // 4, dtype="<f4")
-    tail[0] = matrix.one_scale(name)
-    return np.concatenate([packed.reshape(-1), tail.view(np.uint8)])
-
-
-def pack_tq1_0(name: str, matrix: TernaryMatrix) -> Bytes:
-    """The bytes of a TQ1_0 tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
-    scales = matrix.scales_of(name, 256)
-    codes = _codes(matrix).reshape(-1, 256)
-    runs = []
-    for first, last, n_digits in ((0, 160, 5), (160, 240, 5), (240, 256, 4)):
-        digits = codes[:, first:last].reshape(len(codes), n_digits, -1).astype(np.uint16)
-        powers = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:n_digits, None]
-        values = (digits * powers).sum(axis=1, dtype=np.uint16)
-        runs.append(((values * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8))
-    return np.hstack([*runs, _f16(scales)]).reshape(-1)
-
-
-def pack_tq2_0(name: str, matrix: TernaryMatrix) -> Bytes:
-    """The bytes of a TQ2_0 tensor; see edgeinfer.models.formats.dequantize. Raises UnsupportedModel."""
-    scales = matrix.scales_of(name, 256)
-    codes = _codes(matrix).reshape(-1, 2, 4, 32)
-    packed = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
-    return np.hstack([packed.reshape(-1, 64), _f16(scales)]).reshape(-1)
-
-
-def _codes(matrix: TernaryMatrix) -> Bytes:
-    return (matrix.trits + np.int8(1)).view(np.uint8)
-
-
-def _f16(scales: Floats) -> Bytes:
-    return scales.astype("<f2").reshape(-1, 1).view(np.uint8)
-
-
-PACK: dict[GGMLType, Callable[[str, TernaryMatrix], Bytes]] = {
-    GGMLType.I2_S: pack_i2_s,
-    GGMLType.TQ1_0: pack_tq1_0,
-    GGMLType.TQ2_0: pack_tq2_0,
-}

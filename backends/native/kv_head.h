@@ -1,0 +1,31 @@
+// How keys and values of one layer and kv head lie in memory, which is what the attention kernels read.
+//
+// Memory is cut into segments of 128 slots. Slot s of a text is position s until a tree is forwarded; a table says in which
+// segment it lies. One segment, one layer, one kv head:
+//   F16   keys:   for each 16 slots  f16 [head_dim][16 slots]
+//         values: f16 [slot][head_dim rounded up to 16]
+//   Q8_0  keys:   for each 16 slots  f32 scale [head_dim / 32][16 slots] | codes, head_dim / 4 lines of 64 bytes; line
+//                 i, byte 4*slot + c = 128 + code of dimension 4i + c
+//         values: f32 scale [slot][head_dim / 32] | i8 codes [slot][head_dim]
+// With a slot a lane, the scores of 16 slots need no sum across a vector.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+enum class KvType : int { F16 = 1, Q8_0 = 8 };  // ggml's numbers
+
+constexpr int kSegment = 128;  // slots
+
+// Where the kernels find the slots of one layer and kv head.
+struct KvHead {
+    KvType type;
+    int head_dim, ld_v;       // ld_v: numbers of a value with padding
+    uint8_t* base;            // of this layer and head in segment 0
+    const int32_t* segments;  // by slot / kSegment
+    size_t segment_bytes;
+    size_t tile_bytes;    // keys of 16 slots
+    size_t values_at;     // from the first key to the first value, or its scale
+    size_t value_bytes;   // of a slot, without the scales
+    size_t scales_bytes;  // of all values of the segment; 0 for F16
+};

@@ -1,0 +1,113 @@
+"""What a caller may say about loading a model, checked in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict, cast, get_args
+
+from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_integer, check_text, shown
+from edgeinfer.backends.base import Progress
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
+from edgeinfer.speculation.placement import check_name
+from edgeinfer.types import CacheType, TernaryBits
+
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]
+TernaryChoice: TypeAlias = Literal["auto"] | TernaryBits
+FileName: TypeAlias = str | os.PathLike[str]
+Draft: TypeAlias = FileName | Sequence[FileName] | None
+
+MAX_THREADS = 1024
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of LoadOptions as keyword arguments."""
+
+    n_ctx: int | None
+    n_threads: int | None
+    backend: BackendName
+    n_batch: int
+    cache_type: CacheType
+    ternary_bits: TernaryChoice
+    draft: Draft
+    draft_max: int
+    draft_device: str
+    verify: bool
+    progress: Progress | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded. Raises InvalidArgument where a value has another type or is outside of its range.
+
+    n_ctx: positions in the context, in tokens. None is what the model was trained with, at most 4096.
+    n_threads: CPU threads, 1 to 1024. None is one for each physical core.
+    backend: what runs the model. "auto" is native; with a RuntimeWarning it is llama.cpp for a model that native does
+    not support, and the reference where native does not run.
+    n_batch: prompt tokens in one forward pass. It changes memory and speed, and the text with llama.cpp only.
+    cache_type: type of the numbers in the KV cache. "q8_0" takes 53 % of the bytes of "f16" and changes the text.
+    ternary_bits: bits of memory for each weight of a ternary model with the native backend. The text is the same.
+    "auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.
+    draft: which drafters propose tokens. Drafts change the speed and never the text; only the native backend verifies
+    them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this package has for
+    the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
+    "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used is
+    left out with a RuntimeWarning that says why.
+    draft_max: most drafted tokens that one pass verifies; 0 is no drafting.
+    draft_device: where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists
+    them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is missing
+    or fails, the CPU drafts, with a RuntimeWarning that says why.
+    verify: use packed weights beside the model (`edgeinfer pack`, native backend only) only if every byte of both files
+    is as it was packed, which takes about 1 s for each GB. Otherwise sizes and samples are compared.
+    progress: called with the share of the weights that is loaded, 0..1.
+    """
+
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    backend: BackendName = "auto"
+    n_batch: int = 512
+    cache_type: CacheType = "f16"
+    ternary_bits: TernaryChoice = "auto"
+    draft: Draft = "auto"
+    draft_max: int = DEFAULT_DRAFT_MAX
+    draft_device: str = "auto"
+    verify: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        checked = {
+            "n_ctx": None if self.n_ctx is None else check_integer("n_ctx", self.n_ctx, 1, MAX_INT32),
+            "n_threads": None if self.n_threads is None else check_integer("n_threads", self.n_threads, 1, MAX_THREADS),
+            "n_batch": check_integer("n_batch", self.n_batch, 1, MAX_INT32),
+            "draft_max": check_integer("draft_max", self.draft_max, 0),
+        }
+        for name, value in checked.items():  # as Python's own integers
+            object.__setattr__(self, name, value)
+        self.drafter_names()
+        check_choice("backend", self.backend, get_args(BackendName))
+        check_choice("cache_type", self.cache_type, get_args(CacheType))
+        check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
+        check_name(check_text("draft_device", self.draft_device))
+        check_callback("progress", self.progress)
+
+    def drafter_names(self) -> str | tuple[str, ...]:
+        """The value of `draft` as text: "auto", "none" or one name, or a tuple of names. Raises InvalidArgument."""
+        if self.draft is None:
+            return "none"
+        several = isinstance(self.draft, Sequence) and not isinstance(self.draft, (str, bytes))
+        found = []
+        for name in cast(Sequence[object], self.draft if several else [self.draft]):
+            if (
+                not isinstance(name, (str, os.PathLike))
+                or not os.fsdecode(name)
+                or several
+                and name in ("auto", "none")
+            ):
+                raise InvalidArgument(
+                    'draft must be "auto", "none", or one or several of "suffix", "recycling" and the name of a file: '
+                    f"found {shown(name)}"
+                )
+            found.append(os.fsdecode(name))
+        return tuple(found) if several else found[0]

@@ -1,0 +1,85 @@
+"""What can be said about loading: each field checked once, and the keywords of `load` the same fields."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny_model
+
+import edgeinfer
+from edgeinfer import loading
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.load_options import LoadKeywords, LoadOptions
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("n_ctx", 0, r"n_ctx must be an integer in 1\.\.2147483647: found 0"),
+        ("n_ctx", 2**31, "n_ctx must be an integer"),
+        ("n_threads", 0, r"n_threads must be an integer in 1\.\.1024: found 0"),
+        ("n_threads", True, "n_threads must be an integer"),
+        ("backend", "cuda", "backend must be auto, native, reference, llama.cpp, opencl or onnx: found 'cuda'"),
+        ("backend", None, r"backend must be a text \(str\): found None"),
+        ("n_batch", 1.5, "n_batch must be an integer"),
+        ("cache_type", "q4", "cache_type must be f16 or q8_0: found 'q4'"),
+        ("ternary_bits", "3", "ternary_bits must be auto, 2 or 1.6: found '3'"),
+        ("draft", "", 'draft must be "auto", "none", or one or several of'),
+        ("draft", ["suffix", "auto"], "draft must be .*: found 'auto'"),
+        ("draft_max", -1, "draft_max must be an integer of at least 0: found -1"),
+        ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
+        ("progress", 3, "progress must be a function or None: found 3"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_name(field, value, message):
+    with pytest.raises(InvalidArgument, match=message):
+        LoadOptions(**{field: value})
+    with pytest.raises(InvalidArgument, match=message):
+        edgeinfer.load("/nowhere.gguf", **{field: value})  # before the file is looked for
+
+
+def test_the_keywords_of_load_are_the_fields():
+    assert get_type_hints(LoadKeywords) == get_type_hints(LoadOptions)
+    assert {field.name for field in fields(LoadOptions)} == set(LoadKeywords.__annotations__)
+    with pytest.raises(TypeError, match="n_ctxx"):
+        edgeinfer.load("/nowhere.gguf", n_ctxx=3)
+
+
+def test_numbers_of_numpy_become_python_s():
+    options = LoadOptions(n_ctx=np.int64(64), n_batch=np.int32(8))
+    assert type(options.n_ctx) is type(options.n_batch) is int and options == LoadOptions(n_ctx=64, n_batch=8)
+
+
+@pytest.mark.parametrize(
+    "draft, names",
+    [
+        (None, "none"),
+        ("auto", "auto"),
+        (Path("small.gguf"), "small.gguf"),
+        (["suffix", Path("a")], ("suffix", "a")),
+        ([], ()),
+    ],
+)
+def test_drafters_are_given_by_name(draft, names):
+    options = LoadOptions(draft=draft)
+    assert options.drafter_names() == names and replace(options, draft_max=3).drafter_names() == names
+
+
+def test_keywords_change_the_options(model):
+    options = LoadOptions(n_ctx=64, n_threads=1, draft="none")
+    with edgeinfer.load(model, options) as engine:
+        assert (engine.n_ctx, engine.device.n_threads, engine.speculator) == (64, 1, None)
+    with loading.load(model, options, n_ctx=32, draft="suffix") as engine:
+        assert (engine.n_ctx, engine.device.n_threads) == (32, 1) and engine.speculator is not None
+
+
+def test_options_of_another_kind_are_refused(model):
+    with pytest.raises(InvalidArgument, match="options must be LoadOptions: found 64"):
+        edgeinfer.load(model, 64)
