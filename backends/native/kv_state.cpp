@@ -90,10 +90,13 @@ void KvState::forget(int number) {
     parked_.erase(text);
 }
 
+// What a parked text shares would not be free then; it goes along where one behind it is.
 bool WindowKv::give_back_behind(int n_past) {
-    if (table_.first >= std::min(first_read(n_past - kSlack, window_), table_.segments.size())) return false;
-    segments_.give_back(table_.segments[table_.first]);
-    table_.segments[table_.first++] = -1;
+    const size_t end = std::min(first_read(n_past - kSlack, window_), table_.segments.size());
+    size_t own = table_.first;
+    while (own < end && segments_.is_shared(table_.segments[own])) own++;
+    if (own >= end) return false;
+    for (; table_.first <= own; table_.first++) segments_.give_back(std::exchange(table_.segments[table_.first], -1));
     return true;
 }
 

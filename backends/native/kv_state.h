@@ -31,7 +31,7 @@ protected:
 
     KvState(const KvShape& shape, int n_segments) : segments_(shape, n_segments) {}
 
-    // Gives back one segment of the current text, which is n_past long and will not be read there any more, if there is one.
+    // Frees one segment of the current text, which is n_past long and will not be read there any more, if there is one.
     virtual bool give_back_behind(int n_past) = 0;
     virtual int reach_of(const Table& table, int n_past) const = 0;
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session, run_text
+from edgeinfer.models import ModelSpec
 
 OpenSession = Callable[..., Session]  # open_session(n_threads=, isa=, n_batch=)
 
@@ -42,7 +43,8 @@ def decode_one_by_one(session: Session, tokens: NDArray[np.int32]) -> NDArray[np
 
 def has_windows(session: Session) -> bool:
     """Whether some layers see a window only: no more than n_batch tokens can then be uncommitted."""
-    return any(part.window for part in getattr(session.spec, "attention", ()))
+    spec = session.spec
+    return isinstance(spec, ModelSpec) and any(layer.mixer.window for layer in spec.layers)
 
 
 def prefill(session: Session, tokens: NDArray[np.int32], chunk: int) -> NDArray[np.float32]:
