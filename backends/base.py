@@ -241,6 +241,11 @@ class HeadSession(Protocol):
     n_batch: int
 
     @property
+    def model(self) -> HeadModel:
+        """The head whose text this is."""
+        ...
+
+    @property
     def spec(self) -> HeadSpec:
         """Its parts; logits are those of spec.decoder.n_logits tokens."""
         ...
