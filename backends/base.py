@@ -79,8 +79,8 @@ class Session(Protocol):
         """Keep the first n_past committed tokens or fewer, and nothing uncommitted; gives how many are left.
 
         Fewer where a layer no longer holds what it needs there, such as a window before n_past that was given back for
-        memory: run the rest again. 0 can always be reached, and so can what a tree of drafts or the end of an answer
-        adds: the last 128 tokens. Raises ShapeError if n_past is not in 0..self.n_past.
+        memory: run the rest again. 0 can always be reached, and any n_past up to 128 below the longest that this text
+        has been. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
