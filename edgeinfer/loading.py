@@ -108,7 +108,9 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
 
 def _open_drafters(drafters: DraftPlan, planned: PlannedModel, session: Session, draft_max: int) -> Speculator:
     """What drafts for the session; drafters that could not be opened are warned of."""
-    speculator = drafters.open(planned.file, session, planned.plan, planned.device, draft_max)
+    from edgeinfer.speculation.open import open_speculator
+
+    speculator = open_speculator(drafters, planned.file, session, planned.plan, planned.device, draft_max)
     for name, reason in drafters.dropped.items():
         warn(f"drafting goes on without {name}: {reason}")
     return speculator

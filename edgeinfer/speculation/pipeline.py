@@ -1,56 +1,40 @@
-"""The loop: ask the drafters, choose a tree, check it, take what was right, learn. The engine drives it."""
+"""The speculation loop: ask the drafters, select a tree, verify it, keep what is accepted, learn."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.errors import BackendLost, EdgeInferError, Interrupted
+from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
-from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, CostlyDrafter, Drafter, FeatureDrafter
-from edgeinfer.speculation.policy import (
-    AcceptanceTable,
-    ChainLengthRule,
-    Proposal,
-    VerifyTree,
-    chain_rate,
-    min_useful_probability,
-    overlapped_rate,
-    select_tree,
-)
+from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
+from edgeinfer.speculation.drafters.base import Context, Drafter
+from edgeinfer.speculation.padding import PassPadding
+from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
 from edgeinfer.types import Features, Logits
 
-_ASKED_EVERY = 8  # steps, of a free drafter that gains less than its own time
-_GAIN_DECAY = 0.97  # of what a drafter gained, each step
-_LEAST_CREDIT = 0.25  # of a pass of one token: what a free drafter that lost lately may cost the next text
-_ANSWER = 256  # tokens that an answer is taken to have before there was one
-_PATIENCE = 0.1  # of a pass of one token: the target waits no longer for drafts that are made while it works
-# By how much a drafter that takes time must be better alone than one by one, and than drafts that cost nothing: beside
-# those it is worth more than alone.
-_GAIN, _BESIDE = 1.05, 0.9
-# Steps without a draft after which doubtful costs are measured again, and how many times as many the next time.
-_IDLE, _LATER = 32, 4
-_RECHECKED = (2, 4)  # tokens that the next passes are filled up to
-# Steps without a long pass after which one is filled up to so many tokens, and the most of them as they grow: what was
-# measured once, on a machine that was busy just then, would else keep drafts short for ever.
-_LONG, _UNTRIED, _SELDOM = 8, 64, 4096
+_ANSWER_TOKENS = 256  # expected length of the first answer
+_MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts
+# Least expected speed of a drafter with a model relative to plain decoding, and relative to the free drafts of the
+# step; the latter is below 1 because its drafts are merged with them.
+_MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
 
 @dataclass(slots=True)
 class Job:
     """What the engine wants decoded.
 
-    text: the tokens so far, the last of which is not committed; extended by what is drawn.  limit: most to draw.
-    draw: the target's way to draw.  is_greedy: it takes the likeliest.  stop_ids: tokens that end the text.  is_plain:
-    see Context.  n_drawn: so far.
+    text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
+    draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
+    is_plain: see Context.  n_drawn: tokens so far.
     """
 
     text: list[int]
@@ -63,84 +47,16 @@ class Job:
 
     @property
     def n_left(self) -> int:
-        """Most tokens to draw from here on."""
+        """Most tokens from here on."""
         return self.limit - self.n_drawn
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterPlacement:
-    """Where a drafter works, for people.
-
-    spare: makes the one that takes its place when that fails; None for nothing.  takes_memory: the spare has only the
-    memory that the drafter gives back.
-    """
-
-    device: str
-    fallback: Callable[[], Drafter] | None = field(default=None, repr=False)
-    reuses_memory: bool = False
-
-
-class _DrafterState:
-    """A drafter, what was learnt about it, and whether it is asked."""
-
-    def __init__(self, drafter: Drafter, acceptance_rate: float | None = None) -> None:
-        self.drafter = drafter
-        self.table = AcceptanceTable(acceptance_rate)
-        self.costly = drafter if isinstance(drafter, CostlyDrafter) else None
-        self.follower = drafter if isinstance(drafter, FeatureDrafter) else None
-        self.background = drafter if isinstance(drafter, BackgroundDrafter) else None
-        self.is_dropped = False
-        self.lost = ""  # how what it ran on failed
-        self.is_asked = False  # in this step
-        self.gain = math.inf  # milliseconds that a free drafter saved lately, less what it took
-        self.n_steps = 0
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a free drafter is to work in this step. One that does not pay is tried again now and then."""
-        return not self.is_dropped and (self.gain >= 0.0 or self.n_steps % _ASKED_EVERY == 0)
-
-    def count(self, milliseconds: Sequence[float], n_nodes: int, n_own: int, n_right: int) -> None:
-        """A step checked n_nodes, of them n_own of this drafter, n_right of which were right."""
-        self.n_steps += 1
-        self.gain *= _GAIN_DECAY
-        if n_own:
-            cost = (milliseconds[n_nodes + 1] - milliseconds[1]) / n_nodes
-            self.gain += n_right * milliseconds[1] - n_own * cost
-
-    @contextmanager
-    def working(self, stats: StatsCounter) -> Iterator[None]:
-        """Around what the drafter does: takes its time, and drops it for this request if it raises, noting why."""
-        started = perf_counter()
-        try:
-            yield
-        except Interrupted:
-            raise
-        except Exception as error:  # whatever a drafter does, the text goes on
-            self.is_dropped = True
-            if isinstance(error, (BackendLost, MemoryError)):
-                self.lost = str(error) or "out of memory"
-            stats.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
-        seconds = perf_counter() - started
-        self.gain -= 1e3 * seconds
-        if self.costly is not None:
-            stats.waited_seconds += seconds
-
-    def rate(self, context: Context, milliseconds: Sequence[float], max_nodes: int) -> tuple[float, float]:
-        """Tokens a millisecond that a drafter which takes time promises, and milliseconds before its first draft."""
-        if self.costly is None:
-            return 0.0, 0.0
-        each, before = self.costly.cost(context)
-        rate_of = chain_rate if self.background is None else overlapped_rate
-        return rate_of(self.table.mean, each, milliseconds, max_nodes), before
-
-
 class Speculator:
-    """Decodes with drafts. What the drafters know and what was learnt about them outlives a request.
+    """Decodes with drafts. What the drafters know and what was learnt about them is kept across requests.
 
-    session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, a first part of the logits.
-    draft_max: most nodes of a tree.  placed: by the names of drafters that have a place; kept as it changes.
-    acceptance_rates: by the names of drafters of which it was measured, the share of their tokens that are right.
+    session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
+    draft_max: most nodes of a tree.  placements: of drafters with a model, by name.  acceptance_rates: where measured
+    beforehand, by name of the drafter.
     """
 
     def __init__(
@@ -160,20 +76,18 @@ class Speculator:
         self._acceptance_rates = dict(acceptance_rates or {})
         self._states = [self._new_state(drafter) for drafter in drafters]
         self.placements = dict(placements or {})
-        self._n_idle, self._idle_limit = 0, _IDLE
-        self._to_recheck: list[int] = []  # sizes of passes
-        self._n_short, self._short_limit = 0, _UNTRIED
-        self._usual = float(_ANSWER)  # tokens of an answer: the mean of the last ones, each counting half of the next
+        self._padding = PassPadding()
+        self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
 
     @property
     def drafters(self) -> list[Drafter]:
-        """Those that were given."""
+        """The drafters, replaced ones left out."""
         return [state.drafter for state in self._states]
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where checks, drafts and waits are noted, None for nowhere; may be set between requests."""
+        """Where verify passes, drafts and waits are recorded, None for nowhere; may be set between requests."""
         return self._timeline
 
     @timeline.setter
@@ -185,19 +99,19 @@ class Speculator:
 
     @property
     def taps(self) -> bool | tuple[int, ...]:
-        """The target's hidden rows that the drafter wants which goes on from them; see FeatureDrafter."""
-        return next((state.follower.taps for state in self._states if state.follower), False)
+        """The target's hidden states that a drafter needs; see FeatureDrafter."""
+        return next((state.feature_drafter.taps for state in self._states if state.feature_drafter), False)
 
     def observe_features(self, text: Sequence[int], first: int, features: Features, stats: StatsCounter) -> None:
-        """Hand on the target's hidden rows (n, n_taps * n_embd) of the tokens from text[first] on."""
+        """Pass on the target's hidden states (n, n_taps * n_embd) of the tokens from text[first] on."""
         self._replace_lost(stats)
         for state in self._states:
-            if state.follower and state.drafter.name not in stats.dropped:
-                with state.working(stats):
-                    state.follower.observe_features(text, first, features)
+            if state.feature_drafter and state.drafter.name not in stats.dropped:
+                with state.guarded(stats):
+                    state.feature_drafter.observe_features(text, first, features)
 
     def tokens(self, job: Job, logits: Logits, stats: StatsCounter) -> Iterator[int]:
-        """The token that job.text ends with, drawn from logits (n_vocab,), and up to job.limit that follow it."""
+        """The token that job.text ends with, sampled from logits (n_vocab,), and up to job.limit that follow it."""
         context = self._start(job, logits, stats)
         yield job.text[-1]
         try:
@@ -206,216 +120,213 @@ class Speculator:
                 job.n_drawn += len(new)
                 yield from new
         finally:
-            # An answer that came to its limit would have gone on.
-            self._usual = (self._usual + (job.n_drawn if job.n_left else max(job.n_drawn, self._usual))) / 2
+            # An answer that was cut at its limit counts at least as the usual length.
+            n_tokens = job.n_drawn if job.n_left else max(job.n_drawn, self._answer_tokens)
+            self._answer_tokens = (self._answer_tokens + n_tokens) / 2
             for state in self._states:
-                if state.background:  # it would draft on behind the answer
+                if state.background:  # else it would continue to draft after the answer
                     state.background.interrupt()
 
     def interrupt(self) -> None:
-        """Stop a drafter that works; callable from any thread."""
+        """Stop a drafter that is working; callable from any thread."""
         for state in self._states:
             if state.costly:
                 state.costly.interrupt()
 
     def close(self) -> None:
-        """Give the drafters' memory back, and keep what was learnt of the costs."""
+        """Free the drafters, and keep the corrected cost curves."""
         self.costs.close()
         for state in self._states:
-            with suppress(BackendLost):  # what hangs keeps what it has
+            with suppress(BackendLost):  # a device that hangs keeps its memory
                 state.drafter.close()
 
-    # ---- A request ---------------------------------------------------------------------------------------------------
+    # ---- Start of a request ------------------------------------------------------------------------------------------
 
     def _start(self, job: Job, logits: Logits, stats: StatsCounter) -> Context:
-        """Begin a request. Drafters that were dropped in the last one are back, unless the prompt was too much."""
+        """Begin a request. Drafters dropped in the last one are back, unless they failed on this prompt already."""
         self._replace_lost(stats)
         context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain)
-        milliseconds = self.costs.milliseconds(self._session.n_past)
+        verify_ms = self.costs.milliseconds(self._session.n_past)
         for state in self._states:
             state.is_dropped = state.drafter.name in stats.dropped
             state.table.start_request()
             if not state.is_dropped:
-                with state.working(stats):
+                with state.guarded(stats):
                     state.drafter.start(context)
-            state.gain = min(max(state.gain, _LEAST_CREDIT * milliseconds[1]), milliseconds[1])
+            state.start_request(verify_ms[1])
         self._observe(context, job.text[-1:], [logits], stats)
         for state in self._states:
             context.acceptance = state.table
-            with state.working(stats):
-                if state.costly and self._is_worth_asking(state, context, 1.0 / milliseconds[1], milliseconds, job):
+            with state.guarded(stats):
+                if state.costly and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
                     state.costly.prefill(context)
         return context
 
-    def _new_state(self, drafter: Drafter) -> _DrafterState:
-        return _DrafterState(drafter, self._acceptance_rates.get(drafter.name))
+    def _new_state(self, drafter: Drafter) -> DrafterState:
+        return DrafterState(drafter, self._acceptance_rates.get(drafter.name))
 
     def _replace_lost(self, stats: StatsCounter) -> None:
-        """Put spares in the places of drafters whose devices failed in an earlier request."""
+        """Replace drafters whose devices failed in an earlier request by their fallbacks."""
         for state in [state for state in self._states if state.lost and state.drafter.name not in stats.dropped]:
             name, why = state.drafter.name, state.lost
-            placements, state.lost = self.placements.get(name, DrafterPlacement("")), ""
-            if placements.fallback is None or (not _closed(state.drafter) and placements.reuses_memory):
+            placement, state.lost = self.placements.get(name, DrafterPlacement("")), ""
+            if placement.fallback is None or (not _is_closed(state.drafter) and placement.reuses_memory):
                 continue
             try:
-                fallbacks = [self._new_state(placements.fallback())]
-                self.placements[name] = DrafterPlacement(f"the CPU; it was {placements.device}: {why}")
+                replacement = [self._new_state(placement.fallback())]
+                self.placements[name] = DrafterPlacement(f"the CPU; it was {placement.device}: {why}")
             except (EdgeInferError, OSError, MemoryError) as error:
-                fallbacks = []
+                replacement = []
                 stats.dropped[name] = str(error)
             place = self._states.index(state)
-            self._states[place : place + 1] = fallbacks
+            self._states[place : place + 1] = replacement
+
+    # ---- A step ------------------------------------------------------------------------------------------------------
 
     def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
-        """Draft, check, take; gives the new tokens, at least one."""
+        """Draft, verify, commit; the new tokens, at least one."""
         started = perf_counter()
         n_past = self._session.n_past
-        milliseconds = self.costs.milliseconds(n_past)
+        verify_ms = self.costs.milliseconds(n_past)
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
-        proposals, choice = self._draft(job, context, milliseconds, max_nodes, stats)
-        if job.n_left > len(choice.path) + 1:
-            self._go_on(context, [choice.tokens[node] for node in choice.path], max_nodes, stats)
-        batch = [job.text[-1], *choice.tokens]
-        parents = [-1, *(parent + 1 for parent in choice.parents)]
-        n_filled = self._n_filled(len(choice.tokens), max_nodes)
-        parents += range(len(batch) - 1, len(batch) - 1 + n_filled)
-        batch += [0] * n_filled  # nobody looks at what comes of them
+        proposals, tree = self._draft(job, context, verify_ms, max_nodes, stats)
+        if job.n_left > len(tree.path) + 1:
+            self._start_background(context, [tree.tokens[node] for node in tree.path], max_nodes, stats)
+        n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
+        batch, parents = _batch(job.text[-1], tree, n_padding)
         drafted = perf_counter()
-        follows = any(state.follower and not state.is_dropped for state in self._states)
-        out = self._session.forward(batch, parents, logits="all", hidden=self.taps if follows else False)
-        rows = out.logits
-        passed = perf_counter()
-        nodes = enumerate(zip(choice.parents, choice.tokens, strict=True), start=1)
-        children = {(parent + 1, token): row for row, (parent, token) in nodes}
-        new, path = accept(rows, children, job.draw, job.text, job.stop_ids)
+        out = self._session.forward(batch, parents, logits="all", hidden=self._wanted_taps())
+        verified = perf_counter()
+        new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
-        walked = perf_counter()
+        committed = perf_counter()
         accepted = [row - 1 for row in path[1:]]
-        self._learn(proposals, choice, accepted, new)
+        self._learn(proposals, tree, accepted, new)
         features = out.features
         features = None if features is None else features[path]
-        self._observe(context, new, [rows[row] for row in path], stats, features)
-        # What was doubtful and is corrected does not say that the machine became faster.
-        note_cost = self.costs.correct if n_filled else self.costs.observe
-        note_cost(len(batch), n_past, 1e3 * (passed - drafted))
-        stats.count(len(new), choice.depths, choice.owners, accepted)
-        stats.verify_seconds += passed - drafted
-        stats.plain_seconds += 1e-3 * milliseconds[1] * len(new) + walked - passed
+        self._observe(context, new, [out.logits[row] for row in path], stats, features)
+        # A padded pass only lowers costs: that it was fast does not mean that the machine became faster.
+        observe_cost = self.costs.correct if n_padding else self.costs.observe
+        observe_cost(len(batch), n_past, 1e3 * (verified - drafted))
+        stats.count(len(new), tree.depths, tree.owners, accepted)
+        stats.verify_seconds += verified - drafted
+        stats.plain_seconds += 1e-3 * verify_ms[1] * len(new) + committed - verified
         ended = perf_counter()
         if self._timeline is not None:
-            self._timeline.add("verify", drafted, passed, len(batch))
-        stats.draft_seconds += drafted - started + ended - walked
+            self._timeline.add("verify", drafted, verified, len(batch))
+        stats.draft_seconds += drafted - started + ended - committed
         stats.step_seconds += ended - started
         return new
 
-    def _n_filled(self, n_nodes: int, max_nodes: int) -> int:
-        """Tokens to fill a pass up with, to time it: wrong costs of passes that none needs would otherwise stay."""
-        self._n_idle = 0 if n_nodes else self._n_idle + 1
-        self._n_short = 0 if n_nodes + 1 >= _LONG else self._n_short + 1
-        if self._n_short >= self._short_limit and max_nodes + 1 >= _LONG:
-            self._n_short, self._short_limit = 0, min(_LATER * self._short_limit, _SELDOM)
-            return _LONG - 1 - n_nodes
-        if self._n_idle >= self._idle_limit and self.costs.is_doubtful:
-            self._n_idle, self._idle_limit, self._to_recheck = 0, _LATER * self._idle_limit, list(_RECHECKED)
-        if n_nodes or not self._to_recheck or self._to_recheck[0] > max_nodes + 1:
-            return 0
-        return self._to_recheck.pop(0) - 1
+    def _wanted_taps(self) -> bool | tuple[int, ...]:
+        """The hidden states that this step's pass must return."""
+        is_wanted = any(state.feature_drafter and not state.is_dropped for state in self._states)
+        return self.taps if is_wanted else False
 
     def _draft(
-        self, job: Job, context: Context, milliseconds: Sequence[float], max_nodes: int, stats: StatsCounter
+        self, job: Job, context: Context, verify_ms: Sequence[float], max_nodes: int, stats: StatsCounter
     ) -> tuple[list[Proposal], VerifyTree]:
-        """What the drafters propose, and the tree to check."""
+        """The drafters' proposals, and the tree to verify: of free drafters first, then of those with a model."""
         if max_nodes < 1 or job.n_left < 2:
             return [], VerifyTree()
         proposals: list[Proposal] = []
-        min_probability = min_useful_probability(milliseconds)
+        min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
         for state in self._states:
             if not state.costly and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
-        max_depth = job.n_left - 1
-        choice = (
-            select_tree(proposals, milliseconds, max_nodes, max_depth, min_probability) if proposals else VerifyTree()
-        )
-        rate = choice.expected / milliseconds[len(choice.tokens) + 1]
+        tree = VerifyTree()
+        if proposals:
+            tree = select_tree(proposals, verify_ms, max_nodes, max_depth, min_probability)
+        free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
         for state in self._states:
             if state.costly and not state.is_dropped:
                 asked = perf_counter()
-                state.table.min_probability, state.table.max_wait_ms = min_probability, _PATIENCE * milliseconds[1]
-                with state.working(stats):
-                    was_asked, state.is_asked = (
-                        state.is_asked,
-                        self._is_worth_asking(state, context, rate, milliseconds, job),
-                    )
+                state.table.min_probability, state.table.max_wait_ms = min_probability, _MAX_WAIT * verify_ms[1]
+                with state.guarded(stats):
+                    self._prepare(state, context, free_rate, verify_ms, job, min(max_nodes, max_depth))
                     if not state.is_asked:
-                        if state.background and was_asked:
-                            state.background.interrupt()
                         continue
-                    each, before = state.costly.cost(context)
-                    state.table.length_rule = ChainLengthRule(milliseconds, each, before, min(max_nodes, max_depth))
                 costly: list[Proposal] = []
                 self._ask(state, context, max_nodes, costly, stats)
-                proposals = costly + proposals  # it knows more than those who copy
-                self._note_wait(state, asked)
-                spent = 1e3 * (perf_counter() - started)
-                choice = select_tree(proposals, milliseconds, max_nodes, max_depth, min_probability, spent)
-        return proposals, choice
+                proposals = costly + proposals  # more reliable than those that copy
+                self._record_wait(state, asked)
+                spent_ms = 1e3 * (perf_counter() - started)
+                tree = select_tree(proposals, verify_ms, max_nodes, max_depth, min_probability, spent_ms)
+        return proposals, tree
 
-    def _go_on(self, context: Context, path: Sequence[int], max_nodes: int, stats: StatsCounter) -> None:
-        """Let drafters on other devices draft behind what is about to be checked."""
+    def _prepare(
+        self,
+        state: DrafterState,
+        context: Context,
+        free_rate: float,
+        verify_ms: Sequence[float],
+        job: Job,
+        max_nodes: int,
+    ) -> None:
+        """Decide whether a drafter with a model is asked in this step, and set when its chain is long enough."""
+        was_asked, state.is_asked = state.is_asked, self._is_worth_asking(state, context, free_rate, verify_ms, job)
+        if state.is_asked and state.costly:
+            token_ms, prefill_ms = state.costly.cost(context)
+            state.table.length_rule = ChainLengthRule(verify_ms, token_ms, prefill_ms, max_nodes)
+        elif state.background and was_asked:
+            state.background.interrupt()
+
+    def _start_background(self, context: Context, path: Sequence[int], max_nodes: int, stats: StatsCounter) -> None:
+        """Let overlapped drafters continue the path that is about to be verified."""
         for state in self._states:
             if state.background and state.is_asked and not state.is_dropped:
                 context.acceptance = state.table
-                with state.working(stats):
+                with state.guarded(stats):
                     state.background.start_drafting(context, path, max_nodes)
 
     def _ask(
-        self, state: _DrafterState, context: Context, max_nodes: int, proposals: list[Proposal], stats: StatsCounter
+        self, state: DrafterState, context: Context, max_nodes: int, proposals: list[Proposal], stats: StatsCounter
     ) -> None:
-        """Add the drafter's proposal, unless it is empty or wrong."""
+        """Add a drafter's proposal, unless it is empty or malformed."""
         if state.is_dropped:
             return
         context.acceptance = state.table
-        with state.working(stats):
+        with state.guarded(stats):
             tree = checked(state.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
             if tree.tokens:
                 proposals.append(Proposal(state.drafter.name, tree, state.table))
 
-    def _note_wait(self, state: _DrafterState, started: float) -> None:
-        """Put the time since a drafter was asked into the timeline."""
+    def _record_wait(self, state: DrafterState, started: float) -> None:
+        """Record the time since a drafter was asked in the timeline."""
         if self._timeline is not None:
             ended = perf_counter()
             self._timeline.add("wait", started, ended, 0)
-            if not state.background:  # else it notes what it does
+            if not state.background:  # else it records its drafts itself
                 self._timeline.add("draft", started, ended, 0)
 
     def _is_worth_asking(
-        self, state: _DrafterState, context: Context, rate: float, milliseconds: Sequence[float], job: Job
+        self, state: DrafterState, context: Context, free_rate: float, verify_ms: Sequence[float], job: Job
     ) -> bool:
-        """Whether a drafter that takes time is worth it against that many tokens a millisecond.
+        """Whether a drafter with a model is expected to be faster than free_rate tokens per millisecond.
 
-        What it has to read first must be earned back by the tokens that are still to come: those that an answer usually
-        has, or as many again as there are.
+        The cost of its prefill is compared with what it saves over the tokens to come: those that an answer usually
+        has, or as many again as there are by now.
         """
         if state.costly is None or state.is_dropped or self._draft_max < 1:
             return False
-        own_rate, before = state.rate(context, milliseconds, self._draft_max)
-        n_left = min(job.n_left, max(self._usual - job.n_drawn, job.n_drawn))
-        other = max(1.0 / milliseconds[1], _BESIDE * rate)
-        return own_rate * milliseconds[1] > _GAIN and (1.0 / other - 1.0 / own_rate) * n_left > before
+        own_rate, prefill_ms = state.rate(context, verify_ms, self._draft_max)
+        n_left = min(job.n_left, max(self._answer_tokens - job.n_drawn, job.n_drawn))
+        other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * free_rate)
+        return own_rate * verify_ms[1] > _MIN_GAIN and (1.0 / other_rate - 1.0 / own_rate) * n_left > prefill_ms
 
     def _learn(
-        self, proposals: Sequence[Proposal], choice: VerifyTree, accepted: Sequence[int], new: Sequence[int]
+        self, proposals: Sequence[Proposal], tree: VerifyTree, accepted: Sequence[int], new: Sequence[int]
     ) -> None:
-        """Compare every draft with what came, and what each drafter saved with what it took."""
-        for _, tree, table in proposals:
-            table.learn(tree, new)
-        n_nodes, milliseconds = len(choice.tokens), self.costs.milliseconds(self._session.n_past)
-        right = [choice.owners[node] for node in accepted]
+        """Compare every draft with the new tokens, and what each drafter saved with what it took."""
+        for _, draft, table in proposals:
+            table.learn(draft, new)
+        n_nodes, verify_ms = len(tree.tokens), self.costs.milliseconds(self._session.n_past)
+        owners = [tree.owners[node] for node in accepted]
         for state in self._states:
             name = state.drafter.name
-            state.count(milliseconds, n_nodes, choice.owners.count(name), right.count(name))
+            state.count(verify_ms, n_nodes, tree.owners.count(name), owners.count(name))
 
     def _observe(
         self,
@@ -425,6 +336,7 @@ class Speculator:
         stats: StatsCounter,
         features: Features | None = None,
     ) -> None:
+        """Show new tokens to the drafters, with the logits that each was sampled from."""
         first = len(context.tokens) - 1
         context.tokens.extend(new)
         if features is not None:
@@ -432,12 +344,25 @@ class Speculator:
         rows = [row[: self._n_vocab] for row in rows]
         for state in self._states:
             if state.is_active:
-                with state.working(stats):
+                with state.guarded(stats):
                     state.drafter.observe(context, len(new), rows)
 
 
-def _closed(drafter: Drafter) -> bool:
-    """Whether a drafter could be closed, and gave back what it had."""
+def _batch(last_token: int, tree: VerifyTree, n_padding: int) -> tuple[list[int], list[int]]:
+    """(tokens, parents) of a verify pass: the last token of the text, the tree, and dummy tokens that are ignored."""
+    n = 1 + len(tree.tokens)
+    parents = [-1, *(parent + 1 for parent in tree.parents), *range(n - 1, n - 1 + n_padding)]
+    return [last_token, *tree.tokens, *[0] * n_padding], parents
+
+
+def _children(tree: VerifyTree) -> dict[tuple[int, int], int]:
+    """Row of each node in the verify pass by (row of its parent, token)."""
+    nodes = enumerate(zip(tree.parents, tree.tokens, strict=True), start=1)
+    return {(parent + 1, token): row for row, (parent, token) in nodes}
+
+
+def _is_closed(drafter: Drafter) -> bool:
+    """Close a drafter; whether that freed its memory."""
     try:
         drafter.close()
     except Exception:  # its device failed, and may fail in any way

@@ -1,6 +1,6 @@
-"""Which devices a draft model can run on: from a name to what makes sessions there.
+"""The devices beside the CPU that draft models can run on, by name.
 
-A kind of devices is a function that lists them, in `_KINDS`. To the rest of the program a device is a `DraftDevice`.
+A kind of devices is a function in `_KINDS` that lists them.
 """
 
 from __future__ import annotations
@@ -12,29 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-
 from edgeinfer import devices
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import MAX_TOKENS, CostModel, TimedSession, cached_costs, cost_key, measure_costs
-from edgeinfer.speculation.drafters.base import CostlyDrafter
-from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
-from edgeinfer.speculation.drafters.overlapped import overlapped
-from edgeinfer.speculation.drafters.watchdog import Watchdog, watched
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, Output
+from edgeinfer.types import Device, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.backends.onnx import ProviderInfo
     from edgeinfer.backends.opencl import DeviceInfo
 
-_OPENING_SECONDS = 120.0  # that a device may take to take a model in, before it counts as hanging
-_CALIBRATION_SECONDS = 0.6
-
 
 class DraftBackend(Protocol):
-    """What makes sessions on a device: a Backend, or one of heads."""
+    """The backend of a device: a Backend, or one for heads."""
 
     def plan(self, model: ModelFile, spec: Any, n_ctx: int, n_batch: int = ..., n_threads: int = ...) -> MemoryPlan:
         """See Backend.plan."""
@@ -49,10 +39,9 @@ class DraftBackend(Protocol):
 class DraftDevice:
     """A device that draft models can run on, beside the CPU of the target.
 
-    name: as `--draft-device` takes it; a GPU is gpu:N too.  title: what it is.  backend: makes sessions there.  facts:
-    what the cost of a pass depends on besides the model.  n_cores: of the CPU, that it works with; 0 for a device of
-    its own.  shares_memory: what it holds lies in the memory of the machine.  of_heads: the backend of heads beside a
-    target, None where they do not run.
+    name: as `--draft-device` takes it; a GPU is gpu:N too.  title: for messages.  facts: what the cost of a pass
+    depends on besides the model.  n_cores: CPU cores that it uses; 0 for a device of its own.  shares_memory: it uses
+    the main memory.  head_backend: makes the backend for heads of a target, None where they do not run.
     """
 
     name: str
@@ -65,52 +54,25 @@ class DraftDevice:
     head_backend: Callable[[ModelFile, ModelSpec], DraftBackend] | None = None
 
     def is_independent(self, n_threads: int) -> bool:
-        """Whether it can work while a target with that many threads does, and neither waits for the other's cores."""
+        """Whether it can work at the same time as a target with that many threads, without sharing cores with it."""
         return not self.n_cores or self.n_cores + n_threads <= devices.physical_cores()
 
 
-@dataclass(frozen=True)
-class DeviceLevels:
-    """How a session's device makes drafts by itself.
-
-    make: that many levels behind a token, in one call.  width: nodes of a level.
-    """
-
-    make: Callable[[int, int], object]
-    width: int
-
-
-@dataclass(frozen=True)
-class DraftSource:
-    """A draft model or a head that is to be opened somewhere.
-
-    spec: of the model, or of the head's decoder.  make: its drafter, from its session, the costs of its passes, and the
-    chains that it makes by itself.  timed: its session as measure_costs knows sessions.  levels: those that its session
-    makes by itself, None where it makes none.
-    """
-
-    file: ModelFile
-    spec: ModelSpec
-    make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], CostlyDrafter]
-    timed: Callable[[Any], TimedSession]
-    levels: Callable[[Any], DeviceLevels | None]
-
-
 Listing: TypeAlias = tuple[list[tuple[DraftDevice, str | None]], str | None]
-"""All devices of a kind, each with the reason why it cannot be used, if so; and why there is none, if so."""
+"""All devices of a kind, each with the reason if it cannot be used; and the reason if there is none."""
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidArgument where this is no name that `--draft-device` takes, whatever devices there are."""
+    """Raises InvalidArgument unless `--draft-device` takes this name, whether or not there is such a device."""
     if not re.fullmatch(rf"auto|cpu|gpu(:[0-9]{{1,3}})?|({'|'.join(_KINDS)}):[0-9]{{1,3}}", name):
         names = ", ".join(["auto", "cpu", "gpu", "gpu:N", *(f"{kind}:N" for kind in _KINDS)])
         raise InvalidArgument(f"a draft device is one of {names}, see `edgeinfer devices`: found {name!r:.80}")
 
 
 def devices_named(name: str) -> list[DraftDevice]:
-    """The devices that a name may mean, beside the CPU: for "auto" all GPUs that work, for "cpu" none, else that one.
+    """The devices beside the CPU that a name means: for "auto" all GPUs that work, for "cpu" none, else that one.
 
-    Asks the drivers, which may take seconds. Raises BackendUnavailable, with the reason, where that one is not there or
+    Queries the drivers, which may take seconds. Raises BackendUnavailable with the reason where that one is missing or
     does not work, and InvalidArgument as `check_name`.
     """
     check_name(name)
@@ -131,75 +93,6 @@ def devices_named(name: str) -> list[DraftDevice]:
     if reason is not None:
         raise BackendUnavailable(f"{device.title} cannot be used: {reason}")
     return [device]
-
-
-def open_on_device(
-    place: DraftDevice, draft: DraftSource, plan: MemoryPlan, n_threads: int
-) -> tuple[CostlyDrafter, CostModel]:
-    """A draft model or a head on a device, and what its passes cost there. n_threads: of the target.
-
-    It drafts ahead where the device is apart from the target's cores, and is given up where it hangs. Raises
-    BackendLost and what the backend raises.
-    """
-
-    def open_session() -> tuple[Any, CostModel, DeviceDrafting[Any] | None]:
-        session = place.backend.load(draft.file, draft.spec, plan, Device(n_threads))
-        timed = draft.timed(session)
-        facts = *place.facts, plan.n_ctx < MAX_TOKENS
-        try:
-            timed.forward([0])  # it works, and what takes time once has taken it
-            timed.commit(())
-            costs = cached_costs(cost_key(draft.file, *facts), lambda: measure_costs(timed, _CALIBRATION_SECONDS))
-            return session, costs, _device_drafting_of(draft, session, *place.facts)
-        except BaseException:
-            session.close()
-            raise
-
-    opener = Watchdog("opening", place.title, least_seconds=_OPENING_SECONDS)
-    try:
-        session, costs, device_drafting = opener.run(open_session)
-    finally:
-        opener.close()
-    try:
-        drafter = draft.make(session, costs, device_drafting)
-    except BaseException:
-        session.close()
-        raise
-    is_independent = place.is_independent(n_threads)
-    return overlapped(drafter, place.title) if is_independent else watched(drafter, place.title), costs
-
-
-class _ByLevels:
-    """A session as measure_costs knows it, whose passes of n tokens are drafts of n levels that its device makes."""
-
-    def __init__(self, timed: TimedSession, levels: DeviceLevels) -> None:
-        self._timed, self._levels = timed, levels
-        self.spec = timed.spec
-        self.n_ctx = self.n_batch = timed.n_ctx // levels.width  # a level is a pass of its own
-        self.commit = timed.commit
-        self.truncate = timed.truncate
-
-    @property
-    def n_past(self) -> int:
-        return self._timed.n_past
-
-    def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
-        if logits == ():  # only the cache is to be filled
-            return self._timed.forward(tokens, logits=logits)
-        self._levels.make(tokens[0], len(tokens))
-        return Output(np.empty((0, self.spec.n_vocab), dtype=np.float32))
-
-
-def _device_drafting_of(draft: DraftSource, session: Any, *facts: object) -> DeviceDrafting[Any] | None:
-    """The drafts that a session makes by itself, their costs from disk or measured now; None where it makes none."""
-    levels = draft.levels(session)
-    if levels is None:
-        return None
-    timed = _ByLevels(draft.timed(session), levels)
-    key = cost_key(draft.file, *facts, timed.n_ctx < MAX_TOKENS, "levels", levels.width)
-    max_ratio = 2.0 + levels.width  # one level passes one row, two a level more; what takes longer was disturbed
-    costs = cached_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS), max_ratio=max_ratio)
-    return DeviceDrafting(session, costs)
 
 
 def names_of(infos: Sequence[DeviceInfo]) -> list[str]:

@@ -1,4 +1,4 @@
-"""When what was done: checks, drafts, and waiting for drafts."""
+"""When the target verified, when drafters drafted, and when the target waited for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind: TypeAlias = Literal["verify", "draft", "wait"]
 
 
 class Event(NamedTuple):
-    """Something that lasted from start to end, in seconds of one clock. n: tokens of it."""
+    """Something that lasted from start to end, in seconds of one clock. n: its tokens."""
 
     kind: Kind
     start: float
@@ -20,26 +20,28 @@ class Event(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Events in the order in which they ended. verify: of the target.  draft: of drafters that take time.  wait: of the
-    target for one of those, which is what their drafts cost where they run beside it.
+    """Events in the order in which they ended.
+
+    verify: a forward pass of the target.  draft: work of a drafter with a model.  wait: time that the target spent
+    waiting for such a drafter; with overlapped drafting only this part of drafting costs anything.
     """
 
     events: list[Event] = field(default_factory=list)
 
     def add(self, kind: Kind, start: float, end: float, n: int) -> None:
-        """Note an event; called from any thread."""
+        """Record an event; callable from any thread."""
         self.events.append(Event(kind, start, end, n))
 
     def seconds(self, kind: Kind) -> float:
-        """Of all events of a kind."""
+        """Total duration of the events of one kind."""
         return sum(event.end - event.start for event in self.events if event.kind == kind)
 
     def rounds(self, n: int, first: int | None = None) -> Sequence[Event]:
-        """What was done in n rounds, from the beginning of the check of that index on; None: in the middle."""
-        checks = [event for event in self.events if event.kind == "verify"]
-        first = max(0, (len(checks) - n) // 2) if first is None else first
-        checks = checks[first : first + n]
-        if not checks:
+        """The events of n rounds, from the verify pass with index `first` on; None: n rounds in the middle."""
+        passes = [event for event in self.events if event.kind == "verify"]
+        first = max(0, (len(passes) - n) // 2) if first is None else first
+        passes = passes[first : first + n]
+        if not passes:
             return []
-        start, end = checks[0].start, checks[-1].end
+        start, end = passes[0].start, passes[-1].end
         return [event for event in self.events if event.end > start and event.start < end]

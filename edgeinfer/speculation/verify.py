@@ -1,8 +1,8 @@
-"""Sample, then match: which nodes of a checked tree are the text.
+"""Sample, then match: which nodes of a verified draft tree become text.
 
-At each node of the path the target's own token is drawn, once, from the logits that the node left, with the noise of
-its place in the text (edgeinfer.sampling). The draft is right where a child equals that token. So every token is the
-one that decoding one by one would have drawn, whatever was drafted and however well.
+At each node of the path the target's own token is sampled, once, from the logits of that node, with the noise of its
+position in the text (edgeinfer.sampling). A draft token is accepted where it equals the sampled one. So every token is
+the one that decoding without drafts would have sampled, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Draw: TypeAlias = Callable[[Logits, list[int]], int]  # logits (n_vocab,) and th
 
 
 class Verdict(NamedTuple):
-    """What a check gives.
+    """The outcome of a verify pass.
 
-    tokens: drawn, at least one; all but the last were drafted.  path: rows of the batch that are part of the text now,
-    row 0 first; `tokens[i]` was drawn from the logits of row `path[i]`.
+    tokens: sampled, at least one; all but the last are accepted draft tokens.  path: rows of the batch that become
+    text, row 0 first; `tokens[i]` was sampled from the logits of row `path[i]`.
     """
 
     tokens: list[int]
@@ -30,11 +30,11 @@ class Verdict(NamedTuple):
 def accept(
     rows: Logits, children: Mapping[tuple[int, int], int], draw: Draw, text: list[int], stop_ids: Container[int]
 ) -> Verdict:
-    """Draw tokens from row 0 on as long as they were drafted, and the one that follows; extends the text by them.
+    """The accepted draft tokens, and the token that follows them; extends the text by all of these.
 
     rows: (n, n_vocab) logits, row 0 of the last token of the text, the others of the nodes.  children: row of the node
-    with (row of its parent, token).  Nothing is drawn behind a stop token.
-    Raises NumericalError if row 0 is not usable; further down the path just ends, and the next row 0 will raise it.
+    with (row of its parent, token).  Nothing is sampled after a stop token.
+    Raises NumericalError if row 0 is unusable; at a later row the path just ends before it, and the next step raises.
     """
     row, path = 0, [0]
     tokens: list[int] = []

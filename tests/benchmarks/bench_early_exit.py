@@ -43,7 +43,8 @@ from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextS
 from edgeinfer.backends.reference_math import Floats, scale
 from edgeinfer.models import ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import CostModel, measure_costs
+from edgeinfer.speculation.calibration import measure_costs
+from edgeinfer.speculation.cost import CostModel
 from edgeinfer.types import Device
 
 N_CTX, N_PAST, N_TIMED, MAX_DRAFT = 1024, 64, 15, 15

@@ -35,7 +35,7 @@ from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
-from edgeinfer.speculation.policy import chain_rate
+from edgeinfer.speculation.throughput import chain_rate
 from edgeinfer.speculation.tree import DraftTree
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)

@@ -22,7 +22,8 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.files import cache_folder, check_writable, home_folder, state_folder, write_whole, written_whole
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.cost import CostCurve, load_curve, save_curve
+from edgeinfer.speculation.calibration import load_curve, save_curve
+from edgeinfer.speculation.cost import CostCurve
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 MY_HOME = pwd.getpwuid(os.getuid()).pw_dir

@@ -1,4 +1,4 @@
-"""What a drafter offers, and what it may know."""
+"""The interfaces of drafters, and what a drafter may know of a request."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from edgeinfer.types import Features, Logits
 
 
 class AcceptanceModel(Protocol):
-    """What the policy has learnt about one drafter, for those that want to stop where it does not pay."""
+    """What is known of how often a drafter's tokens are accepted, for drafters that decide when to stop.
 
-    min_probability: float  # a node reached with less chance than this cannot pay
-    max_wait_ms: float  # milliseconds that the next step may wait for a drafter that works while the target does
+    min_probability: nodes with a lower path probability are not worth verifying.  max_wait_ms: milliseconds that the
+    next step may wait for an overlapped drafter.
+    """
+
+    min_probability: float
+    max_wait_ms: float
 
     def probability(self, bucket: int, depth: int, p: float) -> float:
-        """How often nodes of that kind at that depth (0: first) were right; p is the estimate to begin with."""
+        """Acceptance probability of a node of that bucket and depth (0: first) if its parent is accepted.
+
+        p: the drafter's estimate, the prior.
+        """
         ...
 
-    def should_extend(self, path_probability: Sequence[float]) -> bool:
-        """Whether one more node pays for its drafting and its check. reach: chance of each node of the chain so far."""
+    def should_extend(self, path_probabilities: Sequence[float]) -> bool:
+        """Whether a chain with these path probabilities is worth one more token."""
         ...
 
 
@@ -31,10 +38,10 @@ class AcceptanceModel(Protocol):
 class Context:
     """A request, as a drafter sees it.
 
-    tokens: prompt and output so far; a list of the drafters' own.  draw: the target's own way to draw, for drafters
-    with logits: with the same noise both draw the same token more often.  is_greedy: it takes the likeliest token.
-    outlook: of the drafter that is asked.  n_unverified: tokens at the end that are a guess, for a drafter that goes on
-    ahead of the text.  is_plain: that is the likeliest by the logits alone, without penalties.
+    tokens: prompt and output so far; a copy for the drafters.  draw: the target's sampler, for drafters with logits:
+    with the same noise both sample the same token more often.  is_greedy: the target takes the most probable token.
+    acceptance: of the drafter that is asked.  n_unverified: tokens at the end that are drafted and not verified yet.
+    is_plain: the target takes the largest logit, without penalties.
     """
 
     tokens: list[int]
@@ -46,7 +53,9 @@ class Context:
 
 
 class Drafter(Protocol):
-    """Proposes what may come next. Whatever it does, the text stays the same; if it raises, it sits out the request."""
+    """Proposes draft tokens. Whatever it does, the text stays the same; one that raises is not asked again in the
+    request.
+    """
 
     name: str
 
@@ -59,28 +68,28 @@ class Drafter(Protocol):
         ...
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """The last n_new of context.tokens are new; each was drawn from its row of rows, (n_vocab,)."""
+        """The last n_new of context.tokens are new; each was sampled from its row of rows, (n_vocab,)."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 @runtime_checkable
 class CostlyDrafter(Drafter, Protocol):
-    """A drafter whose drafts take time that must be earned back."""
+    """A drafter with a model, whose drafts take time."""
 
     def cost(self, context: Context) -> tuple[float, float]:
-        """Milliseconds for each drafted token, and before the first for what of the text it has not read yet."""
+        """Milliseconds of each draft token, and of the prefill that the next draft needs first."""
         ...
 
     def prefill(self, context: Context) -> None:
-        """Read context.tokens, so that the next draft need not."""
+        """Run context.tokens through the draft model, so that the next draft need not."""
         ...
 
     def interrupt(self) -> None:
-        """Stop what runs, with Interrupted; callable from any thread."""
+        """Stop the running call, which raises Interrupted; callable from any thread."""
         ...
 
 
@@ -89,36 +98,36 @@ class MultiLevelDrafter(CostlyDrafter, Protocol):
     """A drafter of chains whose device may make several levels in one call."""
 
     def levels_per_call(self, context: Context, milliseconds: float) -> int:
-        """Levels that are best made together, by what they cost and how often they are right, in that time at most."""
+        """Number of levels with the least cost per accepted token, of those that one call makes in that time."""
         ...
 
 
 @runtime_checkable
 class FeatureDrafter(CostlyDrafter, Protocol):
-    """A drafter that goes on from the target's hidden rows, which are asked for where there is one.
+    """A drafter that needs the target's hidden states.
 
-    taps: which rows, as `hidden` of Session.forward has it.
+    taps: which layers, as the argument `hidden` of Session.forward.
     """
 
     taps: bool | tuple[int, ...]
 
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
-        """The rows (n, n_taps * n_embd) of the tokens from text[first] on, those of several layers side by side.
+        """Hidden states (n, n_taps * n_embd) of the tokens from text[first] on, several layers side by side.
 
-        Of each piece of a prompt, before `start`, and of what a step took, before `observe`. The rows are the
-        drafter's to copy. Where a text was in the target's cache, those of its beginning do not come again.
+        Called for each chunk of a prompt before `start`, and for the accepted tokens of a step before `observe`. The
+        drafter may copy them. There are none for a prefix that the target took from its KV cache.
         """
         ...
 
 
 @runtime_checkable
 class BackgroundDrafter(CostlyDrafter, Protocol):
-    """A drafter on a device of its own, which works while the target does. timeline: where it notes its drafts."""
+    """A drafter on a device of its own, which works while the target does. timeline: where it records its drafts."""
 
     timeline: Timeline | None
 
     def start_drafting(self, context: Context, path: Sequence[int], limit: int) -> None:
-        """Draft at most limit nodes behind context.tokens, a drafted path that is being checked, and the token that
-        will follow it; returns at once.
+        """Draft at most limit nodes after context.tokens, a draft path that is being verified, and the token that will
+        follow it. Returns at once.
         """
         ...

@@ -1,19 +1,16 @@
-"""Drafts with a head that goes on from the target's own hidden rows (EAGLE, Li et al., arXiv:2401.15077).
+"""Drafts with a head that continues the target's own hidden states (EAGLE, Li et al., arXiv:2401.15077).
 
-The head's cache holds what was computed from the target's own features alone; a draft's rows, which come from features
-that the head predicts, are dropped. So each token of the text is read once, behind the features of the step that
-accepted it, and the tree grows from there, level by level: the likeliest nodes of a level in one pass (EAGLE-2, Li et
-al., arXiv:2406.16858). A device that makes trees by itself is asked for all levels at once where that is the cheaper
-way to tokens that will be right.
+The head's KV cache holds only rows computed from the target's features; rows of a draft, which come from predicted
+features, are dropped after it. So each token of the text passes through the head once, with the feature of the step
+that accepted it. From there the tree grows level by level: the most probable nodes of a level in one pass (EAGLE-2, Li
+et al., arXiv:2406.16858). A device that drafts by itself makes all levels in one call where that is cheaper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,65 +21,22 @@ from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
+from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Features, Logits, Nodes, Output
 
-_WIDTH = 4  # nodes of a level that are gone on from, at most
-_CHILDREN = 3  # of a node
-DEFAULT_WIDTH = 2  # nodes of a usual level, and of each that a device makes by itself
-# Rows up to which the first pass of a draft takes what reading the weights takes, and what each one counts for.
+_WIDTH = 4  # most nodes of a level that get children
+_N_CANDIDATES = 3  # children of a node
+DEFAULT_WIDTH = 2  # nodes of a usual level, and of each level that a device makes by itself
+# Most rows of a first pass whose extra cost is observed, and the weight of one observation.
 _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
-class _Node(NamedTuple):
-    """A node that may be gone on from.
-
-    place: in the tree.  reach: chance that it is text.  path: tokens of the tree up to it.  row: pending row of its
-    parent, -1 for the text.  feature: (n_embd,), of the parent's position, predicted.
-    """
-
-    place: int
-    path_probability: float
-    path: list[int]
-    row: int
-    feature: Features
-
-
-@dataclass(slots=True)
-class _Growth:
-    """A tree that grows. text: the context's, with a node's path behind it.  limit: most nodes.  n_pending: of rows."""
-
-    context: Context
-    text: list[int]
-    limit: int
-    n_pending: int = 0
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    p: list[float] = field(default_factory=list)
-    buckets: list[int] = field(default_factory=list)
-
-    def keep(self, whole: _Growth, path_probabilities: Sequence[float]) -> None:
-        """Become the likeliest nodes of another tree, as many as there may be. reaches: of its nodes."""
-        # A node is never likelier than its parent, and stands behind it; the sort is stable: what is kept is a tree.
-        kept = sorted(
-            sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)[: self.limit]
-        )
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        self.tokens = [whole.tokens[node] for node in kept]
-        self.parents = [place[whole.parents[node]] for node in kept]
-        self.p = [whole.p[node] for node in kept]
-        self.buckets = [whole.buckets[node] for node in kept]
-
-    def tree(self) -> DraftTree:
-        """As it is now."""
-        return DraftTree(self.tokens, self.parents, self.p, self.buckets)
-
-
 class HeadDrafter:
-    """A draft head, its KV cache, and the target's features of the text.
+    """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
 
-    n_vocab: tokens that the target has.  draft_vocab, taps: see DraftHeadSpec.  chains: of that session, with levels of
-    DEFAULT_WIDTH nodes, if it makes any.
+    n_vocab: tokens that the target has.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
+    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.
     """
 
     name = "head"
@@ -102,24 +56,25 @@ class HeadDrafter:
         self._device_drafting = device_drafting
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
-        # Milliseconds that the first pass of a draft takes more than others: the target's weights have driven the
-        # head's out of the caches.
-        self._cold = 0.0
+        # Milliseconds by which the first pass of a draft is slower than later ones: the target's weights have evicted
+        # the head's from the CPU caches.
+        self._cold_ms = 0.0
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
         self._level = np.empty((_WIDTH, session.spec.n_embd), dtype=np.float32)
-        self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # what the head has no row for is never drawn
-        # The text of which features are known, from position _start on; row i of the cache is at position _start + i,
-        # and is rotated as at i: attention sees differences of positions alone.
+        self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # tokens outside draft_vocab are never sampled
+        # The text whose features are known, from position _start on. Row i of the KV cache is for position _start + i
+        # and rotated as position i: attention depends on differences of positions only.
         self._tokens: list[int] = []
         self._start = 0
         self._text: Sequence[int] = ()  # the list that it came in
-        self._last: tuple[Features, Logits] | None = None  # the feature and the logits of the last row of the cache
+        self._last: tuple[Features, Logits] | None = None  # predicted feature and logits of the last row of the cache
 
     @staticmethod
     def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> int:
-        """Bytes of the features that are kept, those of a batch that comes and of a level, and a row of logits.
+        """Bytes of the features of a text, of those of a batch and of a level, and of a row of logits.
 
-        n_rows: numbers of the target's rows that a feature is made of, which come by layer and are put side by side.
+        n_rows: numbers of the target's layers that a feature is projected from, which are copied side by side; 0
+        without a projection.
         """
         return 4 * ((n_ctx + n_batch + _WIDTH) * n_embd + 2 * n_batch * n_rows + n_vocab)
 
@@ -129,16 +84,16 @@ class HeadDrafter:
             self._text = context.tokens
 
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
-        """See FeatureDrafter. Where features before `first` are missing, it goes on from there with less behind it."""
+        """See FeatureDrafter. Without features before `first`, the head starts there with a shorter context."""
         features = self.session.combine(features)
         known, last = self._tokens, first + len(features)
-        should_extend = text is self._text and first == len(known)  # a text only grows: nothing to compare
-        if not should_extend:
+        is_continued = text is self._text and first == len(known)  # a text only grows: nothing to compare
+        if not is_continued:
             if not self._start < first <= len(known) or known[:first] != list(text[:first]):
                 self._start = first
                 known[:] = text[:first]
             del known[first:]
-            # The row of a position is made of the token behind it too.
+            # The row of a position depends on the token after it too.
             self._last = None
             self.session.truncate(max(0, min(self.session.n_past, first - 1 - self._start)))
             self._text = text
@@ -149,68 +104,66 @@ class HeadDrafter:
         """See CostlyDrafter."""
         n_past = self.session.n_past
         now, n = self._costs.milliseconds(n_past), self._levels_per_call(context, MAX_TOKENS)
-        each = (
-            now[DEFAULT_WIDTH]
-            if n == 1 or self._device_drafting is None
-            else self._device_drafting.milliseconds()[n] / n
-        )
-        return each, max(0.0, self._costs.chain_ms(self._n_unread(context), n_past) - now[1]) + self._cold
+        device_drafting = self._device_drafting
+        token_ms = now[DEFAULT_WIDTH] if n == 1 or device_drafting is None else device_drafting.milliseconds()[n] / n
+        return token_ms, max(0.0, self._costs.chain_ms(self._n_unseen(context), n_past) - now[1]) + self._cold_ms
 
     def prefill(self, context: Context) -> None:
         """See CostlyDrafter."""
-        with self._sound():
-            n = self._n_unread(context) - 1
+        with self._forgetting_on_failure():
+            n = self._n_unseen(context) - 1
             if n > 0:
                 with self._timed(n):
-                    self._read(context, n)
+                    self._run_text(context, n)
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """A tree of the likeliest nodes, as deep as it pays."""
-        growth = _Growth(context, list(context.tokens), limit)
+        """A tree of the most probable nodes, of the best expected depth."""
+        tree = GrowingTree(context, list(context.tokens), limit)
         if limit < 1 or not context.acceptance.should_extend(()):
             return no_draft()
-        with self._sound():
+        with self._forgetting_on_failure():
             n = self._levels_per_call(context, self._n_useful_levels(context, limit))
             if n > 1 and self._device_drafting is not None:
-                self._at_once(self._device_drafting, growth, n)
+                self._grow_on_device(self._device_drafting, tree, n)
             else:
-                self._level_by_level(growth)
-        return growth.tree()
+                self._grow_by_levels(tree)
+        return tree.tree()
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """Nothing to do: what is new is read when it is needed."""
+        """See Drafter. New tokens pass through the head when a draft is wanted."""
 
     def interrupt(self) -> None:
         """See CostlyDrafter."""
         self.session.interrupt()
 
     def close(self) -> None:
-        """Give the head's memory back, and keep what was learnt of its costs."""
+        """Free the head, and keep its corrected cost curve."""
         self._costs.close()
         if self._device_drafting is not None:
             self._device_drafting.costs.close()
         self.session.close()
+        self.session.model.close()
 
     # ---- The text ----------------------------------------------------------------------------------------------------
 
-    def _n_unread(self, context: Context) -> int:
-        """Rows of the text that are not in the cache; the last position has no feature yet, nor those assumed."""
+    def _n_unseen(self, context: Context) -> int:
+        """Rows of the text that are not in the cache. The last token has no feature yet, nor have unverified ones."""
         n_wanted = len(context.tokens) - context.n_unverified - 1
         if len(self._tokens) != n_wanted:
             raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
-        if not self.session.spec.decoder.n_layers:  # sees nothing but its own position
+        if not self.session.spec.decoder.n_layers:  # no attention: it sees its own position only
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
-    def _with_last(self, context: Context) -> int:
-        """Rows to read, at least the last one, whose outcome is not known."""
-        if not self._n_unread(context):
+    def _n_to_run(self, context: Context) -> int:
+        """Rows to run: those not in the cache, or the last one once more, whose outcome is not known."""
+        if not self._n_unseen(context):
             self.session.truncate(self.session.n_past - 1)
-        return max(1, self._n_unread(context))
+        return self._n_unseen(context)
 
-    def _read(self, context: Context, n: int) -> tuple[Features, Logits]:
-        """Read and keep the next n rows; the feature and the logits of the last."""
-        first = len(self._tokens) - self._n_unread(context)
+    def _run_text(self, context: Context, n: int) -> tuple[Features, Logits]:
+        """Run and commit the next n rows; the predicted feature and the logits of the last."""
+        first = len(self._tokens) - self._n_unseen(context)
         self._last = None
         for start in range(first, first + n, self.session.n_batch):
             end = min(first + n, start + self.session.n_batch)
@@ -221,24 +174,24 @@ class HeadDrafter:
 
     @contextmanager
     def _timed(self, n: int) -> Iterator[None]:
-        """Around a pass of n rows and what is made of it."""
+        """Observe the cost of a pass of n rows and what is made of it."""
         n_past, started = self.session.n_past, perf_counter()
         yield
         self._costs.observe(n, n_past, 1e3 * (perf_counter() - started))
 
     @contextmanager
     def _timed_first(self, n: int) -> Iterator[None]:
-        """Around the first pass of a draft, of n rows."""
+        """Observe the extra cost of the first pass of a draft, of n rows."""
         n_past, started = self.session.n_past, perf_counter()
         yield
-        more = 1e3 * (perf_counter() - started) - self._costs.chain_ms(n, n_past)
-        if n <= _FEW_ROWS:  # a hiccup counts as no more than two passes
-            more = min(max(0.0, more), 2.0 * self._costs.chain_ms(n, n_past))
-            self._cold += _COLD_RATE * (more - self._cold)
+        expected = self._costs.chain_ms(n, n_past)
+        if n <= _FEW_ROWS:  # an outlier counts as no more than two passes
+            extra = min(max(0.0, 1e3 * (perf_counter() - started) - expected), 2.0 * expected)
+            self._cold_ms += _COLD_RATE * (extra - self._cold_ms)
 
     @contextmanager
-    def _sound(self) -> Iterator[None]:
-        """Around passes: after a failure no feature is known, and the cache is cut with the next that come."""
+    def _forgetting_on_failure(self) -> Iterator[None]:
+        """After a failure no feature counts as known, and the cache is truncated when the next ones come."""
         try:
             yield
         except Interrupted:
@@ -248,35 +201,27 @@ class HeadDrafter:
             self._text = ()
             raise
 
-    # ---- The tree ----------------------------------------------------------------------------------------------------
+    # ---- A tree in one call ------------------------------------------------------------------------------------------
 
-    def _level_by_level(self, growth: _Growth) -> None:
-        """Let a tree grow as deep as it pays."""
-        level, chain = self._first(growth), list[float]()
-        while level:
-            chain.append(level[0].path_probability)
-            if self._device_drafting is not None:
-                self._device_drafting.learn(chain[-1] / (chain[-2] if len(chain) > 1 else 1.0))
-            level = self._deeper(growth, level, len(chain)) if growth.context.acceptance.should_extend(chain) else []
-
-    def _levels_per_call(self, context: Context, most: int) -> int:
-        """Levels that the device best makes in one call, 1 for levels that are chosen here. most: levels."""
+    def _levels_per_call(self, context: Context, max_levels: int) -> int:
+        """Levels that the device best makes in one call, 1 for levels whose nodes are selected here."""
         if self._device_drafting is None or not context.is_plain:
             return 1
-        return self._device_drafting.best_n_levels(self._costs.milliseconds(self.session.n_past)[DEFAULT_WIDTH], most)
+        level_ms = self._costs.milliseconds(self.session.n_past)[DEFAULT_WIDTH]
+        return self._device_drafting.best_n_levels(level_ms, max_levels)
 
     def _n_useful_levels(self, context: Context, limit: int) -> int:
-        """Levels of a tree that will pay, and that the head's context has room for."""
+        """Levels that are worth making, and that the head's context has room for."""
         if self._device_drafting is None:
             return 1
-        room = self.session.n_ctx - self.session.n_past - self._n_unread(context) - context.n_unverified
-        most = max(0, room // DEFAULT_WIDTH) + 1  # the last level is not read
-        return self._device_drafting.n_useful_levels(min(most, limit), (), context.acceptance)
+        room = self.session.n_ctx - self.session.n_past - self._n_unseen(context) - context.n_unverified
+        max_levels = max(0, room // DEFAULT_WIDTH) + 1  # the last level does not pass through the head
+        return self._device_drafting.n_useful_levels(min(max_levels, limit), (), context.acceptance)
 
-    def _at_once(self, device_drafting: DeviceDrafting[DraftingHead], growth: _Growth, n_levels: int) -> None:
-        """Read what is new in the text, and let the device make the levels of a tree behind it."""
-        context = growth.context
-        n = self._with_last(context)
+    def _grow_on_device(self, device_drafting: DeviceDrafting[DraftingHead], tree: GrowingTree, n_levels: int) -> None:
+        """Run the new tokens of the text, and let the device make the levels of a tree after it."""
+        context = tree.context
+        n = self._n_to_run(context)
         first, n_past, started = len(self._tokens) - n, self.session.n_past, perf_counter()
         self._last = None
         nodes = device_drafting.session.draft(
@@ -292,124 +237,120 @@ class HeadDrafter:
         if not np.isfinite(nodes.probabilities).all():
             raise NumericalError("the head's logits are no numbers")
         self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
-        self._take(device_drafting, growth, nodes)
+        self._take_nodes(device_drafting, tree, nodes)
 
-    def _take(self, device_drafting: DeviceDrafting[DraftingHead], growth: _Growth, nodes: Nodes) -> None:
-        """Make a tree of the likeliest tokens behind the text, and behind each node that is in the tree itself."""
-        passed = [(-1, -1), *zip(nodes.parents.tolist(), nodes.tokens.tolist(), strict=True)]
-        known = {passed[0]: (-1, 1.0, 0)}  # by parent and token: place, reach, depth of the children
-        best: dict[int, float] = {}  # reach by depth
-        whole, path_probabilities = _Growth(growth.context, growth.text, nodes.candidates.size), list[float]()
-        rows = zip(nodes.candidates[:, :_CHILDREN].tolist(), nodes.probabilities[:, :_CHILDREN].tolist(), strict=True)
-        for row, (ids, probabilities) in enumerate(rows):
-            place, path_probability, depth = known.get(passed[row], (-1, 0.0, 0))
-            if path_probability:  # else it was too unlikely beside its siblings
-                found = greedy_candidates([(id, p) for id, p in zip(ids, probabilities, strict=True) if p > 0.0])
-                for child, of_child in self._add(whole, place, path_probability, depth, found):
+    def _take_nodes(self, device_drafting: DeviceDrafting[DraftingHead], tree: GrowingTree, nodes: Nodes) -> None:
+        """Make a tree of the candidates after the text, and after each node that is itself in the tree."""
+        rows_of = [(-1, -1), *zip(nodes.parents.tolist(), nodes.tokens.tolist(), strict=True)]
+        known = {rows_of[0]: (-1, 1.0, 0)}  # by (parent, token): place, path probability, depth of the children
+        best: dict[int, float] = {}  # path probability by depth
+        whole, path_probabilities = GrowingTree(tree.context, tree.text, nodes.candidates.size), list[float]()
+        ids_of, p_of = (each[:, :_N_CANDIDATES].tolist() for each in (nodes.candidates, nodes.probabilities))
+        for row, (ids, ps) in enumerate(zip(ids_of, p_of, strict=True)):
+            place, path_probability, depth = known.get(rows_of[row], (-1, 0.0, 0))
+            if path_probability:  # else its parent was not among the candidates taken
+                found = greedy_candidates([(id, p) for id, p in zip(ids, ps, strict=True) if p > 0.0])
+                for child, of_child in whole.add(place, path_probability, depth, found):
                     known[row - 1, whole.tokens[child]] = child, of_child, depth + 1
                     best[depth] = max(of_child, best.get(depth, 0.0))
                     path_probabilities.append(of_child)
-        growth.keep(whole, path_probabilities)
-        above = 1.0
+        tree.take_best(whole, path_probabilities)
+        before = 1.0
         for path_probability in filter(None, best.values()):
-            device_drafting.learn(path_probability / above)
-            above = path_probability
+            device_drafting.learn(path_probability / before)
+            before = path_probability
 
-    def _first(self, growth: _Growth) -> list[_Node]:
-        """Read what is new in the text; gives the nodes right behind it, likeliest first."""
-        context = growth.context
-        n = self._with_last(context) if self._last is None else self._n_unread(context)
+    # ---- A tree level by level ---------------------------------------------------------------------------------------
+
+    def _grow_by_levels(self, tree: GrowingTree) -> None:
+        """Add levels to a tree as long as each is worth making."""
+        level, chain = self._first_level(tree), list[float]()
+        while level:
+            chain.append(level[0].path_probability)
+            if self._device_drafting is not None:
+                self._device_drafting.learn(chain[-1] / (chain[-2] if len(chain) > 1 else 1.0))
+            level = self._next_level(tree, level, len(chain)) if tree.context.acceptance.should_extend(chain) else []
+
+    def _first_level(self, tree: GrowingTree) -> list[Node]:
+        """Run the new tokens of the text, and the unverified ones; the nodes right after them, most probable first."""
+        context = tree.context
+        n = self._n_to_run(context) if self._last is None else self._n_unseen(context)
         if n or self._last is None:
             with self._timed_first(n):
-                feature, logits = self._read(context, n)
+                feature, logits = self._run_text(context, n)
         else:
             feature, logits = self._last
-        root = _Node(-1, 1.0, [], -1, feature)
+        root = Node(-1, 1.0, [], -1, feature)
         for token in context.tokens[len(context.tokens) - context.n_unverified :]:
-            if self._room(growth) < 1:
+            if self._n_free_rows(tree) < 1:
                 return []
-            out = self.session.forward([token], root.feature[None], [root.row], n_pending=growth.n_pending)
-            root, logits = root._replace(row=growth.n_pending, feature=_features(out)[0]), out.logits[0]
-            growth.n_pending += 1
-        return self._children(growth, root, 0, logits)
+            out = self.session.forward([token], root.feature[None], [root.row], n_pending=tree.n_pending)
+            root, logits = root._replace(row=tree.n_pending, feature=_features(out)[0]), out.logits[0]
+            tree.n_pending += 1
+        return self._children(tree, root, 0, logits)
 
-    def _room(self, growth: _Growth) -> int:
-        """Rows that may still be pending."""
-        return min(self.session.n_ctx - self.session.n_past, self.session.n_batch) - growth.n_pending
+    def _n_free_rows(self, tree: GrowingTree) -> int:
+        """Rows of the session that the tree may still take."""
+        return min(self.session.n_ctx - self.session.n_past, self.session.n_batch) - tree.n_pending
 
-    def _deeper(self, growth: _Growth, level: list[_Node], depth: int) -> list[_Node]:
-        """Go on from the likeliest nodes of a level in one pass; gives the new ones, likeliest first."""
-        session, n_pending, room = self.session, growth.n_pending, self._room(growth)
-        if room < 1 or len(growth.tokens) >= growth.limit:
+    def _next_level(self, tree: GrowingTree, level: list[Node], depth: int) -> list[Node]:
+        """Run the most probable nodes of a level in one pass; their children, most probable first."""
+        session, n_pending, n_free = self.session, tree.n_pending, self._n_free_rows(tree)
+        if n_free < 1 or len(tree.tokens) >= tree.limit:
             return []
-        chosen = self._worth_it(level[:room], growth.context.acceptance.min_probability)
+        chosen = self._useful_nodes(level[:n_free], tree.context.acceptance.min_probability)
         if not chosen:
             return []
-        below: list[_Node] = []
+        children: list[Node] = []
         with self._timed(len(chosen)):
-            before = self._level[: len(chosen)]
-            for row, node in zip(before, chosen, strict=True):
+            features = self._level[: len(chosen)]
+            for row, node in zip(features, chosen, strict=True):
                 row[:] = node.feature
             tokens, parents = [node.path[-1] for node in chosen], [node.row for node in chosen]
-            out = session.forward(tokens, before, parents, n_pending=n_pending, logits="all")
-            growth.n_pending += len(chosen)
+            out = session.forward(tokens, features, parents, n_pending=n_pending, logits="all")
+            tree.n_pending += len(chosen)
             for i, node in enumerate(chosen):
-                above = node._replace(row=n_pending + i, feature=_features(out)[i])
-                below += self._children(growth, above, depth, out.logits[i], is_drawn=i == 0)
-        return sorted(below, key=lambda node: -node.path_probability)
+                parent = node._replace(row=n_pending + i, feature=_features(out)[i])
+                children += self._children(tree, parent, depth, out.logits[i], is_sampled=i == 0)
+        return sorted(children, key=lambda node: -node.path_probability)
 
-    def _worth_it(self, level: Sequence[_Node], min_probability: float) -> list[_Node]:
-        """The first nodes of a level, as long as each gives as much for its row in the pass as the first one does."""
+    def _useful_nodes(self, level: Sequence[Node], min_probability: float) -> list[Node]:
+        """The first nodes of a level, as long as each adds as much per millisecond of the pass as the first one."""
         now = self._costs.milliseconds(self.session.n_past)
-        chosen: list[_Node] = []
+        chosen: list[Node] = []
         for node in level[:_WIDTH]:
             n = len(chosen)
-            if node.path_probability < min_probability or (
-                n and node.path_probability * now[1] < level[0].path_probability * (now[n + 1] - now[n])
-            ):
+            added_ms = now[n + 1] - now[n]
+            if node.path_probability < min_probability:
+                break
+            if n and node.path_probability * now[1] < level[0].path_probability * added_ms:
                 break
             chosen.append(node)
         return chosen
 
     def _children(
-        self, growth: _Growth, above: _Node, depth: int, logits: Logits, is_drawn: bool = True
-    ) -> list[_Node]:
-        """Add the likeliest tokens behind a node to the tree; gives them, likeliest first.
+        self, tree: GrowingTree, parent: Node, depth: int, logits: Logits, is_sampled: bool = True
+    ) -> list[Node]:
+        """Add the candidates after a node to the tree; the new nodes, most probable first.
 
-        above: as its children know it.  is_drawn: as the target draws, where that is not by the logits alone,
-        which takes more time.
+        parent: with the row and the feature that its children continue.  is_sampled: with the target's sampler, unless
+        the target takes the largest logit anyway; takes more time.
         """
         logits = logits[: len(self._ids)]
-        drawn = self._draw(growth, above, logits) if is_drawn and not growth.context.is_plain else None
-        found = draft_candidates(logits, drawn, growth.context.is_greedy, _CHILDREN)
+        drawn = self._sample(tree, parent, logits) if is_sampled and not tree.context.is_plain else None
+        found = draft_candidates(logits, drawn, tree.context.is_greedy, _N_CANDIDATES)
         named = [(int(self._ids[index]), p, bucket) for index, p, bucket in found]
         new = [
-            above._replace(place=place, path_probability=path_probability, path=[*above.path, growth.tokens[place]])
-            for place, path_probability in self._add(growth, above.place, above.path_probability, depth, named)
+            parent._replace(place=place, path_probability=of_node, path=[*parent.path, tree.tokens[place]])
+            for place, of_node in tree.add(parent.place, parent.path_probability, depth, named)
         ]
         return sorted(new, key=lambda node: -node.path_probability)
 
-    def _add(
-        self, growth: _Growth, above: int, path_probability: float, depth: int, found: Sequence[tuple[int, float, int]]
-    ) -> list[tuple[int, float]]:
-        """Add tokens, with p and kind, behind a node; gives place and reach of each that there is room for.
-
-        above, reach: place and reach of that node.  depth: of the new ones.
-        """
-        new: list[tuple[int, float]] = []
-        for token, p, bucket in found[: growth.limit - len(growth.tokens)]:
-            new.append((len(growth.tokens), path_probability * growth.context.acceptance.probability(bucket, depth, p)))
-            growth.tokens.append(token)
-            growth.parents.append(above)
-            growth.p.append(p)
-            growth.buckets.append(bucket)
-        return new
-
-    def _draw(self, growth: _Growth, above: _Node, logits: Logits) -> int:
-        """Index in logits of what the target's way to draw takes there."""
+    def _sample(self, tree: GrowingTree, parent: Node, logits: Logits) -> int:
+        """Index in logits of the token that the target's sampler takes after a node."""
         self._logits[self._ids] = logits
-        growth.text[len(growth.context.tokens) :] = above.path
-        return int(np.searchsorted(self._ids, growth.context.draw(self._logits, growth.text)))
+        tree.text[len(tree.context.tokens) :] = parent.path
+        return int(np.searchsorted(self._ids, tree.context.draw(self._logits, tree.text)))
 
 
 def _features(out: Output) -> Features:

@@ -1,8 +1,9 @@
-"""NgramLookup of what a draft model will choose, so that one of its passes makes several levels of a draft.
+"""N-gram lookup for a draft model: guessed tokens that it verifies itself, so that one of its passes makes several
+levels of a draft.
 
-What followed the same three, two or one tokens the last time, in the text or in a draft, as prompt lookup and the pool
-of Lookahead Decoding have it (Fu et al., arXiv:2402.02057). The draft model checks them as the target checks drafts:
-what it chooses behind a guess is its next level where the guess is what it chose itself.
+A guess is what followed the same three, two or one tokens the last time, in the text or in a draft, as in prompt lookup
+and in the n-gram pool of Lookahead Decoding (Fu et al., arXiv:2402.02057). The draft model verifies guesses as the
+target verifies drafts: what it chooses after a guess is its next level if it chose the guess itself.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _N_ROWS = 65_536
-_ORDERS = (3, 2, 1)  # tokens that a guess is looked for behind, in this order
-_COUNTS = ((4.0, 6.0), (3.0, 5.0), (2.0, 5.0))  # of each: guesses that were right, and all, before any is known
+_ORDERS = (3, 2, 1)  # numbers of tokens that are looked up, in this order
+_PRIORS = ((4.0, 6.0), (3.0, 5.0), (2.0, 5.0))  # by order: accepted guesses and all guesses before any is observed
 _DECAY = 0.98  # of all counts, with each new one
-_BESIDE = 0.03  # of a pass of one token: what a guess takes beside its share of the pass
+_OVERHEAD = 0.03  # of a guess, in passes of one token, beside its part of the pass
 
 
 class LookupToken(NamedTuple):
-    """A token, and which of _ORDERS it was found by."""
+    """A guessed token, and the index in _ORDERS with which it was found."""
 
     token: int
     order: int
 
 
 class NgramLookup:
-    """What followed, and how often that was right."""
+    """A table from the last one to three tokens to the token that followed, and the acceptance rate of each order."""
 
     def __init__(self) -> None:
-        self._keys = array("q", [-1]) * _N_ROWS  # keys that meet in one row take it from each other
+        self._keys = array("q", [-1]) * _N_ROWS  # n-grams whose hashes collide replace each other
         self._tokens = array("i", [-1]) * _N_ROWS
-        self._counts = [*_COUNTS]
-        self._levels, self._passes = 4.0, 4.0  # that were made, decayed
+        self._counts = [*_PRIORS]
+        self._levels, self._passes = 4.0, 4.0  # made so far, decayed
 
     @staticmethod
     def memory() -> int:
@@ -44,8 +45,8 @@ class NgramLookup:
         """Mean number of levels that a pass has made lately."""
         return self._levels / self._passes
 
-    def note(self, text: Sequence[int], first: int) -> None:
-        """The tokens of a text from that one on are new."""
+    def add(self, text: Sequence[int], first: int) -> None:
+        """Add the n-grams that end at text[first] or later."""
         for i in range(max(first, 1), len(text)):
             for order in _ORDERS:
                 if i >= order:
@@ -53,34 +54,34 @@ class NgramLookup:
                     self._keys[key % _N_ROWS] = key
                     self._tokens[key % _N_ROWS] = text[i]
 
-    def behind(self, text: Sequence[int], most: int, milliseconds: Sequence[float]) -> list[LookupToken]:
-        """At most that many tokens behind a text, each as long as a pass longer by it takes less than it may save.
+    def find(self, text: Sequence[int], max_tokens: int, milliseconds: Sequence[float]) -> list[LookupToken]:
+        """Guesses for the next tokens of a text, as long as each is expected to save more than it costs.
 
-        milliseconds: of a pass, by number of guesses.
+        milliseconds: of a pass, by number of guesses in it.
         """
         end, found, path_probability = list(text[-max(_ORDERS) :]), list[LookupToken](), 1.0
-        for n in range(min(most, len(milliseconds) - 1)):
-            guess = self._find(end)
+        for n in range(min(max_tokens, len(milliseconds) - 1)):
+            guess = self._find_one(end)
             if guess is None:
                 break
-            right, all_ = self._counts[guess.order]
-            path_probability *= right / all_
-            if path_probability * milliseconds[0] < milliseconds[n + 1] - milliseconds[n] + _BESIDE * milliseconds[0]:
+            accepted, all_ = self._counts[guess.order]
+            path_probability *= accepted / all_
+            if path_probability * milliseconds[0] < milliseconds[n + 1] - milliseconds[n] + _OVERHEAD * milliseconds[0]:
                 break
             found.append(guess)
             end = [*end[-max(_ORDERS) + 1 :], guess.token]
         return found
 
     def learn(self, guesses: Sequence[LookupToken], chosen: Sequence[int]) -> None:
-        """A pass with these guesses made levels, whose first choices are given: one more than guesses were right."""
+        """Compare the guesses of a pass with the tokens that the draft model chose: one more than were accepted."""
         self._levels = _DECAY * self._levels + len(chosen)
         self._passes = _DECAY * self._passes + 1.0
         for guess, token in zip(guesses, chosen, strict=False):
-            right, all_ = self._counts[guess.order]
-            self._counts[guess.order] = _DECAY * right + (guess.token == token), _DECAY * all_ + 1.0
+            accepted, all_ = self._counts[guess.order]
+            self._counts[guess.order] = _DECAY * accepted + (guess.token == token), _DECAY * all_ + 1.0
 
-    def _find(self, end: Sequence[int]) -> LookupToken | None:
-        """What followed the last tokens."""
+    def _find_one(self, end: Sequence[int]) -> LookupToken | None:
+        """What followed the last tokens, by the longest n-gram in the table."""
         for i, order in enumerate(_ORDERS):
             if order <= len(end):
                 key = hash(tuple(end[-order:]))

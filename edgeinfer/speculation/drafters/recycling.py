@@ -1,9 +1,8 @@
-"""Drafts what the model once thought of: the likeliest successors of a token, from logits that were made anyway.
+"""Token Recycling (Luo et al., arXiv:2408.08696): drafts from the target's earlier candidates.
 
-Token Recycling (Luo et al., arXiv:2408.08696): a table from tokens to the ids that the target found likeliest behind
-them the last time; a tree is grown from the end of the text, the likeliest node first. Other than there, a successor is
-looked for behind the last two tokens first, which is right two to three times as often, and then behind the last one;
-and beside each stands how likely it was.
+A table maps tokens to the top-k candidates that the target had for the next token the last time. A tree is grown from
+the end of the text, the most probable node first. Unlike the paper, the last two tokens are looked up first, which is
+accepted two to three times as often, and then the last one; and the table keeps the probability of each candidate.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from edgeinfer.types import Logits
 
 _N_ROWS = 65_536
 _N_KEPT = 3  # successors in a row
-_AT_ROOT, _BELOW = 3, 2  # of them looked at
-# Kinds: by what was looked behind, the rank, and the class of the probability that the successor had, int(8 p). What is
-# believed of each before anything is learnt.
+_AT_ROOT, _BELOW = 3, 2  # successors used of a row
+# Buckets: whether two tokens or one were looked up, the rank, and the class of the candidate's probability, int(8 p).
+# Prior acceptance probability of each.
 _N_CLASSES = 8
-_BEHIND_ONE = _N_KEPT * _N_CLASSES
+_AFTER_ONE = _N_KEPT * _N_CLASSES
 _PRIORS = (
     *((0.1, 0.12, 0.15, 0.25, 0.3, 0.3, 0.32, 0.5), (0.07,) * _N_CLASSES, (0.05,) * _N_CLASSES),
     *((0.03, 0.07, 0.08, 0.13, 0.14, 0.15, 0.15, 0.2), (0.08,) * _N_CLASSES, (0.05,) * _N_CLASSES),
@@ -37,7 +36,7 @@ class RecyclingDrafter:
     name = "recycling"
 
     def __init__(self) -> None:
-        # Key of the row, successors, classes of their probabilities; keys that meet in one row take it from each other.
+        # Key of the row, successors, classes of their probabilities; keys that collide replace each other.
         self._rows = np.full((_N_ROWS, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
 
     @staticmethod
@@ -46,10 +45,10 @@ class RecyclingDrafter:
         return 4 * _N_ROWS * (1 + 2 * _N_KEPT)
 
     def start(self, context: Context) -> None:
-        """Nothing to do: there are no logits of the prompt but the last."""
+        """See Drafter. There are no logits of the prompt but the last."""
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """The likeliest nodes of the tree of successors, best first."""
+        """The most probable nodes of the tree of successors, best first."""
         last = context.tokens[-1]
         before = context.tokens[-2] if len(context.tokens) > 1 else -1
         root = self._successors(before, last, _AT_ROOT)
@@ -60,30 +59,31 @@ class RecyclingDrafter:
         parents: list[int] = []
         p: list[float] = []
         buckets: list[int] = []
+        # Smallest first: the path probability, negated, and the node.
         heap = [(-probability(bucket, 0, _prior(bucket)), token, -1, 0, bucket, last) for token, bucket in root]
         heapq.heapify(heap)
         while heap and len(tokens) < limit:
-            path_probability, token, parent, depth, bucket, before = heapq.heappop(heap)
-            if -path_probability < min_probability and tokens:  # one node at least, from which the policy learns
+            negated, token, parent, depth, bucket, before = heapq.heappop(heap)
+            if -negated < min_probability and tokens:  # at least one node, from which the acceptance is learnt
                 break
             node = len(tokens)
             tokens.append(token)
             parents.append(parent)
             p.append(_prior(bucket))
             buckets.append(bucket)
-            if -path_probability >= min_probability:
+            if -negated >= min_probability:
                 depth += 1
                 for successor, bucket in self._successors(before, token, _BELOW):
-                    below = path_probability * probability(bucket, depth, _prior(bucket))
-                    heapq.heappush(heap, (below, successor, node, depth, bucket, token))
+                    child = negated * probability(bucket, depth, _prior(bucket))
+                    heapq.heappush(heap, (child, successor, node, depth, bucket, token))
         return DraftTree(tokens, parents, p, buckets)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """Note the likeliest ids of each row under the tokens that it follows."""
-        behind = context.tokens[-n_new - 2 : -1]
-        if len(behind) == n_new:  # the text has no token before the first of them
-            behind = [-1, *behind]
-        for before, last, logits in zip(behind[:-1], behind[1:], rows, strict=True):
+        """Store the top-k ids of each row under the tokens that it follows."""
+        previous = context.tokens[-n_new - 2 : -1]
+        if len(previous) == n_new:  # the first new token has only one before it
+            previous = [-1, *previous]
+        for before, last, logits in zip(previous[:-1], previous[1:], rows, strict=True):
             found = top_k(logits, _N_KEPT)
             missing = [-1] * (_N_KEPT - len(found))
             classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
@@ -92,12 +92,12 @@ class RecyclingDrafter:
                 self._rows[key % _N_ROWS] = [key, *successors]
 
     def close(self) -> None:
-        """Forget everything."""
+        """Clear the table."""
         self._rows[:] = -1
 
     def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
-        """(id, kind) of the first n successors of two tokens, else of the last one, else none."""
-        for key, bucket in ((_key(before, last), 0), (last, _BEHIND_ONE)):
+        """(id, bucket) of the first n successors of two tokens, else of the last one, else none."""
+        for key, bucket in ((_key(before, last), 0), (last, _AFTER_ONE)):
             owner, *values = self._rows[key % _N_ROWS].tolist()
             if owner == key:
                 pairs = zip(values[:n], values[_N_KEPT:], strict=False)
@@ -106,7 +106,7 @@ class RecyclingDrafter:
 
 
 def _key(before: int, last: int) -> int:
-    """A number for two tokens, in 2**30..2**31 - 1: no token has it."""
+    """The key of two tokens, in 2**30..2**31 - 1: above all token ids."""
     return (before * 1_000_003 + last * 7919) & 0x3FFFFFFF | 0x40000000
 
 

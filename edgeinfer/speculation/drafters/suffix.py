@@ -1,8 +1,8 @@
-"""Drafts what followed the last time: the longest end of the text that was there before, and what came after it.
+"""Drafts by suffix match: finds the longest suffix of the text that occurs earlier, and copies what followed it there.
 
 A suffix automaton (Blumer et al. 1985, as used for drafts by Hu et al., SAM Decoding, arXiv:2411.10666) is extended by
-each token in O(1) amortised. The suffix link of its last state is the longest end of the text that occurs earlier, so
-there is nothing to search.
+each token in O(1) amortised. The suffix link of its last state is the longest suffix that occurs earlier, so nothing is
+searched.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
 BYTES_PER_TOKEN = 800  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
-_OVERLAP = 8  # tokens of a new request repeated before its first new one, so that matches may reach back over the cut
+_OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
 
-# Classes of matches: the first bound that the length does not exceed, and what has followed: several tokens, one token
-# once, one token more often. Chances of each before anything is learnt, for the first node and for those behind it, as
-# 70 greedy answers of two models to prompts of all kinds had them.
+# Buckets: the class of the match length (the first bound that it does not exceed), and what has followed the match:
+# several tokens, one token once, one token more often. Prior acceptance probabilities of the first node and of later
+# ones, as measured on 70 greedy answers of two models to prompts of all kinds.
 _BOUNDS = (1, 2, 3, 4, 6, 8, 12, 20)
 _CLASS = [next((i for i, bound in enumerate(_BOUNDS) if length <= bound), len(_BOUNDS)) for length in range(32)]
 _SEVERAL, _ONCE, _OFTEN = range(3)
@@ -33,26 +33,26 @@ _LATER = (
     (0.55, 0.62, 0.65, 0.7, 0.75, 0.8, 0.9, 0.93, 0.97),
 )
 _OTHER_FIRST = 0.05
-_OTHER = 3 * len(_FIRST[0])  # kinds from here on: another token that has followed
+_OTHER = 3 * len(_FIRST[0])  # buckets from here on: the second most frequent follower
 
 
 class SuffixAutomaton:
     """All substrings of a text that grows at its end.
 
-    State 0 is the empty string. A state stands for strings that end at the same places; `length` is that of the
-    longest of them, and `link` leads to the longest end of it that occurs at more places.
+    State 0 is the empty string. A state stands for strings that end at the same positions; `length` is that of the
+    longest of them, and `link` is the state of its longest suffix that occurs at more positions.
     """
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self.next: list[dict[int, int]] = [{}]
-        self.end: list[int] = [-1]  # where the strings of a state ended last, as far as was noticed
+        self.end: list[int] = [-1]  # last known position at which the strings of a state end
         self.seen: list[int] = [0]  # how often a state was the match
         self._length = [0]
         self._link = [-1]
         self._last = 0
-        self.match = 0  # state of the longest end of the text that occurs earlier
-        self.match_end = -1  # where it ended then
+        self.match = 0  # state of the longest suffix of the text that occurs earlier
+        self.match_end = -1  # last position of that earlier occurrence
 
     @property
     def match_length(self) -> int:
@@ -77,7 +77,7 @@ class SuffixAutomaton:
         self.seen[match] += 1
 
     def _state_of(self, before: int, token: int) -> int:
-        """State of the longest string of `before` and the token, split off from longer ones if need be."""
+        """State of the longest string of `before` extended by the token, cloned if longer strings share its state."""
         next_, link, length = self.next, self._link, self._length
         state = next_[before][token]
         if length[before] + 1 == length[state]:
@@ -111,11 +111,11 @@ class SuffixDrafter:
 
     @staticmethod
     def memory(n_ctx: int) -> int:
-        """Bytes that it takes at most for contexts of n_ctx tokens."""
+        """Most bytes that it takes for contexts of n_ctx tokens."""
         return BYTES_PER_TOKEN * _max_tokens(n_ctx)
 
     def start(self, context: Context) -> None:
-        """Take in the prompt, as far as it is new."""
+        """Add the prompt, as far as it is new."""
         prompt = context.tokens
         if prompt[: len(self._last)] == self._last:
             self._extend(prompt[len(self._last) :])
@@ -128,7 +128,7 @@ class SuffixDrafter:
         self._extend(new)
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """What followed the match, and another token that has followed it."""
+        """What followed the match, and the second most frequent follower as an alternative."""
         self._extend(context.tokens[len(self._last) :])
         automaton = self._automaton
         length = automaton.match_length
@@ -137,27 +137,22 @@ class SuffixDrafter:
         match_class = _CLASS[length] if length < len(_CLASS) else len(_BOUNDS)
         state = automaton.match
         followers = _SEVERAL if len(automaton.next[state]) > 1 else _ONCE if automaton.seen[state] == 1 else _OFTEN
-        bucket, first, later = (
-            3 * match_class + followers,
-            _FIRST[followers][match_class],
-            _LATER[followers][match_class],
-        )
+        bucket = 3 * match_class + followers
+        first, later = _FIRST[followers][match_class], _LATER[followers][match_class]
         tokens = self._copy(automaton.match_end + 1, max(1, limit - (followers == _SEVERAL)))
-        n = self._n_that_may_pay(context, bucket, first, later, len(tokens))
+        n = self._useful_length(context, bucket, first, later, len(tokens))
         tree = DraftTree(tokens[:n], list(range(-1, n - 1)), [first, *[later] * (n - 1)][:n], [bucket] * n)
         other = self._other_follower(tokens[:1]) if followers == _SEVERAL and n < limit else None
-        if other is not None:
-            bucket = _OTHER + match_class
-            tree = DraftTree(
-                [*tree.tokens, other], [*tree.parents, -1], [*tree.p, _OTHER_FIRST], [*tree.buckets, bucket]
-            )
-        return tree
+        if other is None:
+            return tree
+        buckets = [*tree.buckets, _OTHER + match_class]
+        return DraftTree([*tree.tokens, other], [*tree.parents, -1], [*tree.p, _OTHER_FIRST], buckets)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """Nothing to do: the text is read when a draft is wanted."""
+        """See Drafter. The text is added when a draft is wanted."""
 
     def close(self) -> None:
-        """Forget everything."""
+        """Free the automaton."""
         self._automaton = SuffixAutomaton()
         self._last = []
 
@@ -170,7 +165,7 @@ class SuffixDrafter:
             self._automaton.append(token)
 
     def _copy(self, start: int, n: int) -> list[int]:
-        """n tokens of the text from start on; where it ends they go on with themselves, as a repetition does."""
+        """n tokens of the text from start on; at its end the copied tokens repeat, as in a periodic text."""
         text = self._automaton.text
         tokens = text[start : start + n]
         period = len(tokens)
@@ -181,23 +176,23 @@ class SuffixDrafter:
                 return tokens[:i]
         return tokens
 
-    def _n_that_may_pay(self, context: Context, bucket: int, first: float, later: float, most: int) -> int:
-        """Length of the chain before it becomes too unlikely; at least 1, from which the policy learns."""
+    def _useful_length(self, context: Context, bucket: int, first: float, later: float, n_max: int) -> int:
+        """Nodes of the chain above the least useful probability; at least 1, from which the acceptance is learnt."""
         probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
         path_probability = probability(bucket, 0, first)
-        for depth in range(1, most):
+        for depth in range(1, n_max):
             path_probability *= probability(bucket, depth, later)
             if path_probability < min_probability:
                 return depth
-        return most
+        return n_max
 
     def _other_follower(self, drafted: list[int]) -> int | None:
-        """The token that has followed the match, other than the drafted one, and after which it went on most often."""
+        """The most frequent follower of the match besides the drafted token."""
         seen, following = self._automaton.seen, self._automaton.next[self._automaton.match]
         others = [token for token in following if token >= 0 and token not in drafted]
         return max(others, key=lambda token: seen[following[token]], default=None)
 
 
 def _max_tokens(n_ctx: int) -> int:
-    """Tokens that are kept: four contexts, but where that is much, two."""
+    """Tokens that are kept: four contexts, or two if these are long."""
     return max(min(4 * n_ctx, 32768), 2 * n_ctx)

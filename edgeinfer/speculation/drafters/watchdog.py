@@ -1,4 +1,4 @@
-"""A thread in which a drafter works, so that a device that hangs holds up nobody."""
+"""Runs a drafter's calls in a thread of their own with a time limit: a device that hangs cannot block the answer."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from edgeinfer.types import Features, Logits
 
 T = TypeVar("T")
 
-# A call may take this many times what was measured, and this many seconds at least: drivers compile, GPUs wake up.
-PATIENCE, LEAST_SECONDS = 20.0, 5.0
+# Time limit of a call: this many times its expected duration, and at least this long, as drivers compile kernels and
+# GPUs leave their idle states.
+TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 20.0, 5.0
 
 
 class Clock:
-    """Time in seconds, and waiting for what another thread does."""
+    """Time in seconds, and waiting for other threads."""
 
     def __init__(self) -> None:
         self._changed = Condition()
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary point."""
         return perf_counter()
 
     def wait_for(self, is_true: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until something is true, for so long at most; gives whether it is. `notify` has it looked at."""
+        """Wait until is_true() holds, at most that long; returns whether it does. Checked at each `notify`."""
         with self._changed:
             return self._changed.wait_for(is_true, seconds)
 
     def notify(self) -> None:
-        """Something that others may wait for has changed."""
+        """Wake the threads that wait."""
         with self._changed:
             self._changed.notify_all()
 
@@ -44,42 +45,42 @@ class Clock:
 @dataclass(slots=True)
 class _Call:
     function: Callable[[], None]
-    milliseconds: float  # that it should take
-    since: float = 0.0  # when it began, or last said how long it will take
+    milliseconds: float  # expected
+    since: float = 0.0  # when it began, or last called `expect`
 
 
 class Watchdog:
-    """Runs calls one after the other in its own thread. Whoever hands one over need not wait for it.
+    """Runs calls one after the other in its own thread, and says so where one takes far longer than expected.
 
-    device: what they run on, for messages.  least_seconds: that a call may always take.
+    device: what the calls run on, for messages.  min_timeout: seconds that any call may take.
     """
 
-    def __init__(self, name: str, device: str, clock: Clock | None = None, least_seconds: float | None = None) -> None:
+    def __init__(self, name: str, device: str, clock: Clock | None = None, min_timeout: float | None = None) -> None:
         self.clock = Clock() if clock is None else clock
         self._device = device
-        self._least_seconds = LEAST_SECONDS if least_seconds is None else least_seconds
+        self._min_timeout = MIN_TIMEOUT_SECONDS if min_timeout is None else min_timeout
         self._waiting: deque[_Call] = deque()
         self._running: _Call | None = None
         self._error: BaseException | None = None
         self._is_closed = False
-        # A daemon: the program can end while a driver hangs.
+        # A daemon thread: the program can end while a driver hangs.
         self._thread = Thread(target=self._work, name=f"edgeinfer-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[], None], milliseconds: float = 0.0) -> None:
-        """Run a call behind those that wait already. milliseconds: that it should take."""
+        """Queue a call. milliseconds: its expected duration."""
         self._waiting.append(_Call(function, milliseconds))
         self.clock.notify()
 
     def run(self, function: Callable[[], T], milliseconds: float = 0.0) -> T:
-        """What a call gives or raises; BackendLost where that takes far too long."""
+        """Queue a call and wait for it: returns or raises what it does, or BackendLost if it takes far too long."""
         results: list[T] = []
         errors: list[BaseException] = []
 
         def call() -> None:
             try:
                 results.append(function())
-            except BaseException as error:  # of the thread that waits for it
+            except BaseException as error:  # raised again in the thread that waits
                 errors.append(error)
 
         self.submit(call, milliseconds)
@@ -90,12 +91,12 @@ class Watchdog:
         return results[0]
 
     def expect(self, milliseconds: float) -> None:
-        """The call that runs, which says so, should take so much from now on."""
+        """Called by the running call: its expected duration from now on."""
         if self._running is not None:
             self._running = _Call(self._running.function, milliseconds, self.clock.now())
 
     def check(self) -> None:
-        """Raises what a submitted call raised since the last time, and BackendLost if one takes far too long."""
+        """Raises what a queued call has raised since the last check, and BackendLost if one takes far too long."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -108,7 +109,7 @@ class Watchdog:
             )
 
     def close(self) -> bool:
-        """End the thread behind the call that runs. Gives whether it ended: one that hangs is left alone."""
+        """End the thread after the running call. Returns whether it ended; one that hangs is left behind."""
         self._waiting.clear()
         self._is_closed = True
         self.clock.notify()
@@ -118,14 +119,14 @@ class Watchdog:
         return ended
 
     def _seconds_left(self) -> float:
-        """Until the call that runs has taken too long, or it is time to look again whether one does."""
+        """Until the running call reaches its time limit, or without one until the next check."""
         running = self._running
         if running is None:
-            return self._least_seconds
+            return self._min_timeout
         return max(0.0, running.since + self._limit(running) - self.clock.now()) + 0.01
 
     def _limit(self, call: _Call) -> float:
-        return max(self._least_seconds, 1e-3 * PATIENCE * call.milliseconds)
+        return max(self._min_timeout, 1e-3 * TIMEOUT_FACTOR * call.milliseconds)
 
     def _work(self) -> None:
         while True:
@@ -140,14 +141,14 @@ class Watchdog:
                 call.function()
             except Interrupted:
                 pass
-            except BaseException as error:  # for `check`
+            except BaseException as error:  # raised by `check`
                 self._error = error
             self._running = None
             self.clock.notify()
 
 
 class WatchedDrafter:
-    """A drafter whose calls run in another thread, each waited for, but no longer than a device that works can take."""
+    """A drafter whose calls run in a watchdog's thread and are waited for, up to their time limit."""
 
     def __init__(self, drafter: CostlyDrafter, device: str) -> None:
         self.name = drafter.name
@@ -161,8 +162,8 @@ class WatchedDrafter:
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """See Drafter."""
-        each, before = self._cost
-        return self._watchdog.run(lambda: self._drafter.propose(context, limit), before + limit * each)
+        token_ms, prefill_ms = self._cost
+        return self._watchdog.run(lambda: self._drafter.propose(context, limit), prefill_ms + limit * token_ms)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter."""
@@ -182,7 +183,7 @@ class WatchedDrafter:
         self._drafter.interrupt()
 
     def close(self) -> None:
-        """Close the drafter, and end the thread. Raises BackendLost where its device hangs: nothing is given back."""
+        """Close the drafter, and end the thread. Raises BackendLost where its device hangs: no memory is freed."""
         try:
             self._watchdog.run(self._drafter.close)
         finally:
@@ -190,20 +191,20 @@ class WatchedDrafter:
 
 
 class WatchedFeatureDrafter(WatchedDrafter):
-    """The same for a drafter that goes on from the target's hidden rows."""
+    """The same for a FeatureDrafter."""
 
     def __init__(self, drafter: FeatureDrafter, device: str) -> None:
         super().__init__(drafter, device)
-        self._follower = drafter
+        self._feature_drafter = drafter
         self.taps = drafter.taps
 
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter."""
-        self._watchdog.run(lambda: self._follower.observe_features(text, first, features))
+        self._watchdog.run(lambda: self._feature_drafter.observe_features(text, first, features))
 
 
 def watched(drafter: CostlyDrafter, device: str) -> WatchedDrafter:
-    """That drafter, watched. device: what it runs on, for messages."""
+    """That drafter behind a watchdog. device: what it runs on, for messages."""
     if isinstance(drafter, FeatureDrafter):
         return WatchedFeatureDrafter(drafter, device)
     return WatchedDrafter(drafter, device)

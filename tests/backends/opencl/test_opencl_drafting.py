@@ -102,7 +102,7 @@ def test_drafts_that_the_device_makes_by_itself_change_no_text(
     kind: str, n_cores: int, open_engine: Open, plain: edgeinfer.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "physical_cores", lambda root=None: n_cores)
-    monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
+    monkeypatch.setattr("edgeinfer.speculation.pipeline._MAX_WAIT", 1e6)
     engine, _ = open_engine(kind)
     drafter, asked = drafter_of(engine)._drafter, []
     assert drafter._device_drafting is not None, "what its own drafts cost was not measured"

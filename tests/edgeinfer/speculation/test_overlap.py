@@ -7,11 +7,11 @@ from tiny_models import write_tiny_model
 from virtual_time import SlowDrafter, VirtualClock, slow_target
 
 import edgeinfer
-from edgeinfer.speculation import pipeline
+from edgeinfer.speculation import drafter_state, pipeline
 from edgeinfer.speculation.cost import CostCurve, CostModel
 from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import chain_rate, overlapped_rate
+from edgeinfer.speculation.throughput import chain_rate, overlapped_rate
 from edgeinfer.speculation.timeline import Event, Timeline
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -47,7 +47,8 @@ def answer(model, plain_tokens, monkeypatch):
     def run(share, of_pass, is_ahead=True, reading=0.0):
         clock, rng = VirtualClock(n_threads=2 if is_ahead else 1), random.Random(5)
         right = [rng.random() < share for _ in range(512)]
-        monkeypatch.setattr(pipeline, "perf_counter", clock.now)
+        for module in (pipeline, drafter_state):
+            monkeypatch.setattr(module, "perf_counter", clock.now)
         with edgeinfer.load(model, draft="none") as engine:
             engine.tokenizer.stop_ids = frozenset()
             text = [*engine.tokenize(PROMPT), *plain_tokens]

@@ -25,12 +25,13 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
 )
-from edgeinfer.speculation import placement
-from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation import open as opening
+from edgeinfer.speculation import open_on_device, placement
 from edgeinfer.speculation.drafters import watchdog
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, _Tree, overlapped
+from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, overlapped
+from edgeinfer.speculation.drafters.overlapped_draft import OverlappedTree
 from edgeinfer.speculation.drafters.watchdog import WatchedDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.placement import DraftDevice, check_name, devices_named
@@ -58,7 +59,8 @@ class Elsewhere:
         return self.native.plan(*arguments)
 
     def load(self, file, spec, plan, device, progress=None):
-        session = NativeBackend(for_drafts=True, resident=True).load(file, spec, plan, device).session()
+        model = NativeBackend(for_drafts=True, resident=True).load(file, spec, plan, device)
+        session = model.session()
         forward, n_calls = session.forward, 0
 
         def failing(*arguments, **options):
@@ -70,7 +72,8 @@ class Elsewhere:
 
         session.forward = failing
         self.sessions.append(session)
-        return session
+        model.session = lambda: session
+        return model
 
 
 def device(backend=None, name="gpu0", **options):
@@ -92,7 +95,7 @@ def listed(monkeypatch):
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
     """Devices are not measured, so that each call of a session is one for a draft, but the first."""
-    monkeypatch.setattr(placement, "cached_costs", lambda key, measure, **options: cost_model())
+    monkeypatch.setattr(open_on_device, "cached_costs", lambda key, measure, **options: cost_model())
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +262,8 @@ def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engi
     def on_the_cpu(file, session, plan, device, seconds, *facts):
         return costs_of(of_cpu if facts else 10.0)
 
-    monkeypatch.setattr(placement, "cached_costs", lambda key, measure: costs_of(own))
-    monkeypatch.setattr(planning, "_costs", on_the_cpu)
+    monkeypatch.setattr(open_on_device, "cached_costs", lambda key, measure: costs_of(own))
+    monkeypatch.setattr(opening, "_costs", on_the_cpu)
     backend = Elsewhere()
     listed(device(backend))
     engine, notes = open_engine("auto")
@@ -326,7 +329,7 @@ def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_pa
         ahead = overlapped(engine.speculator.drafters[-1])
         n_vocab = engine.tokenizer.n_vocab
         engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), n_vocab, 8)
-        assert ahead._kind is _Tree
+        assert ahead._draft_type is OverlappedTree
         assert engine.generate(PROMPT, **GREEDY).tokens == expected
         ahead.close()
 
@@ -347,7 +350,7 @@ class Hanging:
 
 @pytest.fixture
 def hanging(monkeypatch):
-    monkeypatch.setattr(watchdog, "LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "MIN_TIMEOUT_SECONDS", 0.2)
     hang = Hanging()
     yield hang
     hang.released.set()
@@ -407,7 +410,7 @@ def test_a_device_that_hangs_does_not_keep_an_engine_from_closing(listed, open_e
 
 
 def test_a_device_that_hangs_when_it_is_opened_is_given_up(listed, open_engine, expected, hanging, monkeypatch):
-    monkeypatch.setattr(placement, "_OPENING_SECONDS", 0.2)
+    monkeypatch.setattr(open_on_device, "_OPENING_SECONDS", 0.2)
     listed(device(Elsewhere(hanging)))
     engine, notes = open_engine("gpu")
     assert len(notes) == 1 and notes[0].startswith("drafting goes on without gpu0: the device gpu0 has not answered")

@@ -19,19 +19,13 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation import pipeline
-from edgeinfer.speculation.cost import (
-    MAX_TOKENS,
-    CostCurve,
-    CostModel,
-    cost_key,
-    default_folder,
-    load_curve,
-    measure_costs,
-    save_curve,
-)
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
+from edgeinfer.speculation.calibration import cost_key, default_folder, load_curve, measure_costs, save_curve
+from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule, Proposal, chain_rate, select_tree
+from edgeinfer.speculation.policy import Proposal, select_tree
+from edgeinfer.speculation.throughput import chain_rate
 from edgeinfer.speculation.tree import DraftTree, checked, no_draft
 from edgeinfer.speculation.verify import accept
 
@@ -101,7 +95,7 @@ def test_each_drafter_gives_the_tokens_of_plain_decoding(
 def test_a_draft_model_that_knows_the_first_tokens_only_changes_nothing(
     opened, plain, model, draft_model, request_, monkeypatch
 ):
-    monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 64)
+    monkeypatch.setattr("edgeinfer.backends.native.weights.DRAFT_TOKENS", 64)
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
     assert engine.speculator.drafters[-1].session.spec.n_logits == 64
@@ -437,19 +431,21 @@ def test_a_drafter_that_lost_in_one_text_is_trusted_less_in_the_next_but_not_for
 
 def test_a_new_text_is_met_with_what_is_known_of_the_drafter():
     table, usual = AcceptanceTable(0.4), AcceptanceTable()
-    assert table.mean == pytest.approx(0.4) and usual.mean == pytest.approx(0.85)
+    assert table.acceptance_rate == pytest.approx(0.4) and usual.acceptance_rate == pytest.approx(0.85)
     for one in (table, usual):
         for _ in range(200):
             one.learn(DraftTree([5], [-1], [0.5], [0]), [5])
-        assert one.mean > 0.98
+        assert one.acceptance_rate > 0.98
         for _ in range(12):
             one.start_request()
-    assert table.mean == pytest.approx(0.4, abs=0.01) and usual.mean == pytest.approx(0.85, abs=0.01)
+    assert table.acceptance_rate == pytest.approx(0.4, abs=0.01) and usual.acceptance_rate == pytest.approx(
+        0.85, abs=0.01
+    )
 
 
 def test_a_chain_that_costs_goes_on_as_long_as_a_node_gives_more_than_the_rest():
     milliseconds = [0.0] + [1.0 + 0.1 * (n - 1) for n in range(1, 40)]
-    length_rule = ChainLengthRule(milliseconds, draft=0.3)
+    length_rule = ChainLengthRule(milliseconds, draft_ms=0.3)
     path_probabilities: list[float] = []
     while length_rule.should_extend(path_probabilities, 0.8):
         path_probabilities.append(0.8 ** (len(path_probabilities) + 1))
@@ -480,7 +476,7 @@ def test_a_size_that_took_longer_than_a_larger_one_costs_no_more_than_it(plain, 
     def time_passes(session, tokens, sizes, deadline, seconds):
         seconds.update({size: 0.060 if size == 2 else 0.010 * size for size in sizes})
 
-    monkeypatch.setattr("edgeinfer.speculation.cost._time", time_passes)
+    monkeypatch.setattr("edgeinfer.speculation.calibration._time", time_passes)
     near = measure_costs(plain.session, 0.5).near
     assert [near[size] for size in (1, 2, 3, 4)] == [0.010, 0.030, 0.030, 0.040]
 
@@ -557,18 +553,18 @@ class Doubtful(FixedCosts):
 
 
 def test_a_doubtful_measurement_is_not_written(opened, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.calibration.default_folder", lambda: tmp_path)
     for second, n_files in ((0.016, 0), (0.012, 1)):
         curve = CostCurve(0, {1: 0.010, 2: second}, 0, {})
-        monkeypatch.setattr("edgeinfer.speculation.plan.measure_costs", lambda session, budget, curve=curve: curve)
+        monkeypatch.setattr("edgeinfer.speculation.open.measure_costs", lambda session, budget, curve=curve: curve)
         opened(model)
         assert len(list(tmp_path.glob("*.json"))) == n_files
 
 
 def test_a_model_that_drafts_for_itself_has_costs_of_its_own(opened, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.calibration.default_folder", lambda: tmp_path)
     monkeypatch.setattr(
-        "edgeinfer.speculation.plan.measure_costs", lambda session, budget: CostCurve(0, {1: 0.010, 2: 0.012}, 0, {})
+        "edgeinfer.speculation.open.measure_costs", lambda session, budget: CostCurve(0, {1: 0.010, 2: 0.012}, 0, {})
     )
     opened(model, draft=str(model))
     assert len(list(tmp_path.glob("*.json"))) == 2  # its weights are rounded
@@ -591,7 +587,7 @@ def test_costs_are_kept_as_they_were_found_to_be():
 
 
 def test_a_closed_engine_leaves_its_costs_to_the_next_one(opened, model, draft_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.cost.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.calibration.default_folder", lambda: tmp_path)
     engine = opened(model, draft=str(draft_model))
     (drafter,) = (one for one in engine.speculator.drafters if one.name == "model")
     for costs in (engine.speculator.costs, drafter._costs):
@@ -657,7 +653,7 @@ def test_the_key_tells_models_and_machines_apart(plain, tmp_path):
 
 def test_the_curve_is_measured_once_and_then_read(opened, model, monkeypatch):
     opened(model)
-    monkeypatch.setattr("edgeinfer.speculation.plan.measure_costs", lambda *a: pytest.fail("measured again"))
+    monkeypatch.setattr("edgeinfer.speculation.open.measure_costs", lambda *a: pytest.fail("measured again"))
     opened(model)
     for path in default_folder().iterdir():
         path.write_bytes(b"{")
@@ -795,7 +791,7 @@ def test_a_drafter_that_takes_time_is_asked_beside_free_drafts_that_are_little_b
 
 
 def test_the_draft_model_reads_nothing_twice(opened, model, draft_model, monkeypatch):
-    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])  # which are read too, right or wrong
+    monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])  # which are read too, right or wrong
     engine = opened(model, draft=[str(draft_model)])
     engine.speculator.costs = FixedCosts()
     session = engine.speculator.drafters[-1].session

@@ -16,11 +16,12 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.speculation.drafters import cross_vocabulary
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
+from edgeinfer.speculation.drafters import cross_vocabulary_text
 from edgeinfer.speculation.drafters.base import Context
-from edgeinfer.speculation.drafters.cross_vocabulary import CrossVocabularyDrafter, CrossVocabularyText
+from edgeinfer.speculation.drafters.cross_vocabulary import CrossVocabularyDrafter
+from edgeinfer.speculation.drafters.cross_vocabulary_text import CrossVocabularyText
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import checked
 
 PROMPT = "hello world, is the one and the other one, hello"
@@ -89,7 +90,7 @@ def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies,
     ids = target.encode(text, parse_special=True)
     translation = CrossVocabularyText(target, draft)
     translation.update(ids)
-    assert translation.is_whole and translation.tokens == draft.encode(text, parse_special=True)
+    assert translation.is_complete and translation.tokens == draft.encode(text, parse_special=True)
 
     growing, own = CrossVocabularyText(target, draft), []
     for n in sorted({rng.randrange(1, len(ids) + 1) for _ in range(8)}) + [len(ids)]:
@@ -101,7 +102,7 @@ def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies,
             n_same = growing.update(now)
             fresh = CrossVocabularyText(target, draft)
             fresh.update(list(now))
-            assert growing.tokens == fresh.tokens and growing.is_whole == fresh.is_whole
+            assert growing.tokens == fresh.tokens and growing.is_complete == fresh.is_complete
             assert growing.tokens[:n_same] == before[:n_same]
 
 
@@ -112,7 +113,7 @@ def test_what_is_drafted_becomes_the_same_text_in_the_targets_tokens(vocabularie
     target, draft = (vocabularies[name] for name in pair)
     text = "".join(parts)
     drafted = draft.encode(text, add_special=False, continues=True)
-    found = CrossVocabularyText(target, draft).back(drafted)
+    found = CrossVocabularyText(target, draft).to_target(drafted)
     assert b"".join(target.token_bytes(id) for id, _ in found) == text.encode()
     assert [id for id, _ in found] == target.encode(text, add_special=False, continues=True)
     assert [i for _, begun in found for i in begun] == list(range(len(drafted)))
@@ -123,13 +124,13 @@ def test_characters_that_are_not_whole_are_waited_for(vocabularies):
     translation = CrossVocabularyText(bpe, spm)
     ids = bpe.encode("a é")
     translation.update(ids[:-1])
-    assert not translation.is_whole and spm.decode(translation.tokens) == "a "
+    assert not translation.is_complete and spm.decode(translation.tokens) == "a "
     translation.update(ids)
-    assert translation.is_whole and spm.decode(translation.tokens) == "a é"
+    assert translation.is_complete and spm.decode(translation.tokens) == "a é"
     drafted = spm.encode("in 日", add_special=False)
-    assert bpe.decode([id for id, _ in translation.back(drafted[:-1])]) == "in "
+    assert bpe.decode([id for id, _ in translation.to_target(drafted[:-1])]) == "in "
     invalid = [bpe.encode("é")[1], *bpe.encode("a")]  # a byte that continues nothing
-    assert CrossVocabularyText(spm, bpe).back(invalid) == []
+    assert CrossVocabularyText(spm, bpe).to_target(invalid) == []
 
 
 def test_control_tokens_are_those_of_the_same_name_and_else_text(vocabularies):
@@ -140,11 +141,11 @@ def test_control_tokens_are_those_of_the_same_name_and_else_text(vocabularies):
     back.update([begin, spm.token_id("</s>"), spm.token_id("<|im_end|>")])
     assert back.tokens == [*bpe.encode("</s>"), end]
     of_a = bpe.encode("a")
-    assert back.back([*of_a, end]) == [
+    assert back.to_target([*of_a, end]) == [
         (spm.encode("a", add_special=False, continues=True)[0], [0]),
         (spm.token_id("<|im_end|>"), [1]),
     ]
-    assert there.back([spm.token_id("</s>")]) == []
+    assert there.to_target([spm.token_id("</s>")]) == []
 
 
 def test_pieces_end_somewhere_where_no_word_does(vocabularies, monkeypatch):
@@ -153,7 +154,7 @@ def test_pieces_end_somewhere_where_no_word_does(vocabularies, monkeypatch):
     translation.update(ids)
     assert spm.decode(translation.tokens) == "日本" * 300 and len(translation._ends) > 5
     before = translation.tokens[:-20]
-    assert translation.update([*ids, *bpe.encode("x")]) > len(before) - cross_vocabulary._LONG_PIECE
+    assert translation.update([*ids, *bpe.encode("x")]) > len(before) - cross_vocabulary_text._LONG_PIECE
 
 
 # ---- Drafts ----------------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ def test_what_was_assumed_and_did_not_come_is_not_taken_for_the_text(opened, mod
     other = [*text, *engine.tokenize("987")]
     assert other[len(text)] != path[0]
     proposed(other)
-    expected = drafter._translation.tokens if is_translated else other
+    expected = drafter._converted.tokens if is_translated else other
     assert drafter._tokens[: len(other)] == expected and len(expected) == len(other)
 
 

@@ -10,15 +10,16 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import NumericalError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation import open as opening
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.draft_source import DraftSource, levels_of_model
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
-from edgeinfer.speculation.drafters.overlapped import _Chain, _levels_of, overlapped
+from edgeinfer.speculation.drafters.overlapped import overlapped
+from edgeinfer.speculation.drafters.overlapped_draft import OverlappedChain, levels_of
+from edgeinfer.speculation.open_on_device import device_drafting_of
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.placement import DraftSource, _device_drafting_of
-from edgeinfer.speculation.plan import _levels_of_model
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Device
 
@@ -41,7 +42,7 @@ def model(tmp_path_factory):
 def open_chains(opened, model, monkeypatch):
     """An engine whose drafter is the model itself, and the numbers of levels asked for of chains at that price."""
 
-    monkeypatch.setattr(planning, "_costs", lambda *facts: FixedCosts())
+    monkeypatch.setattr(opening, "_costs", lambda *facts: FixedCosts())
 
     def open_at(of_level, of_call=0.0):
         engine = opened(model, draft=[str(model)], draft_device="cpu")
@@ -116,7 +117,7 @@ def test_no_more_levels_are_made_than_will_be_wanted(open_chains):
     _, drafter, asked = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
     assert drafter.levels_per_call(context, 1e9) > 3
-    context.acceptance.length_rule = ChainLengthRule([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)], room=3)
+    context.acceptance.length_rule = ChainLengthRule([10.0 + 0.01 * n for n in range(MAX_TOKENS + 1)], max_nodes=3)
     drafter.propose(context, 31)
     assert asked == [3]
 
@@ -145,7 +146,7 @@ def test_a_session_whose_logits_are_no_numbers_is_dropped_with_the_reason(open_c
 
 
 def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, plain, monkeypatch):
-    monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
+    monkeypatch.setattr("edgeinfer.speculation.pipeline._MAX_WAIT", 1e6)
     engine, drafter, asked = open_chains(CHEAP)
     ahead = overlapped(drafter)
     engine.speculator = Speculator(engine.session, [ahead], FixedCosts(), engine.tokenizer.n_vocab, MAX_TOKENS - 1)
@@ -161,30 +162,30 @@ def test_a_call_made_ahead_takes_half_a_pass_of_the_target_at_most(open_chains, 
     _, drafter, _ = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
     context.acceptance.max_wait_ms = max_wait_ms
-    step = _Chain(context, [], 31).step(drafter.levels_per_call)
+    step = OverlappedChain(context, [], 31).step(drafter.levels_per_call)
     assert step is not None and step[2] == n_levels
     tree = drafter.propose(step[0], step[1])
-    assert len(_levels_of(tree)) == n_levels
+    assert len(levels_of(tree)) == n_levels
 
 
 def test_levels_of_a_tree_follow_the_first_nodes():
     tree = DraftTree([5, 6, 7, 8, 9], [-1, -1, 0, 2, 2], [0.9, 0.1, 0.8, 0.7, 0.2], [0, 1, 2, 3, 4])
-    assert _levels_of(tree) == [
+    assert levels_of(tree) == [
         DraftTree([5, 6], [-1, -1], [0.9, 0.1], [0, 1]),
         DraftTree([7], [-1], [0.8], [2]),
         DraftTree([8, 9], [-1, -1], [0.7, 0.2], [3, 4]),
     ]
-    assert _levels_of(DraftTree([], [], [], [])) == []
+    assert levels_of(DraftTree([], [], [], [])) == []
 
 
 def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
-        draft = DraftSource(file, spec, lambda *made: None, lambda own: own, _levels_of_model)
-        assert _device_drafting_of(draft, session) is None
+        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1)).session()
+        draft = DraftSource(file, spec, lambda *made: None, lambda own: own, levels_of_model)
+        assert device_drafting_of(draft, session) is None
         asked = let_draft(session)
-        device_drafting = _device_drafting_of(draft, session)
+        device_drafting = device_drafting_of(draft, session)
         assert device_drafting is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
         of_chains = device_drafting.costs.milliseconds(0)
         assert 0 < of_chains[1] < of_chains[8]

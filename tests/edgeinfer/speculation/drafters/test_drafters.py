@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from drafting import cost_model
 
+from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
-from edgeinfer.speculation.policy import AcceptanceTable, min_useful_probability
+from edgeinfer.speculation.policy import min_useful_probability
 from edgeinfer.speculation.tree import checked
 
 

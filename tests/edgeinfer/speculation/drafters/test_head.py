@@ -15,16 +15,16 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.base import DraftingHead
-from edgeinfer.backends.native import plan_head
+from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import HeadDrafter
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import checked
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -79,8 +79,7 @@ def drafter_of(engine):
 
 def n_rows_of(drafter):
     """Numbers of the target's rows that a feature is made of."""
-    combine = drafter.session.spec.combine
-    return drafter.session.spec.n_embd if combine is None else combine.n_rows
+    return drafter.session.spec.n_rows
 
 
 def greedy_context(text, n_unverified=0):
@@ -148,7 +147,7 @@ def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, te
     drafting.generate(text[:-1], max_tokens=1, **GREEDY)
     context = greedy_context(text)
     assert 1 <= len(drafter.propose(context, limit)) <= limit
-    context.acceptance.length_rule = ChainLengthRule([float(n) for n in range(40)], draft=1.0)
+    context.acceptance.length_rule = ChainLengthRule([float(n) for n in range(40)], draft_ms=1.0)
     assert len(drafter.propose(context, limit)) == 0
 
 
@@ -247,7 +246,7 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     context = behind(drafter, drafting, texts[0][:40])
-    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), room=3)
+    context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), max_nodes=3)
     drafter.propose(context, 31)
     assert asked == [3]
     drafter._device_drafting = DeviceDrafting(
@@ -315,8 +314,8 @@ def fresh_logits(engine, head, text, path):
     """Logits of the head behind a text, in one pass with the target's features of one pass, then one by one."""
     with ModelFile.open(head) as file:
         spec = read_head(file)
-        plan = plan_head(file, spec.decoder, 256, 256, 1)
-        session = planning.NativeHead(file, spec.decoder, engine.session, plan, engine.device)
+        plan = plan_head(file, spec, 256, 256, 1)
+        session = load_head(file, spec, engine.session.model, plan, engine.device).session()
         with edgeinfer.load(engine.path, draft="none") as other:
             rows = other.session.forward(text[:-1], hidden=spec.taps).features
         out = session.forward(text[1:], session.combine(rows))
@@ -334,9 +333,9 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     drafter, found = drafter_of(drafting), []
     children = drafter._children
 
-    def spy(growth, above, depth, logits, is_drawn=True):
+    def spy(growth, above, depth, logits, is_sampled=True):
         found.append((list(growth.context.tokens), above.path, logits.copy()))
-        return children(growth, above, depth, logits, is_drawn)
+        return children(growth, above, depth, logits, is_sampled)
 
     drafter._children = spy
     ids = plain.tokenize(PROMPT)
@@ -377,7 +376,7 @@ def test_each_token_is_read_once_and_drafts_cost_few_rows(drafting):
     completion = drafting.generate(PROMPT, max_tokens=60, **GREEDY)
     of_text = [(n_past, n) for n_past, n, is_text in fed if is_text]
     n_text = completion.usage.prompt_tokens + 60
-    if drafter.session.spec.n_layers:
+    if drafter.session.spec.decoder.n_layers:
         assert [n_past for n_past, _ in of_text] == np.cumsum([0, *(n for _, n in of_text[:-1])]).tolist()
         assert sum(n for _, n in of_text) <= n_text
     else:
@@ -564,7 +563,7 @@ def test_a_head_is_in_the_plan(opened, model, head):
     with_head, without = opened(model, draft=str(head)), opened(model)
     with ModelFile.open(head) as file:
         n_threads, n_ctx = with_head.device.n_threads, with_head.n_ctx
-        plan = plan_head(file, read_head(file).decoder, n_ctx, 128, n_threads)
+        plan = plan_head(file, read_head(file), n_ctx, 128, n_threads)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
     kept = HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows)

@@ -4,11 +4,11 @@ import pytest
 from drafting import FixedCosts, cost_model
 from tiny_models import write_tiny_model
 
-from edgeinfer.speculation import plan as planning
+from edgeinfer.speculation import open as opening
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.lookup import LookupToken, NgramLookup
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 REQUESTS = [
@@ -28,42 +28,42 @@ def tokens_of(guesses):
 
 def test_what_followed_the_most_tokens_is_guessed_and_of_that_what_came_last():
     guesses = NgramLookup()
-    guesses.note([1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6], 0)
-    assert tokens_of(guesses.behind([1, 2, 3], 1, FLAT)) == [4]
-    assert tokens_of(guesses.behind([7, 2, 3], 1, FLAT)) == [5]
-    assert tokens_of(guesses.behind([7, 7, 3], 1, FLAT)) == [6]
-    assert guesses.behind([1, 2, 7], 1, FLAT) == []
-    guesses.note([1, 2, 3, 7], 3)
-    assert tokens_of(guesses.behind([1, 2, 3], 1, FLAT)) == [7]
-    assert [guess.order for text in ([1, 2, 3], [3], [9, 3]) for guess in guesses.behind(text, 1, FLAT)] == [0, 2, 2]
+    guesses.add([1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6], 0)
+    assert tokens_of(guesses.find([1, 2, 3], 1, FLAT)) == [4]
+    assert tokens_of(guesses.find([7, 2, 3], 1, FLAT)) == [5]
+    assert tokens_of(guesses.find([7, 7, 3], 1, FLAT)) == [6]
+    assert guesses.find([1, 2, 7], 1, FLAT) == []
+    guesses.add([1, 2, 3, 7], 3)
+    assert tokens_of(guesses.find([1, 2, 3], 1, FLAT)) == [7]
+    assert [guess.order for text in ([1, 2, 3], [3], [9, 3]) for guess in guesses.find(text, 1, FLAT)] == [0, 2, 2]
 
 
 def test_guesses_go_on_behind_guesses():
     guesses = NgramLookup()
-    guesses.note(list(range(20)), 0)
-    assert tokens_of(guesses.behind([3, 4, 5], 4, FLAT)) == [6, 7, 8, 9]
-    assert tokens_of(guesses.behind([0], 2, FLAT)) == [1, 2]
-    assert guesses.behind([17, 18, 19], 4, FLAT) == [] == guesses.behind([], 4, FLAT)
+    guesses.add(list(range(20)), 0)
+    assert tokens_of(guesses.find([3, 4, 5], 4, FLAT)) == [6, 7, 8, 9]
+    assert tokens_of(guesses.find([0], 2, FLAT)) == [1, 2]
+    assert guesses.find([17, 18, 19], 4, FLAT) == [] == guesses.find([], 4, FLAT)
 
 
 def test_no_more_are_made_than_may_save_what_they_cost():
     guesses = NgramLookup()
-    guesses.note(list(range(20)), 0)
-    assert guesses.behind([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
+    guesses.add(list(range(20)), 0)
+    assert guesses.find([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
     steep_behind_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
-    assert len(guesses.behind([3, 4, 5], 8, steep_behind_two)) == 2
-    assert len(guesses.behind([3, 4, 5], 8, [1.0, 1.0])) == 1  # the longest pass whose cost is known
+    assert len(guesses.find([3, 4, 5], 8, steep_behind_two)) == 2
+    assert len(guesses.find([3, 4, 5], 8, [1.0, 1.0])) == 1  # the longest pass whose cost is known
 
 
 def test_those_that_are_always_wrong_are_made_no_more():
     guesses = NgramLookup()
-    guesses.note(list(range(20)), 0)
+    guesses.add(list(range(20)), 0)
     made = 0
-    while found := guesses.behind([3, 4, 5], 1, FLAT):
+    while found := guesses.find([3, 4, 5], 1, FLAT):
         guesses.learn(found, [0])
         made += 1
     assert 5 < made < 200 and guesses.levels_per_pass == 1.0
-    assert guesses.behind([9, 5], 1, FLAT), "those behind fewer tokens were never wrong"
+    assert guesses.find([9, 5], 1, FLAT), "those behind fewer tokens were never wrong"
 
 
 def test_the_mean_of_levels_is_of_those_that_were_made():
@@ -77,10 +77,10 @@ def test_the_mean_of_levels_is_of_those_that_were_made():
 
 def test_the_table_takes_what_the_plan_counts_whatever_it_sees():
     guesses = NgramLookup()
-    guesses.note(list(range(100_000)), 0)
+    guesses.add(list(range(100_000)), 0)
     table = guesses._keys, guesses._tokens
     assert sum(part.itemsize * len(part) for part in table) == NgramLookup.memory() < 1 << 20
-    assert tokens_of(guesses.behind([99_997, 99_998], 1, FLAT)) == [99_999]
+    assert tokens_of(guesses.find([99_997, 99_998], 1, FLAT)) == [99_999]
 
 
 # ---- In the drafter --------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def open_drafter(opened, model, monkeypatch):
     """An engine whose drafter is the model itself, and what its passes read."""
-    monkeypatch.setattr(planning, "_costs", lambda *facts: FixedCosts())
+    monkeypatch.setattr(opening, "_costs", lambda *facts: FixedCosts())
 
     def open_it():
         engine = opened(model, draft=[str(model)], draft_device="cpu")
@@ -130,7 +130,7 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
     _, plain, _ = open_drafter()
     _, guessing, read = open_drafter()
     text = list(range(20, 40))
-    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])
+    monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])
     wanted = plain.propose(context_of(text), 31)
     chain, node = [], -1
     while node in wanted.parents:
@@ -143,7 +143,7 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
         right = chain[first : first + min(most, 6)]
         return [LookupToken(token + (n_wrong > 0 and i % n_wrong == n_wrong - 1), 0) for i, token in enumerate(right)]
 
-    monkeypatch.setattr(NgramLookup, "behind", oracle)
+    monkeypatch.setattr(NgramLookup, "find", oracle)
     drafted = guessing.propose(context_of(text), limit)
     n = len(drafted)
     assert n == limit and drafted.tokens == wanted.tokens[:n] and drafted.parents == wanted.parents[:n]
@@ -152,7 +152,7 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
     assert guessing._tokens[:n_past] == [*text, *chain][:n_past]
     if n_wrong == 0 and limit > 6:
         assert len(read) < len(chain[:limit]) / 2
-    monkeypatch.setattr(NgramLookup, "behind", lambda *arguments: [])
+    monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])
     came = [*text, chain[0], 3, 4]
     assert guessing.propose(context_of(came), 8) == plain.propose(context_of(came), 8)
 
@@ -166,7 +166,7 @@ def test_the_text_is_that_of_plain_decoding_and_passes_are_saved(open_drafter, p
         assert completion.tokens == plain.generate(prompt, **request_).tokens
         speculation = completion.timings.speculation
         assert speculation.dropped == {} and speculation.by_drafter["model"].accepted > 10
-    assert any(len(tokens) > 2 for tokens in read) and drafter._guesses.levels_per_pass > 1.2
+    assert any(len(tokens) > 2 for tokens in read) and drafter._lookup.levels_per_pass > 1.2
 
 
 def test_what_is_guessed_makes_a_drafted_token_cheaper(open_drafter):
@@ -174,14 +174,14 @@ def test_what_is_guessed_makes_a_drafted_token_cheaper(open_drafter):
     context = context_of(range(20, 40))
     one, _ = drafter.cost(context)
     for _ in range(300):
-        drafter._guesses.learn([LookupToken(1, 0)], [1, 2])
+        drafter._lookup.learn([LookupToken(1, 0)], [1, 2])
     assert drafter.cost(context)[0] == pytest.approx(one / 2, rel=0.01)
 
 
 def test_guesses_stay_within_the_context(open_drafter, monkeypatch):
     _, drafter, read = open_drafter()
     monkeypatch.setattr(
-        NgramLookup, "behind", lambda guesses, text, most, milliseconds: [LookupToken(7, 0)] * min(most, 20)
+        NgramLookup, "find", lambda guesses, text, most, milliseconds: [LookupToken(7, 0)] * min(most, 20)
     )
     for n in (256, 255, 254, 250):
         tree = drafter.propose(context_of([*range(20, 40)] * 12 + [*range(n - 240)]), 31)

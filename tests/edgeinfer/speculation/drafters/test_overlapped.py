@@ -10,11 +10,12 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.errors import Interrupted
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, FeatureDrafter
-from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, behind, overlapped
+from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter, overlapped
+from edgeinfer.speculation.drafters.overlapped_draft import subtree_after
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.speculation.policy import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.tree import DraftTree
 
 PROMPT = "hello world, there is the one, there is the one and hello"
@@ -55,7 +56,7 @@ def ahead(request, model, files):
 @pytest.fixture
 def patient(monkeypatch):
     """The target waits for each draft, so that no machine's speed decides which there are."""
-    monkeypatch.setattr("edgeinfer.speculation.pipeline._PATIENCE", 1e6)
+    monkeypatch.setattr("edgeinfer.speculation.pipeline._MAX_WAIT", 1e6)
 
 
 def tokens_of(engine, request=REQUESTS[0], n=60, prompt=PROMPT):
@@ -235,7 +236,11 @@ def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
 
 def test_the_part_of_a_tree_behind_a_path_is_a_tree():
     tree = DraftTree([5, 6, 7, 8, 9, 6], [-1, -1, 0, 1, 2, 3], [0.9, 0.1, 0.8, 0.7, 0.6, 0.5], [0, 1, 2, 3, 4, 5])
-    assert behind(tree, []) == tree
-    assert behind(tree, [5]) == DraftTree([7, 9], [-1, 0], [0.8, 0.6], [2, 4])
-    assert behind(tree, [6, 8]) == DraftTree([6], [-1], [0.5], [5])
-    assert behind(tree, [5, 7, 9]) is None and behind(tree, [5, 8]) is None and behind(tree, [1]) is None
+    assert subtree_after(tree, []) == tree
+    assert subtree_after(tree, [5]) == DraftTree([7, 9], [-1, 0], [0.8, 0.6], [2, 4])
+    assert subtree_after(tree, [6, 8]) == DraftTree([6], [-1], [0.5], [5])
+    assert (
+        subtree_after(tree, [5, 7, 9]) is None
+        and subtree_after(tree, [5, 8]) is None
+        and subtree_after(tree, [1]) is None
+    )

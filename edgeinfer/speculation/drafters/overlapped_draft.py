@@ -1,0 +1,252 @@
+"""A draft that a drafter's thread makes while the target verifies: as a chain of levels, or as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Protocol
+
+from edgeinfer.speculation.drafters.base import AcceptanceModel, Context
+from edgeinfer.speculation.tree import DraftTree, no_draft
+
+_LEVEL = 4  # most nodes of a level of a chain: the one that continues it, and other candidates
+_MAX_CALL_WAITS = 5.0  # duration of a call for several levels, in max_wait_ms: none of them is there before its end
+
+
+class OverlappedAcceptance:
+    """The AcceptanceModel of a drafter that works while the target does: its drafts cost nothing.
+
+    n_levels: after which it stops, None where only `is_stopped` ends it.
+    """
+
+    def __init__(self, acceptance: AcceptanceModel, n_levels: int | None = None) -> None:
+        self.min_probability = acceptance.min_probability
+        self.max_wait_ms = acceptance.max_wait_ms
+        self.probability = acceptance.probability
+        self.is_stopped = False
+        self._n_levels = n_levels
+
+    def should_extend(self, path_probabilities: Sequence[float]) -> bool:
+        """See AcceptanceModel."""
+        if self._n_levels is not None and len(path_probabilities) >= self._n_levels:
+            return False
+        return not self.is_stopped and (not path_probabilities or path_probabilities[-1] >= self.min_probability)
+
+
+class OverlappedDraft(Protocol):
+    """A draft that the thread makes, and that other threads read meanwhile.
+
+    is_running: the thread works on it, or will.  is_stopped: it is not wanted any more.
+    """
+
+    is_running: bool
+    is_stopped: bool
+
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+        """Become the draft after that text and a path that is being verified; False where it does not continue them.
+
+        limit: most nodes that are wanted after the token which follows the path.
+        """
+        ...
+
+    def resume(self) -> bool:
+        """Whether it was not running, and now is."""
+        ...
+
+    def tree(self, text: Sequence[int]) -> DraftTree:
+        """What there is by now after a text."""
+        ...
+
+    def is_in(self, text: Sequence[int]) -> bool:
+        """Whether all tokens that the drafter runs for it now are a prefix of that text."""
+        ...
+
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+        """The context for the drafter's next call, and the most nodes and levels to ask for.
+
+        levels_per_call: see MultiLevelDrafter. None: nothing, and it runs no more.
+        """
+        ...
+
+    def add(self, tree: DraftTree) -> None:
+        """Add what the drafter proposed in the last step."""
+        ...
+
+
+class OverlappedChain:
+    """A draft that grows level by level after the first node of each, as long as its tokens are accepted."""
+
+    def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
+        self.is_running, self.is_stopped = True, False
+        self._context, self._acceptance, self._limit = context, context.acceptance, limit
+        self._text = [*context.tokens, *path]  # that the levels follow
+        self._n_verified = len(context.tokens)  # tokens of it
+        self._levels: list[DraftTree] = []
+        self._n_path = 0  # first levels, which are the path that is being verified
+        self._is_at_end = False  # of the drafter's context
+        self._lock = Lock()
+
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+        """See OverlappedDraft."""
+        with self._lock:
+            if self.is_stopped or not self._advance(text) or self._chain(len(path)) != list(path):
+                return False
+            self._n_path, self._limit = len(path), limit
+            return True
+
+    def resume(self) -> bool:
+        """See OverlappedDraft."""
+        with self._lock:
+            if self.is_running or not self._is_level_wanted():
+                return False
+            self.is_running = True
+            return True
+
+    def tree(self, text: Sequence[int]) -> DraftTree:
+        """See OverlappedDraft."""
+        with self._lock:
+            levels = list(self._levels) if self._advance(text) else []
+        tree, parent = no_draft(), -1
+        for level in levels:
+            tree, parent = _with_level(tree, level, parent), len(tree)
+        return tree
+
+    def is_in(self, text: Sequence[int]) -> bool:
+        """See OverlappedDraft."""
+        with self._lock:
+            own = [*self._text, *self._chain(len(self._levels))]
+        return own == list(text[: len(own)])
+
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+        """See OverlappedDraft. One level, or as many as one call makes best."""
+        with self._lock:
+            if self.is_stopped or not self._is_level_wanted():
+                self.is_running = False
+                return None
+            tokens = [*self._text, *self._chain(len(self._levels))]
+            context = replace(self._context, tokens=tokens, n_unverified=len(tokens) - self._n_verified)
+        n_levels = levels_per_call(context, _MAX_CALL_WAITS * self._acceptance.max_wait_ms)
+        context.acceptance = OverlappedAcceptance(self._acceptance, n_levels)
+        return context, n_levels * _LEVEL, n_levels
+
+    def add(self, tree: DraftTree) -> None:
+        """See OverlappedDraft. An empty tree means the end of the drafter's context."""
+        with self._lock:
+            self._levels += levels_of(tree)
+            self._is_at_end = not len(tree)
+
+    def _advance(self, text: Sequence[int]) -> bool:
+        """Become the draft after a longer text; False where that text does not follow the chain."""
+        n = len(self._text)
+        path = list(text[n:])
+        if len(text) < n or self._chain(len(path)) != path or self._text != list(text[:n]):
+            return False
+        self._text += path
+        self._n_verified = len(self._text)
+        self._n_path = max(0, self._n_path - len(path))
+        del self._levels[: len(path)]
+        return True
+
+    def _chain(self, n: int) -> list[int]:
+        """Tokens of the first nodes of the first n levels."""
+        return [level.tokens[0] for level in self._levels[:n]]
+
+    def _is_level_wanted(self) -> bool:
+        """Whether one more level may be useful."""
+        levels = self._levels[self._n_path :]
+        path_probability = 1.0
+        for depth, level in enumerate(levels):
+            path_probability *= self._acceptance.probability(level.buckets[0], depth, level.p[0])
+        is_useful = path_probability >= self._acceptance.min_probability
+        return len(levels) <= self._limit and is_useful and not self._is_at_end
+
+
+class OverlappedTree:
+    """A draft that is made in one call, by a drafter that cannot continue an earlier draft."""
+
+    def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
+        self.is_running, self._limit = True, limit
+        self._acceptance = OverlappedAcceptance(context.acceptance)
+        self._context = replace(context, tokens=[*context.tokens, *path], n_unverified=len(path))
+        self._context.acceptance = self._acceptance
+        self._result: DraftTree | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """See OverlappedDraft."""
+        return self._acceptance.is_stopped
+
+    @is_stopped.setter
+    def is_stopped(self, value: bool) -> None:
+        self._acceptance.is_stopped = value
+
+    def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
+        """See OverlappedDraft. After another path it would be another draft."""
+        return not path and self.is_in(text) and (self.is_running or len(self.tree(text)) > 0)
+
+    def resume(self) -> bool:
+        """See OverlappedDraft."""
+        return False
+
+    def tree(self, text: Sequence[int]) -> DraftTree:
+        """See OverlappedDraft."""
+        if self._result is None or not self.is_in(text):
+            return no_draft()
+        return subtree_after(self._result, text[len(self._context.tokens) :]) or no_draft()
+
+    def is_in(self, text: Sequence[int]) -> bool:
+        """See OverlappedDraft."""
+        own = self._context.tokens
+        return own == list(text[: len(own)])
+
+    def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
+        """See OverlappedDraft. All of it in one call."""
+        if self.is_stopped or self._result is not None:
+            self.is_running = False
+            return None
+        return self._context, self._limit, self._limit
+
+    def add(self, tree: DraftTree) -> None:
+        """See OverlappedDraft."""
+        self._result = tree
+        self.is_running = False
+
+
+def subtree_after(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:
+    """The part of a tree after a path of tokens from its root; None where it has no such path, or nothing after it."""
+    top = -1
+    for token in path:
+        nodes = enumerate(zip(tree.tokens, tree.parents, strict=True))
+        top = next((node for node, (id, parent) in nodes if parent == top and id == token), -2)
+    places = {top: -1}
+    kept: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        if parent in places:
+            places[node] = len(kept)
+            kept.append(node)
+    if not kept:
+        return None
+    return DraftTree(
+        [tree.tokens[node] for node in kept],
+        [places[tree.parents[node]] for node in kept],
+        [tree.p[node] for node in kept],
+        [tree.buckets[node] for node in kept],
+    )
+
+
+def levels_of(tree: DraftTree) -> list[DraftTree]:
+    """The levels along a tree's first chain: the children of the first node of each level are the next one."""
+    levels: list[DraftTree] = []
+    parent_node = -1
+    while nodes := [node for node, parent in enumerate(tree.parents) if parent == parent_node]:
+        tokens, buckets = ([each[node] for node in nodes] for each in (tree.tokens, tree.buckets))
+        levels.append(DraftTree(tokens, [-1] * len(nodes), [tree.p[node] for node in nodes], buckets))
+        parent_node = nodes[0]
+    return levels
+
+
+def _with_level(tree: DraftTree, level: DraftTree, parent: int) -> DraftTree:
+    """A tree with one level more, whose nodes are children of that node."""
+    parents = [*tree.parents, *[parent] * len(level)]
+    return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.buckets, *level.buckets])

@@ -1,0 +1,155 @@
+"""Opens the drafters of a plan, calibrates them, and decides on which device a draft model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from edgeinfer import devices
+from edgeinfer.backends.base import Session
+from edgeinfer.backends.native import NativeBackend, NativeHeadSession, NativeSession, best_isa, build_id, load_head
+from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
+from edgeinfer.models import ModelSpec
+from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
+from edgeinfer.speculation.draft_source import DraftSource, head_source, model_source
+from edgeinfer.speculation.drafter_state import DrafterPlacement
+from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter
+from edgeinfer.speculation.drafters.head import HeadDrafter
+from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
+from edgeinfer.speculation.drafters.suffix import SuffixDrafter
+from edgeinfer.speculation.open_on_device import open_on_device
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.speculation.plan import DraftPlan, drafter_name
+from edgeinfer.speculation.throughput import is_overlapping_faster
+from edgeinfer.types import Device, MemoryPlan
+
+# At most, for both curves of a model together; a draft model's passes take less time.
+_CALIBRATION_SECONDS, _DRAFT_CALIBRATION_SECONDS = 2.0, 0.6
+
+
+def open_speculator(
+    planned: DraftPlan, file: ModelFile, session: Session, plan: MemoryPlan, device: Device, draft_max: int
+) -> Speculator:
+    """The planned drafters for an empty session of the target. Those that fail now are added to `planned.dropped`.
+
+    file, plan: of the target.  draft_max: most nodes of a draft tree.
+    """
+    seconds = _CALIBRATION_SECONDS - (0.0 if planned.file is None else _DRAFT_CALIBRATION_SECONDS)
+    costs = _costs(file, session, plan, device, seconds)
+    drafters: list[Drafter] = []
+    placements: dict[str, DrafterPlacement] = {}
+    if "suffix" in planned.free:
+        drafters.append(SuffixDrafter(session.n_ctx))
+    if "recycling" in planned.free:
+        drafters.append(RecyclingDrafter())
+    if planned.file is not None:
+        name = drafter_name(planned.file)
+        try:
+            drafter, placements[name] = _open_file(planned, planned.file, file, session, device, costs)
+            drafters.append(drafter)
+        except (EdgeInferError, OSError) as error:
+            planned.dropped[name] = str(error)
+    rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
+    rates = {} if rate is None else {HeadDrafter.name: rate}
+    return Speculator(session, drafters, costs, planned.n_vocab, draft_max, placements, rates)
+
+
+def _open_file(
+    planned: DraftPlan, file: ModelFile, target: ModelFile, session: Session, device: Device, costs: CostModel
+) -> tuple[Drafter, DrafterPlacement]:
+    """The drafter of a draft model or a head, and where it runs."""
+    spec, plan = planned.spec, planned.plan
+    if isinstance(spec, ModelSpec):
+        source = model_source(file, spec, target, planned.n_vocab)
+        on_cpu = None if plan is None else partial(_open_model, source, spec, plan, session, device)
+        return _open_placed(planned, source, on_cpu, device, costs)
+    if spec is None or not isinstance(session, NativeSession):
+        raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
+    source = head_source(file, spec, planned.n_vocab)
+    on_cpu = None if plan is None else partial(_open_head, source, spec, plan, session, device)
+    return _open_placed(planned, source, on_cpu, device, costs)
+
+
+def _open_placed(
+    planned: DraftPlan,
+    source: DraftSource,
+    on_cpu: Callable[[], CostlyDrafter] | None,
+    device: Device,
+    costs: CostModel,
+) -> tuple[Drafter, DrafterPlacement]:
+    """The drafter on the first device that works and, unless it was named, is faster than the CPU; else on the CPU.
+
+    Each device is closed before the next is tried.
+    """
+    cpu_ms = _token_ms(on_cpu) if on_cpu is not None and planned.is_auto and planned.places else None
+    cpu = "the CPU" if cpu_ms is None else f"the CPU, {cpu_ms:.1f} ms a token"
+    for place, plan in planned.places:
+        try:
+            drafter, own_costs = open_on_device(place, source, plan, device.n_threads)
+        except (EdgeInferError, OSError, MemoryError) as error:
+            planned.dropped[place.name] = str(error)
+            continue
+        own_ms = own_costs.milliseconds(0)[1]
+        found = f"{place.title}, {own_ms:.1f} ms a token"
+        if cpu_ms is None:
+            return drafter, DrafterPlacement(found, on_cpu, place.shares_memory)
+        if is_overlapping_faster(own_ms, cpu_ms, costs.milliseconds(0)):
+            return drafter, DrafterPlacement(f"{found}, rather than {cpu}", on_cpu, place.shares_memory)
+        drafter.close()
+        cpu += f", rather than {found}"
+    if on_cpu is None:
+        raise BudgetExceeded(f"{source.file.path} does not fit into the memory that is left beside the model")
+    return on_cpu(), DrafterPlacement(cpu)
+
+
+def _token_ms(opened: Callable[[], CostlyDrafter]) -> float:
+    """Cost of a draft token of a drafter that is opened for this and closed again."""
+    drafter = opened()
+    try:
+        return drafter.cost(Context([0], lambda logits, text: 0, is_greedy=True))[0]
+    finally:
+        drafter.close()
+
+
+def _open_model(
+    source: DraftSource, spec: ModelSpec, plan: MemoryPlan, target: Session, device: Device
+) -> CostlyDrafter:
+    """The draft model on the CPU, with the target's threads, and all of it in memory: its file may be lost later."""
+    threads = target.model.threads if isinstance(target, NativeSession) else None
+    backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
+    model = backend.load(source.file, spec, plan, device)
+    return _drafter_of(source, model.session(), plan, device, "for drafts")
+
+
+def _open_head(
+    source: DraftSource, spec: HeadSpec, plan: MemoryPlan, target: NativeSession, device: Device
+) -> CostlyDrafter:
+    """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
+    head = load_head(source.file, spec, target.model, plan, device)
+    return _drafter_of(source, head.session(), plan, device)
+
+
+def _drafter_of(
+    source: DraftSource, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
+) -> CostlyDrafter:
+    """The drafter of a session, whose model is closed if that fails."""
+    try:
+        costs = _costs(source.file, source.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
+        return source.make(session, costs, None)
+    except BaseException:
+        session.model.close()
+        raise
+
+
+def _costs(
+    file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
+) -> CostModel:
+    """The costs of a session, from disk or measured now. facts: what else they depend on."""
+    isa = device.isa or best_isa()
+    is_short = plan.n_ctx < MAX_TOKENS
+    of_plan = (plan.cache_type, plan.ternary_bits, is_short)
+    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), *of_plan, *facts)
+    return cached_costs(key, lambda: measure_costs(session, calibration_seconds))
