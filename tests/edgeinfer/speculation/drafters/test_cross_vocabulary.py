@@ -271,7 +271,7 @@ def test_words_that_grow_letter_by_letter_are_read_again_as_what_they_are_then(o
 
 
 @pytest.mark.parametrize("is_translated", [True, False], ids=["translated", "same vocabulary"])
-def test_what_was_assumed_and_did_not_come_is_not_taken_for_the_text(opened, model, reordered, is_translated):
+def test_unverified_tokens_that_were_rejected_are_not_taken_for_the_text(opened, model, reordered, is_translated):
     """A drafter that goes on ahead of the text, and a text that takes another branch."""
     engine = opened(model, draft=[str(reordered if is_translated else model)])
     (drafter,) = engine.speculator.drafters
