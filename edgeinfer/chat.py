@@ -13,15 +13,15 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError
 from edgeinfer.files import write_whole
+from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
@@ -29,28 +29,11 @@ from edgeinfer.stream import Stream
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
-_ROLES = ("system", "user", "assistant")
 CallForm: TypeAlias = Literal["object", "json", "text"]
 """How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
 
 _MOST_OUTPUTS = 1024  # answers that are kept split
 _Rendered = TypeVar("_Rendered")
-
-
-class Message(TypedDict):
-    """A message of a conversation.
-
-    role: "system", "user" or "assistant".  content: the text; of an answer without the parts in the other keys. Further
-    keys of an answer generated here: reasoning.  tool_calls: each with text, name and arguments, as in ToolCall.
-    tokens: the ids as emitted.  opened: the end of the prompt that belongs to the reasoning.
-    """
-
-    role: str
-    content: str
-    reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-    tokens: NotRequired[list[int]]
-    opened: NotRequired[str]
 
 
 class Conversation:
@@ -154,7 +137,7 @@ class Conversation:
             raise InvalidArgument(f"{path} is no regular file: name one that was saved")
         lines = enumerate(place.read_bytes().splitlines(), start=1)
         messages = [
-            self._fitted(_read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
+            self._fitted(read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
         ]
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")
@@ -217,9 +200,9 @@ class Conversation:
                 return render([self._for_template(message, form) for message in messages])
             except TemplateError as error:
                 refused = refused or error
-        if self._format.uses_channels and any(_MARK in part for answer in answers for part in _texts(answer)):
+        if self._format.uses_channels and any(CHANNEL_MARK in part for answer in answers for part in texts_of(answer)):
             # gpt-oss's template takes an answer that writes about its marks for one that was not split.
-            return render([self._for_template(_with_broken_marks(message), forms[0]) for message in messages])
+            return render([self._for_template(with_broken_marks(message), forms[0]) for message in messages])
         raise cast(TemplateError, refused)
 
     def _for_template(self, message: Message, form: CallForm) -> dict[str, Any]:
@@ -258,7 +241,7 @@ class Conversation:
             for token in tokens:
                 output.push(token)
             output.flush()
-        said = _answer_message(output, len(message["content"]), tokens)
+        said = answer_message(output, len(message["content"]), tokens)
         return output if said == {**message, "tokens": list(tokens)} else None
 
     def _fitted(self, message: Message) -> Message:
@@ -267,7 +250,7 @@ class Conversation:
             return message
         output = self._parsed(message)
         if output is not None:
-            return _answer_message(output, len(message["content"]), message["tokens"])
+            return answer_message(output, len(message["content"]), message["tokens"])
         return cast(Message, {key: value for key, value in message.items() if key not in ("tokens", "opened")})
 
     def _least_tokens(self, messages: list[Message]) -> int:
@@ -335,7 +318,7 @@ class Answer(Iterator[Piece]):
         completion = self._stream.completion
         if completion.finish_reason == "interrupted" and not (completion.text or completion.tool_calls):
             return
-        answer = _answer_message(self._output, len(completion.text), completion.tokens)
+        answer = answer_message(self._output, len(completion.text), completion.tokens)
         self._kept = True
         # One assignment: a second Ctrl-C finds either the old messages or the new ones.
         self._conversation.messages = [*self._messages, answer]
@@ -350,81 +333,3 @@ class Answer(Iterator[Piece]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-_MARK, _BROKEN_MARK = "<|channel|>", "<|channel\u200b|>"
-
-
-def _texts(answer: Message) -> tuple[str, str]:
-    return answer["content"], answer.get("reasoning", "")
-
-
-def _with_broken_marks(message: Message) -> Message:
-    """The message, an answer with a space of no width in each mark that it spells."""
-    if message["role"] != "assistant":
-        return message
-    broken = cast(Message, {**message, "content": message["content"].replace(_MARK, _BROKEN_MARK)})
-    if "reasoning" in message:
-        broken["reasoning"] = message["reasoning"].replace(_MARK, _BROKEN_MARK)
-    return broken
-
-
-def _answer_message(output: OutputParser, length: int, tokens: Sequence[int]) -> Message:
-    """An answer as a message; length: of its text."""
-    message: Message = {"role": "assistant", "content": output.answer[:length]}
-    if output.reasoning:
-        message["reasoning"] = output.reasoning
-    if output.tool_calls:
-        message["tool_calls"] = [asdict(call) for call in output.tool_calls]
-    if tokens:
-        message["tokens"] = list(tokens)
-    if output.opened:
-        message["opened"] = output.opened
-    return message
-
-
-def _read_message(line: bytes, place: str) -> Message:
-    """A message from a line of JSON. Raises InvalidArgument, which names the place."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{place} is no JSON: {error}") from None
-    if not isinstance(message, dict) or not {"role", "content"} <= set(message) <= {"role", *_CHECKS}:
-        raise InvalidArgument(f'{place} must be {{"role": ..., "content": ...}}: found {message!r:.80}')
-    if message["role"] not in _ROLES:
-        raise InvalidArgument(f"{place}: the role must be {', '.join(_ROLES)}: found {message['role']!r:.80}")
-    if message["role"] != "assistant" and len(message) > 2:
-        raise InvalidArgument(f"{place}: only an answer may have {', '.join(sorted({*message} - {'role', 'content'}))}")
-    for key, value in message.items():
-        if key != "role" and not _CHECKS[key][0](value):
-            raise InvalidArgument(f"{place} must be a message whose {key} is {_CHECKS[key][1]}: found {value!r:.80}")
-    return cast(Message, message)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_tokens(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-
-
-def _are_calls(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(call, dict)
-        and set(call) == {"text", "name", "arguments"}
-        and isinstance(call["text"], str)
-        and isinstance(call["name"], str | None)
-        and isinstance(call["arguments"], dict | None)
-        for call in value
-    )
-
-
-# What a message of a file may hold beside its role: a check, and what it wants.
-_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "content": (_is_text, "a text"),
-    "reasoning": (_is_text, "a text"),
-    "tool_calls": (_are_calls, "a list of calls, each with text, name and arguments"),
-    "tokens": (_are_tokens, "a list of token ids"),
-    "opened": (_is_text, "a text"),
-}

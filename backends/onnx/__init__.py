@@ -1,7 +1,7 @@
-"""Draft models and draft heads on ONNX Runtime, on any of its execution providers, and their graphs as files.
+"""Draft models and draft heads on ONNX Runtime, with any execution provider, and their graphs as files.
 
-Sums of floats run in whatever order suits the provider, so models here do not keep promise one:
-they are for drafting, where the text does not depend on them.
+Float sums run in the provider's order, so results are not bit-identical. These models are for drafting, where the text
+does not depend on them.
 """
 
 from edgeinfer.backends.onnx.decoder import build_head, build_model

@@ -1,7 +1,7 @@
-"""Ternary products and draft models on any OpenCL device: graphics processors first, a CPU through PoCL as a stand-in.
+"""Draft models, draft heads and ternary products on OpenCL devices: GPUs first, or a CPU through PoCL.
 
-Sums of floats run in whatever order suits the device, so models here do not keep promise one:
-they are for drafting, where the text does not depend on them. Products of trits and codes are exact integers.
+Float sums run in the device's order, so results are not bit-identical. These models are for drafting, where the text
+does not depend on them. Ternary products are exact integers.
 """
 
 from edgeinfer.backends.opencl.device import OpenCLDevice, check_device

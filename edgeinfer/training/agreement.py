@@ -1,4 +1,4 @@
-"""Whether the target in torch computes what the native engine computes, before anything is trained on it."""
+"""Comparison of the target in torch with the native engine, before training starts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ BOUND = 0.15
 
 @dataclass(frozen=True)
 class Agreement:
-    """deviation: root mean square of the difference of a position's logits over their standard deviation, the median.
+    """How close the logits are.
 
-    same_token: share of the positions where the likeliest token is the same.  n_tokens: positions compared.
+    deviation: root mean square difference of a position's logits over their standard deviation; the median of all
+    positions.  same_token: share of positions with the same most likely token.  n_tokens: positions compared.
     """
 
     deviation: float
@@ -50,7 +51,7 @@ def _compare(target: TorchTarget, session: Session, tokens: TokenIds) -> tuple[N
 
 
 def check(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> Agreement:
-    """Compare, and raise NumericalError where the logits part by more than BOUND."""
+    """Compare, and raise NumericalError if the deviation is more than BOUND."""
     found = compare(target, session, texts)
     if not found.deviation <= BOUND:
         raise NumericalError(
@@ -62,6 +63,6 @@ def check(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> A
 
 
 def precise_products() -> None:
-    """Keep a GPU from rounding what it multiplies to TensorFloat-32."""
+    """Keep a GPU from rounding factors to TensorFloat-32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

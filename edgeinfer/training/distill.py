@@ -1,6 +1,6 @@
-"""From a target and prompts to a draft head: texts, features, training, a report on texts that are held out, a file.
+"""From a target and prompts to a draft head: texts, features, training, a report on held-out texts, and a file.
 
-Every stage keeps what it made in a folder, and a run that was stopped goes on where it was.
+Every stage keeps its results in a folder, so a run that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked
 
 @dataclass(frozen=True)
 class Settings:
-    """What `edgeinfer distill` was asked for; the command's --help says what each is."""
+    """The options of `edgeinfer distill`; see its --help."""
 
     tokens: int
     max_tokens: int
@@ -332,26 +332,7 @@ class _Distillation:
         draft_ids[vocabulary] = np.arange(len(vocabulary))
         length = settings.context - settings.context % 8
         rows = max(1, settings.batch_tokens // (length * self._workers.n))
-        schedule = Schedule(
-            settings.epochs,
-            settings.steps,
-            settings.learning_rate,
-            settings.warm_up,
-            settings.seed,
-            settings.evaluate_every,
-            settings.optimizer,
-            settings.rounds,
-            settings.steps_from,
-            settings.rounded_from,
-            self._types,
-        )
-        names = "draft_vocab blocks epochs rounds steps steps_from rounded_from type gate_type batch_tokens optimizer"
-        names += " learning_rate warm_up feature_weight token_weight decay noise evaluate_every seed"
-        wanted = {name: getattr(settings, name) for name in names.split()}
-        wanted |= {"texts": len(train.samples), "n_workers": self._workers.n}
-        wanted["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
         batches = Batches(train, draft_ids, rows, length, settings.steps - 1)
-        wanted["init"] = settings.init and hashlib.sha256(settings.init.read_bytes()).hexdigest()
         checkpoint = self._work / "checkpoint.pt"
         if settings.init:
             self._begin_with(head, settings.init)
@@ -364,13 +345,40 @@ class _Distillation:
             objective,
             batches,
             Batches(held, draft_ids, rows, length, 0),
-            schedule,
-            wanted,
+            self._schedule(),
+            self._facts(train),
             checkpoint,
             self._workers,
             Rounds(batches, replay, self._recorder, settings.steps, settings.seed),
         )
         return trainer, head
+
+    def _schedule(self) -> Schedule:
+        settings = self._settings
+        return Schedule(
+            settings.epochs,
+            settings.steps,
+            settings.learning_rate,
+            settings.warm_up,
+            settings.seed,
+            settings.evaluate_every,
+            settings.optimizer,
+            settings.rounds,
+            settings.steps_from,
+            settings.rounded_from,
+            self._types,
+        )
+
+    def _facts(self, train: Features) -> dict[str, Any]:
+        """What a checkpoint must have been made with to be continued."""
+        settings = self._settings
+        names = "draft_vocab blocks epochs rounds steps steps_from rounded_from type gate_type batch_tokens optimizer"
+        names += " learning_rate warm_up feature_weight token_weight decay noise evaluate_every seed"
+        facts: dict[str, Any] = {name: getattr(settings, name) for name in names.split()}
+        facts |= {"texts": len(train.samples), "n_workers": self._workers.n}
+        facts["taps"] = settings.taps if isinstance(self._taps, bool) else list(self._taps)
+        facts["init"] = settings.init and hashlib.sha256(settings.init.read_bytes()).hexdigest()
+        return facts
 
     def _begin_with(self, head: DraftHead, path: Path) -> HeadSpec:
         """Start as the head in a file is. Raises UnsupportedModel for one of another target or of other sizes."""

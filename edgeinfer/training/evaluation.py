@@ -1,4 +1,4 @@
-"""What a draft head is worth for its target: its drafts are compared with what the target answers to prompts."""
+"""Acceptance of a draft head: its drafts are compared with the target's answers to prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_LOSS = Weights(feature=0.0, token=0.0, decay=0.0, noise=0.0)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `edgeinfer evaluate` was asked for; the command's --help says what each is."""
+    """The options of `edgeinfer evaluate`; see its --help."""
 
     temperature: float
     max_tokens: int

@@ -1,6 +1,6 @@
-"""The target's rows that a head goes on from: recorded once and kept, or computed again when wanted.
+"""The target's hidden rows that a head is trained on: recorded and kept, or computed again when needed.
 
-They are its features, the rows behind the last norm, or the rows behind some layers, side by side.
+They are the features (rows behind the final norm), or the outputs of some layers, concatenated.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def as_halves(rows: NDArray[np.float32]) -> Halves:
 
 
 def checked_halves(rows: Halves) -> Halves:
-    """The rows. Raises NumericalError if a number was too large for a half float, or is none."""
+    """The rows. Raises NumericalError if a number is too large for float16, or is NaN."""
     if not np.isfinite(rows).all():
         raise NumericalError("features must be numbers of at most 65504 to be kept as half floats: found others")
     return rows
@@ -96,10 +96,10 @@ class Sample:
 
 
 class Features:
-    """The rows of the texts of some corpora. Shards are kept as .npy files beside the texts up to a number of bytes.
+    """The rows of the texts of some corpora. Shards are kept as .npy files beside the texts, up to a number of bytes.
 
-    Reading them back takes less time than any recorder, so what fits is kept, and only the rest is computed again.
-    n_rows: numbers of a row.  taps: what the recorder records.
+    Reading them is faster than any recorder, so only what does not fit is computed again.  n_rows: numbers in a row.
+    taps: what the recorder records.
     """
 
     def __init__(

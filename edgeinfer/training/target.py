@@ -1,7 +1,7 @@
 """The target in torch, from the weights of its file, computing what the native engine computes.
 
-As there, the input of a quantised matrix is rounded to 8 bits by block, and keys and values are half floats. What is
-left of a difference comes from the order of float sums, which now and then moves a number over the edge of a rounding.
+As there, the input of a quantised matrix is rounded to 8 bits per block, and keys and values are float16. Remaining
+differences come from the order of float sums, which sometimes changes how a number is rounded.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import filters, pass_environment, pass_eval_context, tests
 from jinja2.nodes import EvalContext
-from jinja2.sandbox import SandboxedEnvironment
 
 from edgeinfer.errors import TemplateError
 from edgeinfer.models.provenance import joined, recased, replaced, trusted
@@ -24,6 +23,9 @@ from edgeinfer.models.template_sandbox.budget import (
 )
 from edgeinfer.models.template_sandbox.functions import call_method, check_replace
 from edgeinfer.models.template_sandbox.operators import check_percent, concat
+
+if TYPE_CHECKING:
+    from edgeinfer.models.template_sandbox.environment import Environment
 
 
 def _step(function: Any, weighs: bool = False) -> Callable[..., Any]:
@@ -70,12 +72,12 @@ def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = Fal
 
 
 @pass_environment
-def _sort(environment: SandboxedEnvironment, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+def _sort(environment: Environment, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
     return filters.do_sort(environment, listed(value), *args, **kwargs)
 
 
 @pass_environment
-def _sum(environment: SandboxedEnvironment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+def _sum(environment: Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
     elements = listed(iterable)
     if attribute is not None:
         elements = list(map(filters.make_attrgetter(environment, attribute), elements))

@@ -40,10 +40,19 @@ def test_rows_are_rewritten_as_exporters_write_them(type: GGMLType, wanted: GGML
     assert_array_equal(found, quantize(wanted, dequantize(type, given, (40, 512))))
 
 
-def test_numbers_that_are_none_do_no_harm() -> None:
-    weights = np.array([np.nan, np.inf, -np.inf, 1.0] * 8, dtype=np.float32)
-    for wanted in TYPES:
-        assert len(rewritten(GGMLType.F32, weights.view(np.uint8), 32, wanted)) > 0
+@pytest.mark.parametrize("wanted", TYPES)
+def test_numbers_that_are_none_stay_in_their_block(wanted: GGMLType, rng: np.random.Generator) -> None:
+    weights = rng.standard_normal((3, 64), dtype=np.float32)
+    clean = weights.copy()
+    weights[1, :32], clean[1, :32] = [np.nan, np.inf, -np.inf, 1.0] * 8, 0.0
+    found, others = (
+        dequantize(wanted, rewritten(GGMLType.F32, rows.reshape(-1).view(np.uint8), 64, wanted), (3, 64))
+        for rows in (weights, clean)
+    )
+    expected = {GGMLType.F16: weights[1, :32], GGMLType.Q8_0: np.full(32, np.nan), GGMLType.Q4_0: np.zeros(32)}
+    assert_array_equal(found[1, :32], expected[wanted])
+    found[1, :32] = others[1, :32]
+    assert_array_equal(found, others)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,8 @@ def test_rows_are_made_only_while_the_target_is_open(target: Path) -> None:
     with ModelFile.open(without_output(target, GGMLType.Q4_0)) as head:
         with ModelFile.open(target) as model:
             spec = read_head_beside(head, model, read_spec(model))
-            assert len(head.data("output.weight")) == head.tensors["output.weight"].n_bytes
+            rows = model.data("output.weight").reshape(291, -1)[spec.draft_vocab].reshape(-1)
+            assert_array_equal(head.data("output.weight"), rewritten(GGMLType.Q8_0, rows, 256, GGMLType.Q4_0))
             again = read_head_beside(head, model, read_spec(model))
             assert spec.output_type == GGMLType.Q4_0 and again.output_type is None and again.decoder == spec.decoder
         with pytest.raises(EdgeInferError, match="this model file is closed"):

@@ -43,7 +43,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
-    ("engine and conversation, exporters", [{"engine", "chat"}, {"exporters"}]),
+    ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
     ("loading", [{"load_options", "backend_choice", "loading"}]),
     ("training, measuring", [{"training"}, {"bench"}]),
     ("command line", [{"cli", "__main__"}]),

@@ -22,12 +22,12 @@ PROMPT = "hello world, there is the one, there is the one and hello"
 
 
 def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
-    """Costs by number of tokens; as they are, nearly every draft pays."""
+    """Costs by number of tokens; by default nearly every draft token is worth verifying."""
     return CostModel(CostCurve(0, {n: milliseconds(n) / 1e3 for n in range(1, 33)}, 0, {}))
 
 
 class FixedCosts(CostModel):
-    """Costs that stay as they are whatever comes: as they are, every draft pays, a model's too."""
+    """Costs that no pass corrects; by default every draft token is worth making and verifying."""
 
     def __init__(self, seconds: Callable[[int], float] = lambda n: 10.0 + 0.01 * n) -> None:
         super().__init__(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
@@ -96,27 +96,25 @@ def tree_of_head(
         out = head.forward([token], out.hidden[0, -1:], [row], n_pending=n_pending)
         row, n_pending = n_pending, n_pending + 1
     assert out.hidden is not None
-    level = [(-1, 1.0, row, out.logits[-1], out.hidden[0, -1])]  # node, reach, its row, what that gave
+    level = [(-1, 1.0, row, out.logits[-1], out.hidden[0, -1])]  # node, path probability, its row, what that gave
     nodes: list[tuple[int, int, float]] = []  # token, parent, p
     candidates, of_candidates = [], []
     for depth in range(n_levels):
         options = []
         for node, path_probability, row, logits, feature in level:
-            probabilities = np.exp((logits - logits.max())[: len(ids)].astype(np.float64))
-            probabilities /= probabilities.sum()
-            best = np.argsort(-probabilities, kind="stable")[:8]
+            best, probabilities = _best(logits, len(ids))
             candidates.append(ids[best])
-            of_candidates.append(probabilities[best])
-            options += [(path_probability * probabilities[place], node, row, feature, place) for place in best]
+            of_candidates.append(probabilities)
+            options += [
+                (path_probability * probability, node, row, feature, int(ids[place]))
+                for place, probability in zip(best, probabilities, strict=True)
+            ]
         options.sort(key=lambda option: -option[0])
-        path_probabilities, parents, rows, before, places = zip(*options[:width], strict=True)
-        first, drafted = len(nodes), [int(ids[place]) for place in places]
-        probability_of = {node: path_probability for node, path_probability, *_ in level}
-        nodes += [
-            (token, parent, path_probability / probability_of[parent])
-            for token, parent, path_probability in zip(drafted, parents, path_probabilities, strict=True)
-        ]
+        chosen = options[:width]
+        first, probability_of = len(nodes), {node: path_probability for node, path_probability, *_ in level}
+        nodes += [(token, parent, reached / probability_of[parent]) for reached, parent, _, _, token in chosen]
         if depth + 1 < n_levels:
+            path_probabilities, _, rows, before, drafted = zip(*chosen, strict=True)
             out = head.forward(drafted, np.stack(before), rows, n_pending=n_pending, logits="all")
             assert out.hidden is not None
             level = [
@@ -124,14 +122,30 @@ def tree_of_head(
                 for i in range(len(drafted))
             ]
             n_pending += len(drafted)
-    found, links, p = zip(*nodes, strict=True)
+    return _as_nodes(nodes, candidates, of_candidates)
+
+
+def _as_nodes(
+    nodes: Sequence[tuple[int, int, float]],
+    candidates: Sequence[NDArray[np.int32]],
+    probabilities: Sequence[NDArray[np.float64]],
+) -> Nodes:
+    tokens, parents, p = zip(*nodes, strict=True)
     return Nodes(
-        np.array(found, dtype=np.int32),
-        np.array(links, dtype=np.int32),
+        np.array(tokens, dtype=np.int32),
+        np.array(parents, dtype=np.int32),
         np.array(p, dtype=np.float32),
         np.stack(candidates).astype(np.int32),
-        np.stack(of_candidates).astype(np.float32),
+        np.stack(probabilities).astype(np.float32),
     )
+
+
+def _best(logits: NDArray[np.float32], n_ids: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Places of the eight largest of the first n_ids logits, and their probabilities among these."""
+    probabilities = np.exp((logits - logits.max())[:n_ids].astype(np.float64))
+    probabilities /= probabilities.sum()
+    best = np.argsort(-probabilities, kind="stable")[:8]
+    return best, probabilities[best]
 
 
 def let_head_draft(head: HeadSession, draft_vocab: NDArray[np.int32]) -> list[int]:

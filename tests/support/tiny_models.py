@@ -95,9 +95,8 @@ def write_tiny_model(
     """Write a model and give back its path.
 
     n_embd: 256 for the types with blocks of 256 and the ternary ones, else 96.  n_layers: 2, or what it takes to have
-    every kind of layer.
-    head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what the merges do not fill
-    is padding.  tied: always so in gemma2 and bitnet.
+    every kind of layer.  head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what
+    the merges do not fill is padding.  tied: always so in gemma2 and bitnet.
     tensor_type: of the matrices; norms and biases are F32, and with I2_S embeddings and output are F16.  types: other
     types by role ("attn_v", "output") or by whole name ("blk.0.ffn_down.weight").
     rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
@@ -109,19 +108,50 @@ def write_tiny_model(
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
     sizes = _Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
-    tied = tied or architecture in ("gemma2", "bitnet")
+    writer = _named_writer(path, architecture, tensor_type)
+    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **_size_keys(sizes)}
+    keys |= _KEYS.get(architecture, {}) | {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
+    add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
+    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab, special or {}, template or CHATML)
+    _add_matrices(writer, architecture, sizes, tied, tensor_type, types or {}, seed)
+    _add_vectors(writer, architecture, sizes, qkv_biases, output_biases, rope_freqs, seed)
+    return written(writer, path)
+
+
+def _named_writer(path: Path, architecture: Architecture, tensor_type: str) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, architecture)
     # llama.cpp looks for Phi-3's special tokens in every model whose name has "phi3" in it.
     writer.add_name(f"tiny {architecture.replace('phi3', 'phi')} {tensor_type}")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **_size_keys(sizes)}
-    keys |= _KEYS.get(architecture, {})
-    keys |= {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
-    add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab, special or {}, template or CHATML)
+    return writer
+
+
+def _add_matrices(
+    writer: gguf.GGUFWriter,
+    architecture: Architecture,
+    sizes: _Sizes,
+    tied: bool,
+    tensor_type: str,
+    types: Mapping[str, str],
+    seed: int,
+) -> None:
+    """Add the matrices; see write_tiny_model."""
+    tied = tied or architecture in ("gemma2", "bitnet")
     for name, shape in _matrices(architecture, sizes, tied).items():
         weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
-        add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types or {}), weights)
+        add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types), weights)
+
+
+def _add_vectors(
+    writer: gguf.GGUFWriter,
+    architecture: Architecture,
+    sizes: _Sizes,
+    qkv_biases: bool | None,
+    output_biases: bool,
+    rope_freqs: bool,
+    seed: int,
+) -> None:
+    """Add norms, biases and factors on frequencies; see write_tiny_model."""
     if qkv_biases is None:
         qkv_biases = architecture == "qwen2"
     for name, n in _vectors(architecture, sizes, qkv_biases, output_biases).items():
@@ -129,6 +159,10 @@ def write_tiny_model(
         writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _random(seed, name, (n,)))
     for name, largest in _rope_factors(architecture).items() if rope_freqs else ():
         writer.add_tensor(name, np.geomspace(1.0, largest, sizes.head_dim // 2).astype(np.float32))
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write the file out; gives its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,7 +12,7 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
 from edgeinfer.backends.native.config import BLOCKS
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.models import Attention, Dense, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
@@ -171,8 +171,8 @@ def of_different_layers(spec: ModelSpec) -> ModelSpec:
     network = replace(
         ffn,
         n_ff=mixer.n_q,
-        gate=TensorRows(str(ffn.gate), 0, mixer.n_q),
-        up=TensorRows(str(ffn.up), 0, mixer.n_q),
+        gate=TensorRows(str(ffn.gate), ffn.n_ff - mixer.n_q, ffn.n_ff),
+        up=TensorRows(str(ffn.up), ffn.n_ff - mixer.n_q, ffn.n_ff),
         down=mixer.output,
         activation="gelu_tanh",
     )
@@ -200,3 +200,34 @@ def test_layers_may_differ_in_heads_windows_and_networks(
     assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
     same = backend.load(file, read_spec(file), backend.plan(file, read_spec(file), 256), Device(1)).session()
     assert np.abs(same.forward(tokens, logits="all").logits - a).max() > 1e-2 * np.abs(b).max()
+
+
+# ---- what models share -----------------------------------------------------------------------------------------------
+
+
+def test_models_share_threads_where_they_want_as_many(file: ModelFile) -> None:
+    spec, backend = read_spec(file), NativeBackend(tuned=False)
+    first = backend.load(file, spec, backend.plan(file, spec, 64, n_threads=2), Device(2))
+    sharing = NativeBackend(tuned=False, threads=first.threads)
+    for n_threads, is_shared in ((2, True), (3, False)):
+        plan = sharing.plan(file, spec, 64, n_threads=n_threads)
+        other = sharing.load(file, spec, plan, Device(n_threads))
+        assert (other.threads is first.threads) == is_shared and other.threads.n == n_threads
+        expected = first.session().forward([1, 2, 3]).logits
+        assert np.array_equal(other.session().forward([1, 2, 3]).logits, expected)
+
+
+def test_sessions_come_and_go_and_the_model_stays(file: ModelFile) -> None:
+    spec, backend = read_spec(file), NativeBackend(tuned=False)
+    model = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
+    held = model.memory()
+    assert held.kv_cache == 0
+    session = model.session()
+    expected = session.forward([1, 2, 3]).logits
+    use = session.memory()
+    assert use.kv_cache > 0 and (use.weights, use.activations) == (held.weights, held.activations)
+    session.close()
+    with pytest.raises(EdgeInferError, match="this session is closed"):
+        session.forward([1])
+    assert np.array_equal(model.session(64).forward([1, 2, 3]).logits, expected)
+    assert model.memory() == held

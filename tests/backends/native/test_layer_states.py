@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import Architecture, write_tiny_model
 
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import Rows, run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import ShapeError
@@ -280,3 +280,29 @@ def test_the_slack_is_held_whatever_is_pending(gemma: Opener, rng: np.random.Gen
         run_text(session, tokens[session.n_past : n])
         session.forward(tokens[:32])
         assert session.truncate(n - SLACK) == n - SLACK
+
+
+def test_texts_with_windows_share_passes(gemma: Opener, rng: np.random.Generator) -> None:
+    """Texts of one model, each behind another number of segments that were used again."""
+    model, whole = gemma().model, gemma.whole()
+    texts = [gemma.tokens(rng, n) for n in (5, 130, 400, 900)]
+    sessions = [model.session() for _ in texts]
+    for session, text in zip(sessions, texts, strict=True):
+        run_text(session, text)
+    single, nodes = gemma.tokens(rng, 1), gemma.tokens(rng, len(TREE))
+    batch = [Rows(session, single) for session in sessions[::2]]
+    batch += [Rows(session, nodes, TREE, logits="all") for session in sessions[1::2]]
+    outputs = model.forward(batch)
+    for text, rows, output in zip([*texts[::2], *texts[1::2]], batch, outputs, strict=True):
+        whole.truncate(0)
+        run_text(whole, text)
+        alone = whole.forward(rows.tokens, rows.parents, logits=rows.logits).logits
+        assert same_bits(output.logits, alone)
+    assert all(session.memory().kv_cache <= gemma.plan().use.kv_cache for session in sessions)
+
+
+def test_a_longer_context_never_takes_less(gemma: Opener) -> None:
+    for n_batch in (1, 40, 300):
+        plans = [NativeBackend().plan(gemma.file, gemma.spec, n_ctx, n_batch) for n_ctx in range(1, 1500, 13)]
+        sizes = [plan.use.kv_cache for plan in plans]
+        assert sizes == sorted(sizes)

@@ -89,7 +89,7 @@ def test_doubtful_costs_are_measured_again_by_padded_passes(opened, plain, model
 
 def test_costs_of_long_passes_are_measured_again_now_and_then(opened, plain, model):
     engine, sizes = opened(model), []
-    believed = CostCurve(0, {1: 2.0, 4: 2.1, 5: 6.0, 8: 12.0, 16: 24.0}, 0, {})  # far beyond any hiccup
+    believed = CostCurve(0, {1: 2.0, 4: 2.1, 5: 6.0, 8: 12.0, 16: 24.0}, 0, {})  # far beyond any outlier
     costs = CostModel(believed)
     text = engine.tokenize(PROMPT) + list(tokens_of(plain, GREEDY, n=200))
     drafter = FunctionDrafter(lambda context, limit: knowing(text, 259, random.Random(1), limit, len(context.tokens)))

@@ -262,7 +262,7 @@ def test_a_stream_left_in_the_middle_of_a_step_frees_the_engine(opened, plain, m
 
 
 def test_sampling_with_drafts_follows_the_targets_distribution(opened, model):
-    """Chi-squared over seeds, of the token after the first, where the tree holds the likeliest ones."""
+    """Chi-squared over seeds, of the token after the first, where the tree holds the most probable ones."""
     engine, n_draws = opened(model, draft="none"), 1500
     params = SamplingParams(temperature=1.5, top_k=6, top_p=1.0, min_p=0.0)
     prompt = engine.tokenize(PROMPT)

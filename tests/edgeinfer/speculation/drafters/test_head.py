@@ -83,7 +83,7 @@ def n_rows_of(drafter):
 
 
 def greedy_context(text, n_unverified=0):
-    """A request that takes the likeliest tokens, where nearly every draft pays."""
+    """A greedy request in which nearly every draft token is worth making."""
     draw = SamplingParams(**GREEDY)
     context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_unverified, True)
     context.acceptance = AcceptanceTable()
@@ -165,7 +165,7 @@ def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
 
 
 def behind(drafter, engine, text, n_unverified=0):
-    """A context behind a text of which the target has read all but what is assumed."""
+    """A context after a text of which the target has decoded all but the unverified tokens."""
     engine.generate(text[: len(text) - n_unverified - 1], max_tokens=1, **GREEDY)
     drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
     return greedy_context(text, n_unverified)
@@ -180,7 +180,7 @@ def paths_of(tree):
 
 
 def path_probabilities_of(tree, context):
-    """The chance of each node to be text, by what it stands for."""
+    """The path probability of each node, by its path of tokens."""
     path_probabilities = {}
     for path, (p, kind) in paths_of(tree).items():
         path_probabilities[path] = path_probabilities.get(path[:-1], 1.0) * context.acceptance.probability(
@@ -251,7 +251,7 @@ def test_no_more_levels_are_made_in_one_call_than_are_useful(drafting, head, tex
     assert asked == [3]
     drafter._device_drafting = DeviceDrafting(
         drafter.session, FixedCosts(lambda n: 1e-3 * (3.0 + 0.1 * n))
-    )  # more would pay, not three
+    )  # a fourth level is not worth it
     assert drafter.cost(context)[0] < 1.02
     drafter.propose(context, 31)
     assert asked == [3]

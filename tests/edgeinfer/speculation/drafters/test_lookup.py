@@ -63,7 +63,7 @@ def test_an_order_whose_guesses_are_always_rejected_is_not_used_any_more():
         guesses.learn(found, [0])
         made += 1
     assert 5 < made < 200 and guesses.levels_per_pass == 1.0
-    assert guesses.find([9, 5], 1, FLAT), "those behind fewer tokens were never wrong"
+    assert guesses.find([9, 5], 1, FLAT), "shorter n-grams were never rejected"
 
 
 def test_the_mean_of_levels_is_of_those_that_were_made():
@@ -116,7 +116,7 @@ def open_drafter(opened, model, monkeypatch):
 
 
 def context_of(tokens):
-    """With a draft that always pays."""
+    """A context in which every draft token is worth making."""
     context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True)
     context.acceptance = AcceptanceTable()
     context.acceptance.length_rule = ChainLengthRule([10.0] * (MAX_TOKENS + 1))

@@ -43,7 +43,7 @@ def files(model, tmp_path_factory):
 
 @pytest.fixture(params=["model", "head of 0", "head of 1"])
 def ahead(request, model, files):
-    """An engine whose only drafter drafts ahead."""
+    """An engine whose only drafter is overlapped."""
     with edgeinfer.load(model, draft=[str(files[request.param])]) as engine:
         engine.tokenizer.stop_ids = frozenset()
         drafter = overlapped(engine.speculator.drafters[-1])
@@ -94,7 +94,7 @@ def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plai
 
 @pytest.mark.usefixtures("patient")
 def test_drafts_continue_the_path_that_is_being_verified(ahead):
-    """All drafts are made in the other thread, many of them behind tokens that are not checked yet."""
+    """All drafts are made in the other thread, many of them after tokens that are not verified yet."""
     drafter, main, n_unverified = of(ahead), threading.get_ident(), []
     propose = drafter._drafter.propose
 
@@ -114,7 +114,7 @@ def test_drafts_continue_the_path_that_is_being_verified(ahead):
 
 @pytest.mark.usefixtures("patient")
 def test_the_drafter_works_while_the_target_does(ahead):
-    """A draft behind what is checked is begun while the target's pass lasts, whichever of the threads is faster.
+    """A draft after what is being verified is begun while the target's pass lasts, whichever of the threads is faster.
 
     The other thread makes no step but while the target waits for it or works, and each pass of the target lasts until
     the draft that is wanted behind it has had one.
