@@ -1,7 +1,7 @@
-"""What every backend offers: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one text each.
+"""The protocols of backends: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one text each.
 
-Positions are logical: token i of a chain sits at position n_past + i, a node of a draft tree at n_past + its depth.
-`forward` never changes what is committed; `commit` does, along one path through the rows of the last forward.
+Positions are logical: token i of a chain is at position n_past + i, a node of a draft tree at n_past + its depth.
+`forward` does not change what is committed; `commit` does, along one path through the rows of the last forward.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ class Session(Protocol):
         ...
 
     def truncate(self, n_past: int) -> int:
-        """Keep the first n_past committed tokens or fewer, and nothing uncommitted; gives how many are left.
+        """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
-        Fewer where a layer no longer holds what it needs there, such as a window before n_past that was given back for
-        memory: run the rest again. 0 can always be reached, and any n_past up to 128 below the longest that this text
-        has been. Raises ShapeError if n_past is not in 0..self.n_past.
+        It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
+        again. Always reachable are 0, and any n_past up to 128 below the longest that this text has been: enough for
+        draft trees and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """Make the longest beginning of these tokens that is still held the committed text; gives its length.
+        """Make the longest prefix of these tokens that is still held the committed text; returns its length.
 
-        tokens: (n,) int, may be empty. What is committed now, or was before another call of this, may be found again.
-        A backend whose logits depend on how a text was cut into passes reuses nothing, 0: each request then gives the
-        same text whatever was asked before.
+        tokens: (n,) int, may be empty. What is committed now, or was before an earlier call, may be found again. A
+        backend whose logits depend on how a text was cut into passes reuses nothing and returns 0, so that a request
+        gives the same text whatever was asked before.
         """
         ...
 
@@ -98,20 +98,20 @@ class Session(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Stop the running forward pass within 100 ms; callable from any thread; without one it does nothing."""
+        """Stop the running forward pass within 100 ms; callable from any thread; does nothing without one."""
         ...
 
     def close(self) -> None:
-        """Give the memory of this text back. Further calls raise. The model stays."""
+        """Free the memory of this text. Further calls raise. The model stays."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one text adds to a forward pass; see Session.forward for the fields.
+    """The part of one text in a forward pass; see Session.forward for the fields.
 
-    n_pending: rows of the forwards since the last commit that stay, see BranchingSession.  features: (n, n_embd)
-    float32, of a draft head's text only.
+    n_pending: number of rows since the last commit that are kept, see BranchingSession.  features: (n, n_embd) float32,
+    for draft heads only.
     """
 
     session: Any  # of the model that runs the pass
@@ -124,7 +124,7 @@ class Rows:
 
 
 class Model(Protocol):
-    """Weights and threads, which sessions, drafters and a server share. Not thread-safe: one pass at a time.
+    """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time.
 
     n_ctx: most positions of a session.  n_batch: most tokens in one pass.
     """
@@ -138,14 +138,14 @@ class Model(Protocol):
         ...
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> Session:
-        """The state of a new text. None is what was planned. Raises InvalidArgument."""
+        """The state of a new text. None: as planned. Raises InvalidArgument."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """Run rows of several texts, each session once, in one pass where the backend can; one Output a text.
+        """Run rows of several texts, each session once, in one pass if the backend can; one Output per text.
 
-        The logits of a row are the same bits whichever other rows, of whichever texts, are in the pass.
-        Raises as Session.forward; then no session has pending rows.
+        The logits of a row are the same bits, whichever rows of other texts are in the pass. Raises as Session.forward;
+        then no session has pending rows.
         """
         ...
 
@@ -158,7 +158,7 @@ class Model(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise, those of sessions too."""
+        """Free the memory. Further calls raise, also those of sessions."""
         ...
 
 
@@ -168,7 +168,7 @@ class Backend(Protocol):
     name: str
 
     def read_spec(self, model: ModelFile) -> ModelSizes:
-        """What the backend wants to know of a model; the `spec` of the other methods. Raises UnsupportedModel."""
+        """What the backend needs to know of a model; the `spec` of the other methods. Raises UnsupportedModel."""
         ...
 
     def plan(
@@ -198,21 +198,21 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DraftingSession(Session, Protocol):
-    """A session whose device makes drafts by itself, without a round trip for each token."""
+    """A session whose device generates drafts itself, without a round trip for each token."""
 
     def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:
-        """A tree of what is likely behind tokens, `width` nodes in each level.
+        """A tree of the most likely continuations of tokens, `width` nodes in each level.
 
-        Of the successors of a level's nodes those that are reached most often make the next one (EAGLE-2, Li et al.,
-        arXiv:2406.16858); p is the model's own, at temperature 1. It is a forward pass of tokens and then of all nodes
-        but those of the last level, which `commit` can keep.  tokens: (n,) int32.  n_vocab: tokens of nodes are below
-        it, as if there were no others; None for all. Raises InvalidArgument, and what `forward` raises.
+        Of the successors of a level's nodes, those with the largest path probability make the next level (EAGLE-2, Li
+        et al., arXiv:2406.16858); p is the model's own, at temperature 1. It is a forward pass of tokens and then of
+        all nodes but those of the last level, which `commit` can keep.  tokens: (n,) int32.  n_vocab: only tokens below
+        it are drafted; None for all. Raises InvalidArgument, and what `forward` raises.
         """
         ...
 
 
 class BranchingSession(Session, Protocol):
-    """A session in which a tree grows from pass to pass: what is pending stays, where `forward` is told so."""
+    """A session in which a tree can grow over several passes: pending rows are kept if `forward` is told so."""
 
     def forward(
         self,
@@ -223,7 +223,7 @@ class BranchingSession(Session, Protocol):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """As Session.forward, behind the first n_pending of the rows that the forwards since the last commit made.
+        """As Session.forward, behind the first n_pending rows of the forwards since the last commit.
 
         Parents and the path of `commit` are counted from the first pending row; all rows of a tree must fit into
         n_batch.
@@ -234,7 +234,7 @@ class BranchingSession(Session, Protocol):
 class HeadSession(Protocol):
     """A draft head with its KV cache (edgeinfer.models.draft_head). Not thread-safe.
 
-    Position i of its text stands for the target's feature of position i and the token of position i + 1.
+    Position i of its text is the pair of the target's feature of position i and the token of position i + 1.
     """
 
     n_ctx: int
@@ -300,7 +300,7 @@ class HeadSession(Protocol):
 
 @runtime_checkable
 class DraftingHead(HeadSession, Protocol):
-    """A head whose device makes drafts by itself, without a round trip for each level."""
+    """A head whose device generates drafts itself, without a round trip for each level."""
 
     def draft(
         self,
@@ -362,10 +362,10 @@ class HeadModel(Protocol):
 def run_text(
     session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
 ) -> Output:
-    """Run and commit tokens behind the committed ones, n_batch at a time; gives what one forward would have given.
+    """Run and commit tokens behind the committed ones, n_batch at a time; returns what one forward would have given.
 
-    tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward.  Raises what Session.forward raises; what earlier
-    passes read stays committed.
+    tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward. Raises what Session.forward raises; tokens of
+    earlier passes stay committed.
     """
     ids = np.asarray(tokens)
     outputs: list[Output] = []

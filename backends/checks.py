@@ -1,4 +1,4 @@
-"""Checks of what is passed to models and sessions, the same for all backends."""
+"""Checks of arguments of models and sessions, the same for all backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models, draft heads and their sessions on a device: what the OpenCL and the ONNX backend have in common.
+"""Models, draft heads and sessions on a device: the common part of the OpenCL and ONNX backends.
 
-A backend brings a `DeviceDecoder`, which runs batches of tokens with the KV cache of a text. Here is what lies between
-that and a `Session`: committed and pending rows, passes cut into batches, chains and trees, interruption and closing.
+A backend provides a `DeviceDecoder`, which runs batches of tokens with the KV cache of a text. This module makes
+sessions of it: committed and pending rows, passes cut into batches, chains and trees, interruption and closing.
 """
 
 from __future__ import annotations

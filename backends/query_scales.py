@@ -1,4 +1,4 @@
-"""What queries are multiplied by at each position of a text."""
+"""The factors of queries by position."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The oracle: a forward pass in plain numpy, written like the textbook. Slow; other backends are compared with it.
+"""The oracle: a forward pass in plain numpy, written like the textbook. It is slow; other backends are compared with
+it.
 
-Every token goes through the same operations on the same arrays whatever the rest of the batch, so that the result is
-the same bits for any cutting into batches, and for a branch of a tree as for the chain.
+Every token goes through the same operations on the same arrays whatever the rest of the batch. So the result has the
+same bits for any batch size, and for a branch of a tree as for a chain.
 """
 
 from __future__ import annotations

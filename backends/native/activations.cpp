@@ -13,7 +13,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
     inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
     inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);
     inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
-    inputs.narrow256 = cutter.take<uint8_t>(n * n_in / 256 + 1);
+    inputs.fits_int16 = cutter.take<uint8_t>(n * n_in / 256 + 1);
     inputs.q_token = cutter.take<int8_t>(n * n_in);
     inputs.scale_token = cutter.take<float>(n);
     inputs.sum_token = cutter.take<int32_t>(n);
@@ -44,7 +44,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     v = cutter.take<float>(n * ld_kv);
     attn = cutter.take<float>(n * ld_q);
     gate = cutter.take<float>(n * ld_ff);
-    up = cutter.take<float>(std::min(n, size_t{kColumnsTogether}) * ld_ff);
+    up = cutter.take<float>(std::min(n, size_t{kTokensTogether}) * ld_ff);
     for (const Rope& rope : c.ropes) {
         const size_t n_pairs = rope.frequencies.size();
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});

@@ -44,7 +44,7 @@ struct Activations {
 
     size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
     float *x, *h, *q, *k, *v, *attn, *gate;
-    float* up;  // of kColumnsTogether tokens; each task has its own of the n_ff
+    float* up;  // of kTokensTogether tokens; each task has its own of the n_ff
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
     struct Angles {
         size_t n_pairs;

@@ -225,6 +225,19 @@ EI_INLINE void for_segments(int first, int last, const F& f) {
     }
 }
 
+// Scores by positions, and their softmax but for the factor of each row, which goes to scale. Clears the sums.
+inline void soft_max_rows(const Attention& a, float* scale) {
+    for (int r = 0; r < a.n_rows; r++) {
+        const AttentionRow& row = a.rows[r];
+        const int n = row.n_past + row.n_path;
+        for (int i = 0; i < row.n_path; i++)
+            row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
+        if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
+        scale[r] = soft_max(row.scores + row.first, n - row.first);
+        std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));
+    }
+}
+
 void attention(const Attention& a) {
     int first = a.rows[0].first, common_first = first, common_last = a.rows[0].n_past, last = 0;
     for (int r = 0; r < a.n_rows; r++) {
@@ -249,15 +262,7 @@ void attention(const Attention& a) {
         });
     });
     float scale[kTaskRows];
-    for (int r = 0; r < a.n_rows; r++) {
-        const AttentionRow& row = a.rows[r];
-        const int n = row.n_past + row.n_path;
-        for (int i = 0; i < row.n_path; i++)
-            row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
-        if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
-        scale[r] = soft_max(row.scores + row.first, n - row.first);
-        std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));
-    }
+    soft_max_rows(a, scale);
     const auto one_row = [&](int r, int from, int to) {
         for_segments(from, to, [&](int begin, int end) { weigh_slots<1>(a.kv, a.rows + r, begin, end); });
     };

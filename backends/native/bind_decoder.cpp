@@ -169,8 +169,8 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
 
 // ---- tuning --------------------------------------------------------------------------------------------------------
 
-Stream& stream_of_tokens(PrefetchPolicy& policy, bool is_ternary, int n) {
-    if (n < 1 || n > kFewColumns) throw nb::value_error("only products of a few tokens are tuned");
+Prefetch& prefetch_of_tokens(PrefetchPolicy& policy, bool is_ternary, int n) {
+    if (n < 1 || n > kFewTokens) throw nb::value_error("only products of a few tokens are tuned");
     return (is_ternary ? policy.ternary : policy.plain)[n];
 }
 
@@ -196,15 +196,15 @@ size_t part_bytes(const Decoder& decoder, int n_parts, int part) {
 void bind_tuning(nb::class_<Decoder>& decoder) {
     decoder
         .def(
-            "stream",
+            "prefetch",
             [](Decoder& decoder, bool is_ternary, int n) {
-                return fields_of(stream_of_tokens(decoder.weights().policy(), is_ternary, n));
+                return fields_of(prefetch_of_tokens(decoder.weights().policy(), is_ternary, n));
             },
-            "is_ternary"_a, "n"_a, "The fields of Stream (matrix.h): how products of n tokens read such matrices.")
+            "is_ternary"_a, "n"_a, "The fields of Prefetch (matrix.h): how products of n tokens read such matrices.")
         .def(
-            "set_stream",
-            [](Decoder& decoder, bool is_ternary, int n, const StreamFields& fields) {
-                stream_of_tokens(decoder.weights().policy(), is_ternary, n) = stream_from(fields);
+            "set_prefetch",
+            [](Decoder& decoder, bool is_ternary, int n, const PrefetchFields& fields) {
+                prefetch_of_tokens(decoder.weights().policy(), is_ternary, n) = prefetch_from(fields);
             },
             "is_ternary"_a, "n"_a, "fields"_a, "Between passes only.")
         .def("seconds_of_part", &seconds_of_part, "state"_a, "n"_a, "n_parts"_a, "part"_a,
@@ -237,17 +237,17 @@ void init_projection(FeatureProjection* projection, const Weights& weights, cons
 
 }  // namespace
 
-StreamFields fields_of(const Stream& s) {
-    return {s.ahead, s.easy, static_cast<int>(s.hint), s.at_once, s.columns, s.task, s.tasks_each, s.eager};
+PrefetchFields fields_of(const Prefetch& p) {
+    return {p.ahead, p.easy, static_cast<int>(p.hint), p.at_once, p.tokens, p.task, p.tasks_each, p.eager};
 }
 
-Stream stream_from(const StreamFields& fields) {
-    const auto [ahead, easy, hint, at_once, columns, task, tasks_each, eager] = fields;
+Prefetch prefetch_from(const PrefetchFields& fields) {
+    const auto [ahead, easy, hint, at_once, tokens, task, tasks_each, eager] = fields;
     if (ahead < 0 || ahead > 1 << 20 || ahead % 64 || hint < 0 || hint > 2 || at_once < 1 || at_once > 4 ||
-        columns < 1 || columns > kFewColumns || task < 0 || task > 1 << 28 || tasks_each < 1 || tasks_each > 64) {
+        tokens < 1 || tokens > kFewTokens || task < 0 || task > 1 << 28 || tasks_each < 1 || tasks_each > 64) {
         throw nb::value_error("no such way to read");
     }
-    return {ahead, easy, static_cast<Hint>(hint), at_once, columns, task, tasks_each, eager};
+    return {ahead, easy, static_cast<Hint>(hint), at_once, tokens, task, tasks_each, eager};
 }
 
 void bind_decoder(nb::module_& m) {

@@ -30,13 +30,13 @@ public:
     }
 
     // y (n, n_out) = x (n, n_in) times the matrix transposed.
-    // stream: how it is read, None as on CPUs like this one.
+    // prefetch: how it is read, None as on CPUs like this one.
     void multiply(const std::string& isa, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x,
-                  FloatRows y, std::optional<StreamFields> stream) {
+                  FloatRows y, std::optional<PrefetchFields> prefetch) {
         const Kernels& kernels = kernels_of(isa);
         PrefetchPolicy policy = known_policy;
-        if (stream) {
-            for (int i = 0; i <= kFewColumns; i++) policy.plain[i] = policy.ternary[i] = stream_from(*stream);
+        if (prefetch) {
+            for (int i = 0; i <= kFewTokens; i++) policy.plain[i] = policy.ternary[i] = prefetch_from(*prefetch);
         }
         Matrix matrix = matrix_;
         matrix.policy = &policy;
@@ -48,7 +48,7 @@ public:
         std::vector<float> scales(n * (n_in / 32 + 1));
         std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1);
         std::vector<int16_t> sums32(n * n_in / 32 + 1);
-        std::vector<uint8_t> narrow256(n * n_in / 256 + 1);
+        std::vector<uint8_t> fits_int16(n * n_in / 256 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
         in.x = x.data();
@@ -58,7 +58,7 @@ public:
         in.sum32 = in.sum_token = sums.data();
         in.centre16 = centre16.data();
         in.sums32 = sums32.data();
-        in.narrow256 = narrow256.data();
+        in.fits_int16 = fits_int16.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
             if (input_kind(matrix_.format) == InputKind::Int8By32) kernels.quantize32(in, c);
             if (input_kind(matrix_.format) == InputKind::Int8By256) kernels.quantize256(in, c);
@@ -77,7 +77,7 @@ private:
     Matrix matrix_;
 };
 
-// Seconds to multiply each of these matrices, one after the other, with n columns of made-up activations, which are
+// Seconds to multiply each of these matrices, one after the other, with n tokens of made-up activations, which are
 // prepared once before.
 double seconds_of_products(const std::vector<const Matrix*>& matrices, const Kernels& kernels, Pool& pool, int n) {
     size_t most_in = 0, most_out = 0;
@@ -85,19 +85,19 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
         most_in = std::max(most_in, static_cast<size_t>(m->n_in));
         most_out = std::max(most_out, static_cast<size_t>(m->n_groups() * kRows));
     }
-    const size_t columns = static_cast<size_t>(n);
-    std::vector<float> y(columns * most_out), scales(columns * (most_in / 32 + 1), 0.01f);
-    std::vector<int8_t> q(columns * most_in + kBehindInputs);
+    const size_t n_tokens = static_cast<size_t>(n);
+    std::vector<float> y(n_tokens * most_out), scales(n_tokens * (most_in / 32 + 1), 0.01f);
+    std::vector<int8_t> q(n_tokens * most_in + kBehindInputs);
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
-    std::vector<int32_t> sums(columns * (most_in / 16 + 1), 5);
-    std::vector<int16_t> short_sums(columns * (most_in / 32 + 1), 5);
-    std::vector<uint8_t> narrow(columns * (most_in / 256 + 1));
+    std::vector<int32_t> sums(n_tokens * (most_in / 16 + 1), 5);
+    std::vector<int16_t> short_sums(n_tokens * (most_in / 32 + 1), 5);
+    std::vector<uint8_t> fits_int16(n_tokens * (most_in / 256 + 1));
     Inputs in;
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
     in.sum32 = in.sum_token = in.centre16 = sums.data();
     in.sums32 = short_sums.data();
-    in.narrow256 = narrow.data();
+    in.fits_int16 = fits_int16.data();
     const auto started = std::chrono::steady_clock::now();
     pool.run([&](int thread) {
         for (const Matrix* m : matrices) {
@@ -124,7 +124,7 @@ void gather(Pool& pool) {
 
 // The same for benchmarks.
 double time_products(const std::vector<const PackedMatrix*>& packed, const std::string& isa, int n_threads, int n) {
-    if (packed.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and columns are needed");
+    if (packed.empty() || n < 1 || n_threads < 1) throw nb::value_error("matrices, threads and tokens are needed");
     const Kernels& kernels = kernels_of(isa);
     std::vector<const Matrix*> matrices;
     for (const PackedMatrix* each : packed) matrices.push_back(&each->matrix());
@@ -134,10 +134,10 @@ double time_products(const std::vector<const PackedMatrix*>& packed, const std::
     return seconds_of_products(matrices, kernels, pool, n);
 }
 
-// Seconds to multiply a made-up matrix, of n_bytes if it took two bits a weight, with n columns: the best of four tries.
+// Seconds to multiply a made-up matrix, of n_bytes if it took two bits a weight, with n tokens: the best of four tries.
 double time_format(int format, const std::string& isa, int n_threads, int n, size_t n_bytes) {
     constexpr int kInputs = 2560, kTries = 4;
-    if (n_threads < 1 || n < 1) throw nb::value_error("threads and columns are needed");
+    if (n_threads < 1 || n < 1) throw nb::value_error("threads and tokens are needed");
     const Format as = packed_format(format, kInputs);
     const Kernels& kernels = kernels_of(isa);
     const size_t group_bytes = packed_group_bytes(as, kInputs), n_groups = n_bytes / (kRows * kInputs / 4) + 1;
@@ -157,7 +157,7 @@ void bind_kernels(nb::module_& m) {
     nb::class_<PackedMatrix>(m, "PackedMatrix")
         .def(nb::init<int, int, int, Bytes, float, std::optional<int>>(), "ggml_type"_a, "n_out"_a, "n_in"_a,
              "source"_a, "scale"_a = 1.0f, "packed_as"_a = nb::none())
-        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a, "stream"_a = nb::none())
+        .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a, "prefetch"_a = nb::none())
         .def_prop_ro(
             "data",
             [](const PackedMatrix& matrix) { return bytes_of(matrix, matrix.data(), matrix.matrix().n_bytes()); },

@@ -45,10 +45,10 @@ size_t matrix_source_bytes(int ggml_type, int n_out, int n_in);
 // Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
 size_t packed_bytes(int format, int n_out, int n_in);
 
-// The fields of Stream in matrix.h.
-using StreamFields = std::tuple<int, bool, int, int, int, int, int, bool>;
-StreamFields fields_of(const Stream& stream);
-Stream stream_from(const StreamFields& fields);
+// The fields of Prefetch in matrix.h.
+using PrefetchFields = std::tuple<int, bool, int, int, int, int, int, bool>;
+PrefetchFields fields_of(const Prefetch& prefetch);
+Prefetch prefetch_from(const PrefetchFields& fields);
 
 void bind_weights(nb::module_& m);
 void bind_config(nb::module_& m);

@@ -24,8 +24,8 @@ void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const
     const Tasks tasks(gate_, pass.n, pass.pool.size(), kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        for (int c = 0; c < pass.n; c += kColumnsTogether) {
-            const int n = std::min(kColumnsTogether, pass.n - c);
+        for (int c = 0; c < pass.n; c += kTokensTogether) {
+            const int n = std::min(kTokensTogether, pass.n - c);
             const Inputs some = inputs.from(c);
             float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
             const uint8_t* up = up_.data + static_cast<size_t>(first) * up_.group_bytes;

@@ -64,16 +64,16 @@ void ConcatenatedInput::run(const Pass& pass, int thread) const {
 
 // ---- features ------------------------------------------------------------------------------------------------------
 
-// Of kColumnsTogether rows, which are made at once.
+// Of kTokensTogether rows, which are made at once.
 struct FeatureProjection::Buffers {
     size_t ld;
-    float* row;  // (kColumnsTogether, ld)
+    float* row;  // (kTokensTogether, ld)
     Inputs inputs;
 
     Buffers(int n_rows, Cutter& cutter)
         : ld(padded(n_rows)),
-          row(cutter.take<float>(kColumnsTogether * ld)),
-          inputs(take_inputs(cutter, kColumnsTogether, ld)) {
+          row(cutter.take<float>(kTokensTogether * ld)),
+          inputs(take_inputs(cutter, kTokensTogether, ld)) {
         inputs.n_in = n_rows;
         inputs.x = row;
         inputs.ldx = ld;
@@ -99,9 +99,9 @@ size_t FeatureProjection::activation_bytes(int n_rows) {
 }
 
 void FeatureProjection::run(const float* rows, int n, float* features) {
-    for (int first = 0; first < n; first += kColumnsTogether) {
+    for (int first = 0; first < n; first += kTokensTogether) {
         const size_t at = static_cast<size_t>(first);
-        run_some(rows + at * static_cast<size_t>(n_rows_), std::min(kColumnsTogether, n - first),
+        run_some(rows + at * static_cast<size_t>(n_rows_), std::min(kTokensTogether, n - first),
                  features + at * static_cast<size_t>(n_embd_));
     }
 }

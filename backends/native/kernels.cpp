@@ -36,11 +36,11 @@ struct Ahead {
     const uint8_t* end;
     ptrdiff_t past_end;
     size_t bytes;
-    bool easy;  // see Stream
+    bool easy;  // see Prefetch
     Hint hint;
 };
 
-enum class Work { Easy, Hard };  // of a line, see Stream::easy
+enum class Work { Easy, Hard };  // of a line, see Prefetch::easy
 
 template <Work WORK = Work::Easy, class Lines>
 EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
@@ -195,11 +195,11 @@ EI_INLINE void columns_by_256(const Inputs& x, Columns at, const Sum* sums, int 
 // multiplications.
 template <int NC>
 EI_INLINE bool in_16_bits(const Inputs& x, Columns at, int b) {
-    if (kNarrowBy == NarrowBy::None || NC < 3) return false;
-    if (kNarrowBy == NarrowBy::Pairs && (NC < kColumnsAtOnce || at.first == 0)) return false;
+    if (kInt16Scaling == Int16Scaling::None || NC < 3) return false;
+    if (kInt16Scaling == Int16Scaling::Pairs && (NC < kColumnsAtOnce || at.first == 0)) return false;
     const size_t n_tiles = static_cast<size_t>(x.n_in) / 256;
     uint8_t all = 1;
-    for (int c = 0; c < NC; c++) all &= x.narrow256[at.of(c) * n_tiles + static_cast<size_t>(b)];
+    for (int c = 0; c < NC; c++) all &= x.fits_int16[at.of(c) * n_tiles + static_cast<size_t>(b)];
     return all;
 }
 
@@ -236,9 +236,9 @@ struct Tiles45K {
             const At<G> scales = places<G>(of_groups, kScales);
             if (BITS != 4 || !in_16_bits<NC>(x, at, b)) {
                 one_by_one<NC, G, false>(tile, scales, a, ahead, total);
-            } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
+            } else if constexpr (kInt16Scaling == Int16Scaling::Pairs) {
                 in_pairs<NC, G>(tile, scales, a, total);
-            } else if constexpr (kNarrowBy == NarrowBy::Singles) {
+            } else if constexpr (kInt16Scaling == Int16Scaling::Singles) {
                 one_by_one<NC, G, true>(tile, scales, a, ahead, total);
             }
             Of<I32, G> mins[NC];
@@ -257,9 +257,9 @@ struct Tiles45K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile; moves a behind them. NARROW: all dot products fit into 16
-    // bits: one of 32 codes of 4 bits is at most 15 * 2 * kNarrow.
-    template <int NC, int G, bool NARROW>
+    // Dot products times scales, of the 256 inputs of a tile; moves a behind them. INT16: all dot products fit into 16
+    // bits: one of 32 codes of 4 bits is at most 15 * 2 * kMostOf16.
+    template <int NC, int G, bool INT16>
     static EI_INLINE void one_by_one(const At<G>& tile, const At<G>& scales, const int8_t* (&a)[NC], const Ahead& ahead,
                                      Of<I32, G> (&total)[NC]) {
         At<G> lines = tile + 256;
@@ -267,8 +267,8 @@ struct Tiles45K {
             prefetch(lines, static_cast<int>(kLines32<BITS> / 64), ahead);
             const auto scale = load_scale(scales + 16 * j);
             dot32<BITS, NC, G>(lines, a, from_zero, [&](int c, const auto& d) {
-                if constexpr (NARROW) {
-                    total[c] = add_narrow_times(total[c], d, scale);
+                if constexpr (INT16) {
+                    total[c] = add_int16_times(total[c], d, scale);
                 } else {
                     total[c] = add_dot_times(total[c], d, scale);
                 }
@@ -278,7 +278,7 @@ struct Tiles45K {
         }
     }
 
-    // The same where they are NARROW, two at a time.
+    // The same where they are INT16, two at a time.
     template <int NC, int G>
     static EI_INLINE void in_pairs(const At<G>& tile, const At<G>& scales, const int8_t* (&a)[NC],
                                    Of<I32, G> (&total)[NC]) {
@@ -316,9 +316,9 @@ struct Tiles6K {
             prefetch(tile, 5, ahead);
             if (!in_16_bits<NC>(x, at, b)) {
                 one_by_one<NC, G, false>(tile, a, centre, ahead, total);
-            } else if constexpr (kNarrowBy == NarrowBy::Pairs) {
+            } else if constexpr (kInt16Scaling == Int16Scaling::Pairs) {
                 in_pairs<NC, G>(tile, a, centre, total);
-            } else if constexpr (kNarrowBy == NarrowBy::Singles) {
+            } else if constexpr (kInt16Scaling == Int16Scaling::Singles) {
                 one_by_one<NC, G, true>(tile, a, centre, ahead, total);
             }
             const auto d = load_f16(tile);
@@ -331,15 +331,15 @@ struct Tiles6K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile. NARROW: all dot products fit into 16 bits: one of 16 weights
-    // of 6 bits is at most 32 * kNarrow.
-    template <int NC, int G, bool NARROW>
+    // Dot products times scales, of the 256 inputs of a tile. INT16: all dot products fit into 16 bits: one of 16 weights
+    // of 6 bits is at most 32 * kMostOf16.
+    template <int NC, int G, bool INT16>
     static EI_INLINE void one_by_one(const At<G>& tile, const int8_t* const (&a)[NC],
                                      const int32_t* const (&centre)[NC], const Ahead& ahead, Of<I32, G> (&total)[NC]) {
         const auto times = [&](const auto& scale) {
             return [&, scale](int c, const auto& d) {
-                if constexpr (NARROW) {
-                    total[c] = add_narrow_times(total[c], d, scale);
+                if constexpr (INT16) {
+                    total[c] = add_int16_times(total[c], d, scale);
                 } else {
                     total[c] = add_dot_times(total[c], d, scale);
                 }
@@ -348,7 +348,7 @@ struct Tiles6K {
         for (int p = 0; p < 8; p++) {
             const auto scales = load_i8_as_i16(tile + 64 + 32 * p);
             prefetch(tile + 320 + 384 * p, 6, ahead);
-            if constexpr (NARROW) {
+            if constexpr (INT16) {
                 half<NC, G>(tile, 2 * p, a, centre, times(even_low(scales)));
                 half<NC, G>(tile, 2 * p + 1, a, centre, times(odd_low(scales)));
             } else {
@@ -358,7 +358,7 @@ struct Tiles6K {
         }
     }
 
-    // The same where they are NARROW, two at a time.
+    // The same where they are INT16, two at a time.
     template <int NC, int G>
     static EI_INLINE void in_pairs(const At<G>& tile, const int8_t* const (&a)[NC], const int32_t* const (&centre)[NC],
                                    Of<I32, G> (&total)[NC]) {
@@ -491,24 +491,24 @@ EI_INLINE void all_columns(const Matrix& w, const uint8_t* group, int row, const
 template <class FORMAT, int G, int MOST>
 void matmul_side_by_side(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
                          size_t ldy) {
-    const Stream& stream = stream_of(w, n);
-    const size_t bytes = static_cast<size_t>(stream.ahead);
-    const Hint hint = stream.hint == Hint::AroundL3 && w.is_kept ? Hint::All : stream.hint;
+    const Prefetch& prefetch = prefetch_of(w, n);
+    const size_t bytes = static_cast<size_t>(prefetch.ahead);
+    const Hint hint = prefetch.hint == Hint::AroundL3 && w.is_kept ? Hint::All : prefetch.hint;
     const auto group = [&](int g) { return w.data + static_cast<size_t>(g) * w.group_bytes; };
     const auto ahead = [&](const uint8_t* end, ptrdiff_t past_end) {
-        return Ahead{end, past_end, bytes, stream.easy && bytes, hint};
+        return Ahead{end, past_end, bytes, prefetch.easy && bytes, hint};
     };
     // Behind `end` comes what is read next or, if that is not known, what is being read.
     const auto ahead_of = [&](const uint8_t* end) {
         return ahead(end, next ? next - end : -static_cast<ptrdiff_t>(bytes));
     };
     // What comes before the first lines that strips prefetch.
-    for (int g = first; stream.eager && g < first + (first + G <= last ? G : 1); g++) {
+    for (int g = first; prefetch.eager && g < first + (first + G <= last ? G : 1); g++) {
         for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(group(g) + at);
     }
-    for (int c = 0; c < n; c += kColumnsTogether) {
-        const int some = n - c < kColumnsTogether ? n : c + kColumnsTogether;
-        const int end = n < stream.columns ? stream.columns : some;
+    for (int c = 0; c < n; c += kTokensTogether) {
+        const int some = n - c < kTokensTogether ? n : c + kTokensTogether;
+        const int end = n < prefetch.tokens ? prefetch.tokens : some;
         int g = first;
         if constexpr (G > 1) {
             for (; g + G <= last; g += G) {
@@ -526,13 +526,13 @@ template <class FORMAT>
 void matmul_as(const Matrix& w, const Inputs& x, int n, int first, int last, const uint8_t* next, float* y,
                size_t ldy) {
     constexpr int G = FORMAT::kTogether;
-    const Stream& stream = stream_of(w, n);
+    const Prefetch& prefetch = prefetch_of(w, n);
     if constexpr (FORMAT::kStreams > G) {
-        if (stream.at_once > G && (n > stream.columns ? n : stream.columns) <= kFewestColumns) {
-            return matmul_side_by_side<FORMAT, FORMAT::kStreams, kFewestColumns>(w, x, n, first, last, next, y, ldy);
+        if (prefetch.at_once > G && (n > prefetch.tokens ? n : prefetch.tokens) <= kFewestTokens) {
+            return matmul_side_by_side<FORMAT, FORMAT::kStreams, kFewestTokens>(w, x, n, first, last, next, y, ldy);
         }
     }
-    if (G > 1 && stream.at_once > 1) {
+    if (G > 1 && prefetch.at_once > 1) {
         return matmul_side_by_side<FORMAT, G, kColumnsAtOnce>(w, x, n, first, last, next, y, ldy);
     }
     matmul_side_by_side<FORMAT, 1, kColumnsAtOnce>(w, x, n, first, last, next, y, ldy);
@@ -616,8 +616,8 @@ void quantize256(const Inputs& x, int c) {
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
         for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i, sums[i]);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
-        x.narrow256[column * n_blocks + b] =
-            kNarrowBy != NarrowBy::None && all_narrow(x.q256 + (column * n_blocks + b) * 256);
+        x.fits_int16[column * n_blocks + b] =
+            kInt16Scaling != Int16Scaling::None && all_fit_int16(x.q256 + (column * n_blocks + b) * 256);
     }
 }
 
@@ -757,8 +757,8 @@ namespace {
 // ---- what this machine can do at most --------------------------------------------------------------------------
 
 int32_t read(const uint8_t* p, size_t n) {
-    const Stream& stream = known_policy.plain[1];
-    const Ahead of_stream{p + n, 0, static_cast<size_t>(stream.ahead), stream.easy, stream.hint};
+    const Prefetch& known = known_policy.plain[1];
+    const Ahead of_stream{p + n, 0, static_cast<size_t>(known.ahead), known.easy, known.hint};
     U8 seen[4];
     for (int i = 0; i < 4; i++) seen[i] = load_u8(p);
     for (size_t at = 0; at < n; at += 256) {
@@ -773,7 +773,7 @@ int32_t read(const uint8_t* p, size_t n) {
 int32_t multiply_adds(const uint8_t* p, int n_rounds) {
     constexpr int kSums = kColumnsAtOnce * kGroupsAtOnce, kDotsEach = kMultiplyAdds / 64 / kSums;
     constexpr int kChain = kDotsEach < 8 ? kDotsEach : 8;
-    constexpr bool kNarrowDots = kDots<8> == 1;
+    constexpr bool kInt16Dots = kDots<8> == 1;
     static_assert(kSums * kDotsEach * 64 == kMultiplyAdds && kDotsEach % kChain == 0);
     const int8_t* a = reinterpret_cast<const int8_t*>(p) + 512;
     Of<Dot, kGroupsAtOnce> d[kColumnsAtOnce];
@@ -785,10 +785,10 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 #pragma GCC unroll 8
             for (int i = 0; i < kChain; i++) {
                 // Or else GCC makes the same few products beforehand, and keeps them in memory.
-                if constexpr (kNarrowDots) __asm__ volatile("" : "+r"(a));
+                if constexpr (kInt16Dots) __asm__ volatile("" : "+r"(a));
                 for (int c = 0; c < kColumnsAtOnce; c++) d[c] = dot(d[c], codes, a + 32 * c + 4 * i);
             }
-            for (int c = 0; kNarrowDots && c < kColumnsAtOnce; c++) {
+            for (int c = 0; kInt16Dots && c < kColumnsAtOnce; c++) {
                 sum[c] = add_dot(sum[c], d[c]);
                 d[c] = dot_zero();
             }

@@ -39,7 +39,7 @@ constexpr int kMultiplyAdds = 64 * 64;
 
 struct Kernels {
     const char* name;
-    // Row groups that a product takes side by side at most, and one with kFewestColumns.
+    // Row groups that a product takes side by side at most, and one with kFewestTokens.
     int groups_at_once, streams_at_once;
     // y[c * ldy + row] = sum over k of w[row][k] * x[c][k], for the rows of groups first..last-1 and n columns. next: row
     // groups that this thread will probably read then, or null.
@@ -75,7 +75,7 @@ struct Kernels {
     int32_t (*read)(const uint8_t* p, size_t n);
     int32_t (*multiply_adds)(const uint8_t* p, int n_rounds);
 
-    int at_once(int n) const { return n <= kFewestColumns ? streams_at_once : groups_at_once; }
+    int at_once(int n) const { return n <= kFewestTokens ? streams_at_once : groups_at_once; }
 };
 
 // The table of an instruction set, and whether this CPU has it; best first.

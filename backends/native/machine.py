@@ -1,4 +1,4 @@
-"""What this build and this machine have: instruction sets, and limits that were measured."""
+"""Instruction sets of this build and this machine, and its measured limits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from edgeinfer.types import Logits
 
 
 def build_id() -> str:
-    """Tells builds of the engine apart, for what was measured with one of them."""
+    """Identifies a build of the engine, for measurements that were made with it."""
     extension = Path(str(_core.__file__)).stat()
     return f"{extension.st_size}-{extension.st_mtime_ns}"
 
 
 def available_isas() -> list[str]:
-    """Instruction-set paths that this CPU and this build have, best first."""
+    """Instruction sets that this CPU and this build have, best first."""
     return _core.available_isas()
 
 
 def best_isa() -> str:
-    """The path to use: the best one, or the one that EDGEINFER_ISA names. Raises BackendUnavailable."""
+    """The instruction set to use: the best one, or the one named by EDGEINFER_ISA. Raises BackendUnavailable."""
     wanted = os.environ.get("EDGEINFER_ISA")
     available = available_isas()
     if wanted and wanted not in available:
@@ -34,11 +34,11 @@ def best_isa() -> str:
 
 
 def top_k(logits: Logits, k: int) -> list[tuple[int, float]]:
-    """(id, probability) of about the k most probable tokens, the most probable first; for drafts.
+    """(id, probability) of about the k most probable tokens, most probable first; for drafting.
 
-    logits: (n_vocab,) float32, n_vocab >= 1. In a large vocabulary only the best of each of 1024 groups is looked at:
-    one in some hundred of the ids is missed, and probabilities are a little too large. They are NaN where a logit is,
-    and where the largest is infinite.
+    logits: (n_vocab,) float32, n_vocab >= 1. In a large vocabulary only the best of each of 1024 groups is considered:
+    about one in a hundred ids is missed, and probabilities are slightly too large. They are NaN if a logit is NaN or
+    the largest is infinite.
     """
     return _core.top_k(logits, k)
 

@@ -74,30 +74,30 @@ enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
 
-// Up to so many columns, products are tuned for each number of them.
-constexpr int kFewColumns = 8;
-constexpr int kFewestColumns = 1;  // for which there are kernels with still more row groups at once
+// Up to so many tokens, products are tuned for each number of them.
+constexpr int kFewTokens = 8;
+constexpr int kFewestTokens = 1;  // for which there are kernels with still more row groups at once
 
-// Which caches lines are asked for into: all, L2 and outwards, or all but the outer ones, for what is read once.
+// Caches to prefetch into: all, L2 and outwards, or all but the outer ones, for what is read once.
 enum class Hint : int { All, FromL2, AroundL3 };
 
-// How a product with a few columns reads its matrix. Another one takes another time, and gives the same bits.
-struct Stream {
-    int ahead = 0;     // bytes that lines are asked for before they are needed, a multiple of 64; 0: never
-    bool easy = true;  // also lines that take little work, for which the CPU's own prefetchers might keep up alone
+// How a product with a few tokens reads its matrix. The choice changes the time, not the bits.
+struct Prefetch {
+    int ahead = 0;     // prefetch distance in bytes, a multiple of 64; 0: no prefetches
+    bool easy = true;  // also for lines that take little work, where the CPU's own prefetchers might keep up
     Hint hint = Hint::All;
     int at_once = 1;     // row groups read side by side, if the kernels have as many
-    int columns = 1;     // that the kernel multiplies at least; those past the last one are copies of it, and dropped
-    int task = 0;        // bytes of a task; 0 where arithmetic takes the time: many small ones, whatever is read
+    int tokens = 1;      // that the kernel multiplies at least; those past the last one are copies of it, and dropped
+    int task = 0;        // bytes of a task; 0 where the product is bound by arithmetic: many small tasks
     int tasks_each = 1;  // that a thread gets at least, of a small matrix
-    bool eager = false;  // a task begins by asking for its first lines, and the last tasks are shorter
+    bool eager = false;  // a task begins by prefetching its first lines, and the last tasks are shorter
 };
 
-// By number of columns; index 0 is for more than kFewColumns.
+// By number of tokens; index 0 is for more than kFewTokens.
 struct PrefetchPolicy {
-    Stream plain[kFewColumns + 1], ternary[kFewColumns + 1];
+    Prefetch plain[kFewTokens + 1], ternary[kFewTokens + 1];
 };
-extern const PrefetchPolicy known_policy;  // as it was measured on CPUs like this one
+extern const PrefetchPolicy known_policy;  // measured on CPUs like this one
 
 static constexpr bool is_ternary(Format format) {
     switch (format) {
@@ -123,27 +123,27 @@ struct Matrix {
     size_t n_bytes() const { return group_bytes * static_cast<size_t>(n_groups()); }
 };
 
-// How its product with n columns reads it.
-static inline const Stream& stream_of(const Matrix& w, int n) {
+// How its product with n tokens reads it.
+static inline const Prefetch& prefetch_of(const Matrix& w, int n) {
     const PrefetchPolicy& policy = *w.policy;
-    return (is_ternary(w.format) ? policy.ternary : policy.plain)[n > kFewColumns ? 0 : n];
+    return (is_ternary(w.format) ? policy.ternary : policy.plain)[n > kFewTokens ? 0 : n];
 }
 
-// So many columns of inputs, and what is made of them, stay in a core's cache while all row groups of a task go by.
-constexpr int kColumnsTogether = 64;
+// Inputs of so many tokens, and what is made of them, stay in a core's cache while all row groups of a task go by.
+constexpr int kTokensTogether = 64;
 
-// How many row groups one task of a matrix product with n columns takes, a multiple of those that are read side by side. A
-// task of a stream is long enough for the prefetchers to be worth starting. With many columns it is read again for each
-// kColumnsTogether, from the core's cache.
+// How many row groups one task of a matrix product with n tokens takes, a multiple of those that are read side by side. A
+// task of a stream is long enough for the prefetchers to be worth starting. With many tokens it is read again for each
+// kTokensTogether, from the core's cache.
 inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
     constexpr size_t kInCache = size_t{192} << 10;
-    const Stream& stream = stream_of(w, n);
+    const Prefetch& prefetch = prefetch_of(w, n);
     const int n_groups = w.n_groups(), small = n_groups / (16 * n_threads);
     const auto of_bytes = [&](size_t bytes) { return static_cast<int>(bytes / w.group_bytes) + 1; };
     const auto whole = [&](int groups) { return (std::max(1, groups) + together - 1) / together * together; };
-    if (!stream.task) return whole(n > kColumnsTogether ? std::min(small, of_bytes(kInCache)) : small);
-    const int large = n_groups / (stream.tasks_each * n_threads);
-    return whole(std::clamp(of_bytes(static_cast<size_t>(stream.task)), small, std::max(small, large)));
+    if (!prefetch.task) return whole(n > kTokensTogether ? std::min(small, of_bytes(kInCache)) : small);
+    const int large = n_groups / (prefetch.tasks_each * n_threads);
+    return whole(std::clamp(of_bytes(static_cast<size_t>(prefetch.task)), small, std::max(small, large)));
 }
 
 // A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
@@ -154,10 +154,10 @@ struct Tasks {
 
     // most_at_once: row groups that the kernels can take side by side.
     Tasks(const Matrix& w, int n, int n_threads, int most_at_once) : n_groups(w.n_groups()), n_threads(n_threads) {
-        const Stream& stream = stream_of(w, n);
-        const int least = std::min(stream.at_once, most_at_once);
+        const Prefetch& prefetch = prefetch_of(w, n);
+        const int least = std::min(prefetch.at_once, most_at_once);
         groups_each = groups_of_task(w, n, n_threads, least);
-        const bool cut = n_threads > 1 && (!stream.task || stream.eager);
+        const bool cut = n_threads > 1 && (!prefetch.task || prefetch.eager);
         const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
         n_whole = (n_groups - rest) / groups_each;
         groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
@@ -177,28 +177,29 @@ struct Tasks {
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
-// each 32 q, for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
-// instruction set (centre_16 in simd_*.h), and whether the magnitudes of no 16 add up to more than kNarrow.  Int8ByToken: likewise for a whole column. Distances between columns are
-// those of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
+// each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
+// instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes of no 16 add
+// up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those of the
+// arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
 constexpr int kBehindInputs = 16;
-constexpr int kNarrow = 1023;
-enum class NarrowBy { None, Singles, Pairs };  // what an instruction set makes of that, see simd_scalar.h
+constexpr int kMostOf16 = 1023;
+enum class Int16Scaling { None, Singles, Pairs };  // how an instruction set uses that, see simd_scalar.h
 
 struct Inputs {
     int n_in = 0;
     const float* x = nullptr;  // (n, ldx)
     size_t ldx = 0;
-    int8_t* q32 = nullptr;         // (n, n_in)
-    float* scale32 = nullptr;      // (n, n_in / 32)
-    int32_t* sum32 = nullptr;      // (n, n_in / 32)
-    int8_t* q256 = nullptr;        // (n, n_in)
-    float* scale256 = nullptr;     // (n, n_in / 256)
-    int32_t* centre16 = nullptr;   // (n, n_in / 16)
-    int16_t* sums32 = nullptr;     // (n, n_in / 32)
-    uint8_t* narrow256 = nullptr;  // (n, n_in / 256)
-    int8_t* q_token = nullptr;     // (n, n_in)
-    float* scale_token = nullptr;  // (n,)
-    int32_t* sum_token = nullptr;  // (n,)
+    int8_t* q32 = nullptr;          // (n, n_in)
+    float* scale32 = nullptr;       // (n, n_in / 32)
+    int32_t* sum32 = nullptr;       // (n, n_in / 32)
+    int8_t* q256 = nullptr;         // (n, n_in)
+    float* scale256 = nullptr;      // (n, n_in / 256)
+    int32_t* centre16 = nullptr;    // (n, n_in / 16)
+    int16_t* sums32 = nullptr;      // (n, n_in / 32)
+    uint8_t* fits_int16 = nullptr;  // (n, n_in / 256)
+    int8_t* q_token = nullptr;      // (n, n_in)
+    float* scale_token = nullptr;   // (n,)
+    int32_t* sum_token = nullptr;   // (n,)
 
     // The columns from c on; all arrays must be there.
     Inputs from(int c) const {
@@ -212,7 +213,7 @@ struct Inputs {
         rest.scale256 += column * (n / 256);
         rest.centre16 += column * (n / 16);
         rest.sums32 += column * (n / 32);
-        rest.narrow256 += column * (n / 256);
+        rest.fits_int16 += column * (n / 256);
         rest.q_token += column * n;
         rest.scale_token += column;
         rest.sum_token += column;

@@ -1,4 +1,4 @@
-"""Loaded models: weights, threads and activations, which the sessions of several texts share."""
+"""Loaded models: weights, threads and activations, which sessions of several texts share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What makes up a decoder in memory. embedding_bytes: of the embeddings that are its own."""
+    """The parts of a decoder in memory.  embedding_bytes: of its own embeddings."""
 
     decoder: _core.Decoder
     config: _core.DecoderConfig
@@ -49,17 +49,17 @@ def assemble(
 
 
 def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
-    """Those of a model that works by turns with the one that is loaded, where they are as many as are wanted.
+    """The thread pool of another model that never runs at the same time, if it has the wanted number of threads.
 
-    Where each had its own, those of one would wait awake on the cores that the other's are woken for.
+    With pools of their own, the waiting threads of one would occupy the cores that the other's threads need.
     """
     return other if other is not None and other.n == n else _core.Threads(n)
 
 
 class NativeDecoder:
-    """A decoder in memory: what models and draft heads have in common.
+    """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  threads: which other models may share that work by turns with this one.
+    decoder_spec: of the layers.  threads: may be shared with models that never run at the same time.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -152,7 +152,7 @@ class NativeModel(NativeDecoder):
         return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. Rows of all texts go through the layers together, n_batch in a pass.
+        """See Model.forward. Rows of all texts go through the layers together, n_batch per pass.
 
         Chains are cut where a pass is full, trees are not.
         """
@@ -179,13 +179,13 @@ class TunedDecoder:
         self.groups_at_once = decoder.groups_at_once
         self.weight_bytes = decoder.weight_bytes
 
-    def stream(self, is_ternary: bool, n: int) -> Fields:
-        """See Tunable.stream."""
-        return self._decoder.stream(is_ternary, n)
+    def prefetch(self, is_ternary: bool, n: int) -> Fields:
+        """See Tunable.prefetch."""
+        return self._decoder.prefetch(is_ternary, n)
 
-    def set_stream(self, is_ternary: bool, n: int, fields: Fields) -> None:
-        """See Tunable.set_stream."""
-        self._decoder.set_stream(is_ternary, n, fields)
+    def set_prefetch(self, is_ternary: bool, n: int, fields: Fields) -> None:
+        """See Tunable.set_prefetch."""
+        self._decoder.set_prefetch(is_ternary, n, fields)
 
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
         """See Tunable.seconds_of_part."""

@@ -1,8 +1,8 @@
-"""Packed weights in a file of their own, which a session maps instead of packing.
+"""Packed weights in a file of their own, which is mapped at load instead of packing.
 
 Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
 the decoder has them in memory. The header has the version of the packed layout, the bits of a ternary weight, the
-SHA-256 of the packed weights, and of each file of the model its size, its SHA-256 and a hash of samples. Names and
+SHA-256 of the packed weights, and for each file of the model its size, its SHA-256 and a hash of samples. Names and
 times do not count: a model may be moved with its pack. Each load compares sizes and samples; with `verify` all bytes.
 """
 

@@ -1,7 +1,7 @@
 // One forward pass: the rows of one or several texts, and how the threads work on them together.
 //
-// A row's results depend on its own text alone: products take columns one by one, attention is cut at the borders of
-// texts.
+// A row's results depend on its own text only: products compute each column independently, and attention is cut at the
+// borders of texts.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Forward passes over the rows of several texts: how they are cut to the size of a pass, and put together again."""
+"""Forward passes over the rows of several texts: cut to the size of a pass, and put together again."""
 
 from __future__ import annotations
 

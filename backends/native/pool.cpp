@@ -31,9 +31,9 @@ void Pool::run(const std::function<void(int)>& program) {
     last_run_ = std::chrono::steady_clock::now();
 }
 
-// Keeps the other threads off the caller's core until they are awake. In a virtual machine whose host put an idle core
-// aside, Linux takes that core for a busy one: it wakes a thread where its waker runs, and both take turns on that core
-// for some milliseconds.
+// Keeps the other threads off the caller's core until they are awake. In a virtual machine whose host descheduled an idle
+// core, Linux takes that core for a busy one: it wakes a thread on its waker's core, and both share that core for some
+// milliseconds.
 void Pool::spread() {
     for (int i = 1; i < n_threads_; i++) {
         Thread& each = threads_[i];

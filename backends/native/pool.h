@@ -1,6 +1,7 @@
-// A pool of threads that run one program together. The program is a sequence of phases, each a number of tasks; a phase
-// is over when its tasks are done, not when all threads have come: a thread that the system has put aside holds up
-// nobody but through the task that it has in hand, and catches up with the others when it comes back.
+// A pool of threads that run one program together. The program is a sequence of phases, each a number of tasks. A phase
+// is over when all of its tasks are done; threads that did not take part in it are not waited for. A thread that the
+// system has suspended delays the others only if it has begun a task, until that task is done; it skips the phases that
+// were done without it. At the end of a program all threads that began it are waited for.
 #pragma once
 
 #include <atomic>

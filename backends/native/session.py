@@ -1,4 +1,4 @@
-"""The state of one text: what layers hold of it, what is pending, and the texts that it may come back to."""
+"""The state of one text: layer states, pending rows, and parked texts that it may return to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not par
 
 
 class NativeText:
-    """What the sessions of models and of draft heads have in common."""
+    """The common part of sessions of models and of draft heads."""
 
     def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
         self.n_ctx = n_ctx
@@ -98,7 +98,7 @@ class NativeText:
         return TextRows(state, ids, links, is_chain, n_pending, wanted, taps, given)
 
     def drop_pending(self) -> None:
-        """Nothing is pending any more: a pass begins, whose result may never come."""
+        """Drop all pending rows: a pass begins that may fail."""
         self._parents = []
 
     def set_pending(self, rows: TextRows) -> None:

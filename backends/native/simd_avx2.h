@@ -273,4 +273,4 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 
 }  // namespace
 #endif
-#include "simd_not_narrow.h"
+#include "simd_no_int16_scaling.h"

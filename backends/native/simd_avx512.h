@@ -210,19 +210,19 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 // vpmulld shares its units with vpdpbusd: a product with two scales counts once in their place, and on Zen 4 one with four.
 #if defined(EI_ZEN4)
-constexpr NarrowBy kNarrowBy = NarrowBy::Pairs;
+constexpr Int16Scaling kInt16Scaling = Int16Scaling::Pairs;
 #else
-constexpr NarrowBy kNarrowBy = NarrowBy::Singles;
+constexpr Int16Scaling kInt16Scaling = Int16Scaling::Singles;
 #endif
-EI_INLINE bool all_narrow(const int8_t* a) {
+EI_INLINE bool all_fit_int16(const int8_t* a) {
     __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < 256; i += 64) {
         const __m512i eights = _mm512_sad_epu8(_mm512_abs_epi8(_mm512_loadu_si512(a + i)), _mm512_setzero_si512());
         most = _mm512_max_epu32(most, _mm512_add_epi32(eights, _mm512_shuffle_epi32(eights, _MM_PERM_BADC)));
     }
-    return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(kNarrow)) == 0;
+    return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(kMostOf16)) == 0;
 }
-EI_INLINE I32 add_narrow_times(I32 sum, Dot d, Scale scale) { return _mm512_dpwssd_epi32(sum, d, scale); }
+EI_INLINE I32 add_int16_times(I32 sum, Dot d, Scale scale) { return _mm512_dpwssd_epi32(sum, d, scale); }
 EI_INLINE Scale even_low(I16 v) { return _mm512_and_si512(v, _mm512_set1_epi32(0xffff)); }
 EI_INLINE Scale odd_low(I16 v) { return _mm512_srli_epi32(v, 16); }
 EI_INLINE I16 pair_i16(I32 low, I32 high) {
@@ -267,5 +267,5 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) {
 
 }  // namespace
 
-#include "simd_not_narrow.h"
+#include "simd_no_int16_scaling.h"
 #endif

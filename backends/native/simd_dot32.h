@@ -1,4 +1,4 @@
-// Part of the simd_*.h whose dot product of bytes, dot4, sums in 32 bits: what the narrow ones have to do in two steps.
+// Part of the simd_*.h whose dot product of bytes, dot4, sums in 32 bits: what those of 16 bits have to do in two steps.
 #pragma once
 
 namespace {

@@ -250,4 +250,4 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 
-#include "simd_not_narrow.h"
+#include "simd_no_int16_scaling.h"

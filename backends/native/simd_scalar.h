@@ -254,23 +254,23 @@ EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a);
 
 }  // namespace
 
-// What is made of tiles whose dot products all fit into 16 bits. Singles: add_narrow_times, with the scales that
+// What is made of tiles whose dot products all fit into 16 bits. Singles: add_int16_times, with the scales that
 // load_scale, even_low and odd_low give. Pairs: add_pair_times, of two dots with the scales that load_scale_pair gives, of
-// 16 rows those of one block, then of the next, or with pairs of one row. all_narrow: whether no 16 of 256 activations
-// have magnitudes that add up to more than kNarrow.
+// 16 rows those of one block, then of the next, or with pairs of one row. all_fit_int16: whether no 16 of 256 activations
+// have magnitudes that add up to more than kMostOf16.
 namespace {
 
-constexpr NarrowBy kNarrowBy = NarrowBy::Singles;
-EI_INLINE bool all_narrow(const int8_t* a) {
+constexpr Int16Scaling kInt16Scaling = Int16Scaling::Singles;
+EI_INLINE bool all_fit_int16(const int8_t* a) {
     bool all = true;
     for (int i = 0; i < 256; i += 16) {
         int sum = 0;
         for (int j = 0; j < 16; j++) sum += a[i + j] < 0 ? -a[i + j] : a[i + j];
-        all = all && sum <= kNarrow;
+        all = all && sum <= kMostOf16;
     }
     return all;
 }
-EI_INLINE I32 add_narrow_times(I32 sum, Dot d, Scale scale) {
+EI_INLINE I32 add_int16_times(I32 sum, Dot d, Scale scale) {
     for (int i = 0; i < 16; i++) sum.v[i] += static_cast<int16_t>(d.v[i]) * scale.v[i];
     return sum;
 }

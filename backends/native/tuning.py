@@ -1,8 +1,8 @@
-"""How products with a few tokens read their weights: measured at the first load, kept on disk.
+"""Prefetch tuning: how products with a few tokens read their weights, measured at the first load and kept on disk.
 
-A pass of up to eight tokens takes as long as reading the weights from memory. How far ahead to ask for them, into which
-caches, and how many row groups to read side by side differs from one CPU to the next, by a factor of two. All choices
-give the same bits. The search begins with what was best on known CPUs and leaves it only for a gain beyond noise.
+A pass of up to eight tokens takes as long as reading the weights from memory. The best prefetch distance, cache level
+and number of row groups side by side differ by CPU; the time differs by up to a factor of two. All choices give the
+same bits. The search starts from the best choice on known CPUs and leaves it only for a gain beyond noise.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SHORT, _LONG = 192 << 10, 800 << 10
 _TASKS = ((_SHORT, 4, True), (_SHORT, 2, False), (_LONG, 2, True), (_LONG, 2, False), (48 << 10, 4, True), (0, 1, True))
 
 
-class Stream(NamedTuple):
-    """The fields of Stream in matrix.h."""
+class Prefetch(NamedTuple):
+    """The fields of Prefetch in matrix.h."""
 
     ahead: int
     easy: bool
     hint: int
     at_once: int
-    columns: int
+    tokens: int
     task: int
     tasks_each: int
     eager: bool
@@ -76,11 +76,11 @@ class Tunable(Protocol):
         """Of all packed weights."""
         ...
 
-    def stream(self, is_ternary: bool, n: int) -> Fields:
+    def prefetch(self, is_ternary: bool, n: int) -> Fields:
         """The fields of the choice for n tokens."""
         ...
 
-    def set_stream(self, is_ternary: bool, n: int, fields: Fields) -> None:
+    def set_prefetch(self, is_ternary: bool, n: int, fields: Fields) -> None:
         """Make another choice. Raises ValueError for one that does not exist."""
         ...
 
@@ -98,7 +98,7 @@ class Tuning:
     """The choices of a session by number of tokens. origin: "known" CPUs' values, "measured" now, or "kept"."""
 
     origin: Literal["known", "measured", "kept"]
-    streams: Mapping[int, Stream]
+    streams: Mapping[int, Prefetch]
 
     def __str__(self) -> str:
         one = self.streams[1]
@@ -129,13 +129,13 @@ def tune(
     is_ternary: bool,
     *facts: object,
 ) -> Tuning:
-    """Choose how a decoder reads its weights, as it was kept or by measuring now.
+    """Choose how a decoder reads its weights, from the kept result or by measuring now.
 
-    n_tokens: that a pass can have.  facts: what else the choice depends on, beside the model, the CPU and the threads.
-    What was measured while others had the cores is not used.  Raises InvalidArgument.
+    n_tokens: most tokens of a pass.  facts: what else the choice depends on, besides the model, the CPU and the
+    threads. A measurement during which other processes had the cores is not used. Raises InvalidArgument.
     """
     sizes = range(1, min(MOST_TOKENS, n_tokens) + 1)
-    known = {n: Stream(*decoder.stream(is_ternary, n)) for n in sizes}
+    known = {n: Prefetch(*decoder.prefetch(is_ternary, n)) for n in sizes}
     what = wanted_by_user()
     if what == "off" or decoder.weight_bytes < LEAST_BYTES:
         return Tuning("known", known)
@@ -156,29 +156,29 @@ def tune(
     return Tuning("measured", chosen)
 
 
-def _use(decoder: Tunable, is_ternary: bool, streams: Mapping[int, Stream]) -> bool:
+def _use(decoder: Tunable, is_ternary: bool, streams: Mapping[int, Prefetch]) -> bool:
     """Whether the decoder has all these choices, and now uses them."""
-    before = {n: decoder.stream(is_ternary, n) for n in streams}
+    before = {n: decoder.prefetch(is_ternary, n) for n in streams}
     try:
         for n, stream in streams.items():
-            decoder.set_stream(is_ternary, n, stream)
+            decoder.set_prefetch(is_ternary, n, stream)
     except (ValueError, TypeError):
         for n, fields in before.items():
-            decoder.set_stream(is_ternary, n, fields)
+            decoder.set_prefetch(is_ternary, n, fields)
         return False
     return True
 
 
-def _streams_of(record: Any) -> dict[int, Stream] | None:
+def _streams_of(record: Any) -> dict[int, Prefetch] | None:
     """The choices in a record, None if it is not as `tune` writes it."""
     try:
-        return {int(n): Stream(*fields) for n, fields in record["streams"].items()}
+        return {int(n): Prefetch(*fields) for n, fields in record["streams"].items()}
     except (TypeError, ValueError, KeyError, AttributeError):
         return None
 
 
 class Trials:
-    """Times parts of passes, another part each time: none is in the caches when its turn comes again."""
+    """Times parts of passes, another part each time, so that none is in the caches."""
 
     def __init__(self, decoder: Tunable, n_layers: int, n_threads: int, is_ternary: bool) -> None:
         self._decoder = decoder
@@ -192,9 +192,9 @@ class Trials:
         self._is_ternary = is_ternary
         self._elapsed = self._worked = 0.0
 
-    def seconds(self, n: int, stream: Stream) -> float:
+    def seconds(self, n: int, stream: Prefetch) -> float:
         """Of an average part of a pass of n tokens."""
-        self._decoder.set_stream(self._is_ternary, n, stream)
+        self._decoder.set_prefetch(self._is_ternary, n, stream)
         part, n_parts = self._next, len(self._parts)
         self._next = (part + 1) % n_parts
         worked, started = time.process_time(), time.perf_counter()
@@ -215,13 +215,13 @@ class Search:
     """Finds the choices with which passes take the least time.
 
     seconds: of a trial of n tokens.  streams_at_once, groups_at_once:
-    row groups that kernels take side by side with one column, and with more.  disturbed: whether trials say
+    row groups that kernels take side by side with one token, and with more.  disturbed: whether trials say
     nothing any more, and the search may end.
     """
 
     def __init__(
         self,
-        seconds: Callable[[int, Stream], float],
+        seconds: Callable[[int, Prefetch], float],
         streams_at_once: int,
         groups_at_once: int,
         budget_seconds: float = BUDGET_SECONDS,
@@ -235,7 +235,7 @@ class Search:
         self._disturbed = disturbed
         self._deadline = 0.0
 
-    def run(self, known: Mapping[int, Stream]) -> dict[int, Stream]:
+    def run(self, known: Mapping[int, Prefetch]) -> dict[int, Prefetch]:
         """The best choice for each size, those of `known` where nothing is better by more than noise."""
         chosen = dict(known)
         started = self._clock()
@@ -250,11 +250,11 @@ class Search:
         return chosen
 
     def better(
-        self, n: int, current: Stream, others: Iterable[Stream], gain: float = GAIN, turns: int = _TURNS
-    ) -> Stream:
+        self, n: int, current: Prefetch, others: Iterable[Prefetch], gain: float = GAIN, turns: int = _TURNS
+    ) -> Prefetch:
         """The best of the others if it gains so much by the median of some turns, else the current one."""
         left = [each for each in dict.fromkeys(others) if each != current]
-        ratios: dict[Stream, list[float]] = {each: [] for each in left}
+        ratios: dict[Prefetch, list[float]] = {each: [] for each in left}
         for turn in range(turns):
             if not left:
                 return current
@@ -269,9 +269,9 @@ class Search:
             return left[0]
         return current
 
-    def _compare(self, n: int, current: Stream, others: Sequence[Stream]) -> dict[Stream, float] | None:
+    def _compare(self, n: int, current: Prefetch, others: Sequence[Prefetch]) -> dict[Prefetch, float] | None:
         """Seconds of one trial each, and of the better one of the current choice's two; None when time is up."""
-        seconds: dict[Stream, float] = {}
+        seconds: dict[Prefetch, float] = {}
         for each in (current, *others, current):
             if self._is_over():
                 return None
@@ -279,13 +279,13 @@ class Search:
             seconds[each] = min(elapsed, seconds.get(each, elapsed))
         return seconds
 
-    def _descend(self, n: int, current: Stream) -> Stream:
+    def _descend(self, n: int, current: Prefetch) -> Prefetch:
         """One field after the other."""
-        for neighbours in (self._by_reach, self._by_side, self._by_task, self._by_columns, self._by_reach):
+        for neighbours in (self._by_reach, self._by_side, self._by_task, self._by_tokens, self._by_reach):
             current = self.better(n, current, neighbours(n, current))
         return current
 
-    def _diverse(self, n: int, known: Stream) -> list[Stream]:
+    def _diverse(self, n: int, known: Prefetch) -> list[Prefetch]:
         """What was best on some CPU, or may be on another: first tries from all over the space."""
         streams = [
             known._replace(ahead=7104, easy=True, hint=AROUND_L3, task=_LONG, tasks_each=2, eager=True),
@@ -298,11 +298,11 @@ class Search:
             streams.append(known._replace(at_once=at_once, ahead=2048, easy=True, hint=ALL_CACHES, eager=True))
             streams.append(known._replace(at_once=at_once, ahead=12288, easy=True, hint=FROM_L2, eager=True))
             streams.append(known._replace(at_once=at_once, ahead=0, easy=False, eager=False))
-        if self._at_once[1] > 1:  # as a pass of many columns is made
-            streams.append(known._replace(at_once=self._at_once[1], columns=4, task=0, tasks_each=1))
+        if self._at_once[1] > 1:  # as a pass of many tokens is made
+            streams.append(known._replace(at_once=self._at_once[1], tokens=4, task=0, tasks_each=1))
         return streams
 
-    def _of_others(self, n: int, chosen: Mapping[int, Stream]) -> list[Stream]:
+    def _of_others(self, n: int, chosen: Mapping[int, Prefetch]) -> list[Prefetch]:
         """What was chosen for one token and for neighbours, with as many row groups as this size can have."""
         most = max(self._sides(n), default=1)
         near = [chosen[size] for size in (1, n - 1, n + 1) if size in chosen]
@@ -310,28 +310,28 @@ class Search:
         return [*streams, streams[0]._replace(at_once=most), streams[0]._replace(at_once=most, task=0, tasks_each=1)]
 
     def _sides(self, n: int) -> list[int]:
-        """Numbers of row groups beside one that n columns can have at once."""
+        """Numbers of row groups beside one that n tokens can have at once."""
         few, many = self._at_once
         return sorted({side for side in (2, few, many) if 1 < side <= (few if n == 1 else many)})
 
-    def _by_reach(self, n: int, current: Stream) -> list[Stream]:
+    def _by_reach(self, n: int, current: Prefetch) -> list[Prefetch]:
         reach = [current._replace(ahead=ahead, easy=ahead > 0) for ahead in _AHEAD]
         return reach + [current._replace(hint=hint) for hint in (ALL_CACHES, FROM_L2, AROUND_L3) if current.ahead]
 
-    def _by_side(self, n: int, current: Stream) -> list[Stream]:
+    def _by_side(self, n: int, current: Prefetch) -> list[Prefetch]:
         return [current._replace(at_once=side) for side in (1, *self._sides(n))]
 
-    def _by_task(self, n: int, current: Stream) -> list[Stream]:
+    def _by_task(self, n: int, current: Prefetch) -> list[Prefetch]:
         return [current._replace(task=task, tasks_each=each, eager=eager) for task, each, eager in _TASKS]
 
-    def _by_columns(self, n: int, current: Stream) -> list[Stream]:
-        return [current._replace(columns=columns) for columns in (1, 2, 4) if columns == 1 or columns > n]
+    def _by_tokens(self, n: int, current: Prefetch) -> list[Prefetch]:
+        return [current._replace(tokens=tokens) for tokens in (1, 2, 4) if tokens == 1 or tokens > n]
 
-    def _make_rise(self, chosen: dict[int, Stream]) -> None:
+    def _make_rise(self, chosen: dict[int, Prefetch]) -> None:
         """Where a pass of n tokens takes longer than one of n + 1, make it as that one is."""
         for n in sorted(chosen, reverse=True)[1:]:
             above = chosen[n + 1]
-            alike = [above, above._replace(columns=max(above.columns, n + 1))]
+            alike = [above, above._replace(tokens=max(above.tokens, n + 1))]
             chosen[n] = self.better(n, chosen[n], alike, _GAIN_OF_LARGER)
 
     def _is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""The weights of a model file as the decoder has them: which tensors, what they are packed as, and packing them."""
+"""The weights of a model file for the decoder: which tensors, in which packed format, and packing them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
 
 @dataclass(frozen=True)
 class Packing:
-    """What matrices are packed as, where that is not what the file has.
+    """Packed formats of matrices that differ from the file's.
 
-    rounded: larger ones in Q4_0, for drafts.  ternary_bits: that a ternary weight takes.
+    rounded: larger ones in Q4_0, for draft models.  ternary_bits: of a ternary weight.
     """
 
     rounded: bool = False

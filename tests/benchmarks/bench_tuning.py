@@ -23,14 +23,14 @@ import numpy as np
 from machine import machine
 
 from edgeinfer.backends.native import NativeBackend, NativeSession
-from edgeinfer.backends.native.tuning import AROUND_L3, MOST_TOKENS, Search, Stream, Trials
+from edgeinfer.backends.native.tuning import AROUND_L3, MOST_TOKENS, Prefetch, Search, Trials
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 N_CONTEXT, N_BATCH = 64, 128
 SIZES = range(1, MOST_TOKENS + 1)
-Streams = Mapping[int, Stream]
+Streams = Mapping[int, Prefetch]
 
 
 def bad_starts(known: Streams) -> dict[str, Streams]:
@@ -38,7 +38,7 @@ def bad_starts(known: Streams) -> dict[str, Streams]:
     changes: dict[str, dict[str, Any]] = {
         "never ahead": {"ahead": 0, "easy": False, "eager": False},
         "too far ahead": {"ahead": 1 << 18},
-        "one column left alone": {"easy": False, "eager": False},
+        "one token left alone": {"easy": False, "eager": False},
         "around L3, tiny tasks": {"hint": AROUND_L3, "task": 4096, "tasks_each": 64},
         "several streams": {"at_once": 4},
     }
@@ -47,7 +47,7 @@ def bad_starts(known: Streams) -> dict[str, Streams]:
 
 def use(session: NativeSession, streams: Streams) -> None:
     for n, stream in streams.items():
-        session.model.decoder().set_stream(False, n, tuple(stream))
+        session.model.decoder().set_prefetch(False, n, tuple(stream))
 
 
 def milliseconds(session: NativeSession, tokens: list[int]) -> float:
@@ -95,7 +95,7 @@ def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> 
         plan = backend.plan(file, spec, 2 * N_BATCH, N_BATCH, n_threads)
         session = backend.load(file, spec, plan, Device(n_threads)).session()
         decoder = session.model.tuned(N_BATCH)
-        known = {n: Stream(*decoder.stream(False, n)) for n in SIZES}
+        known = {n: Prefetch(*decoder.prefetch(False, n)) for n in SIZES}
         starts = {"known": known, **bad_starts(known)}
         starts = {name: start for name, start in starts.items() if not wanted or name in wanted}
         result: dict[str, Any] = {"model": path.name, "n_threads": n_threads, "starts": {}}
@@ -119,7 +119,7 @@ def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> 
     return result
 
 
-def show(name: str, seconds: float, one: Stream, result: Mapping[str, Any]) -> None:
+def show(name: str, seconds: float, one: Prefetch, result: Mapping[str, Any]) -> None:
     print(f"\n{name}: {seconds:.2f} s; one token: {one}", file=sys.stderr)
     for choice, figures in result.items():
         cells = "".join(f"{figures['ms'][n]:8.2f} ({figures['over_known'][n]:.2f})" for n in SIZES)

@@ -296,22 +296,22 @@ def test_bomb_is_refused_in_time_and_without_its_memory(reason: str, source: str
 
 
 def test_steps_are_counted_whatever_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_SECONDS", 1e9)
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_STEPS", 1000)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_SECONDS", 1e9)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_STEPS", 1000)
     assert len(render("{% for i in range(400) %}a{% endfor %}")) == 400
     with pytest.raises(TemplateError, match="1000 steps"):
         render("{% for i in range(1001) %}{% endfor %}")
 
 
 def test_clock_is_looked_at_whatever_steps_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_SECONDS", 0.05)
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_STEPS", 10**9)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_STEPS", 10**9)
     with pytest.raises(TemplateError, match="0.05 s"):
         render(BOMBS["nested loops"][1])
 
 
 def test_calls_take_from_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_MEMORY_BYTES", 1 << 20)
     with pytest.raises(TemplateError, match="MiB"):
         render("{% for i in range(9999) %}{% set n = namespace() %}{% endfor %}")
 
@@ -373,7 +373,7 @@ def test_two_thousand_messages_fit_into_the_limits_of_a_template_that_looks_from
 
 
 def test_steps_and_time_grow_with_the_pairs_of_messages_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.models.chat_template.MAX_STEPS", 1000)
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.MAX_STEPS", 1000)
     hundred = [*USER] * 100  # 9,900 pairs
     pairs = "{% for a in messages %}{% for b in messages %}{% for i in n %}{% endfor %}{% endfor %}{% endfor %}"
     twice = "{% set n = [0] * N %}" + pairs
@@ -386,10 +386,10 @@ def test_steps_and_time_grow_with_the_pairs_of_messages_and_end(monkeypatch: pyt
 
 def test_only_the_templates_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10**12, 1000))  # seconds: the machine has other things to do
-    monkeypatch.setattr("edgeinfer.models.chat_template.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.time.monotonic", lambda: float(next(clock)))
     assert render("{% for i in range(1000) %}a{% endfor %}") == "a" * 1000
     own = iter([0.0, *(0.01 * i for i in range(10**6))])
-    monkeypatch.setattr("edgeinfer.models.chat_template.time.thread_time", lambda: next(own))
+    monkeypatch.setattr("edgeinfer.models.template_sandbox.budget.time.thread_time", lambda: next(own))
     with pytest.raises(TemplateError, match="more than 1.5 s"):
         render("{% for i in range(1000) %}a{% endfor %}")
 

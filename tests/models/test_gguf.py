@@ -27,7 +27,8 @@ from edgeinfer.cli.inspect import inspect
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
-from edgeinfer.models.gguf import GGMLType, ModelFile, _Cursor, _read_sound_tensor_info, _read_tensor_info
+from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.gguf_reader.header import Cursor, read_sound_tensor_info, read_tensor_info
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz_gguf.py"
@@ -148,9 +149,9 @@ def test_long_and_many_strings_come_back_whole(opened: Any) -> None:
     assert opened(content).metadata == {"t": texts, "u": 1}
 
 
-def outcome(read: Callable[[_Cursor], object], content: bytes) -> tuple[object, int | None]:
+def outcome(read: Callable[[Cursor], object], content: bytes) -> tuple[object, int | None]:
     """What is read, or the refusal, and where the cursor then stands."""
-    cursor = _Cursor(Path("m.gguf"), cast(mmap.mmap, content))
+    cursor = Cursor(Path("m.gguf"), cast(mmap.mmap, content))
     try:
         return read(cursor), cursor.at
     except InvalidGGUF as error:
@@ -179,8 +180,8 @@ def test_a_tensor_is_read_the_same_fast_and_field_by_field(n_dims: int, dims: An
     dims = [data.draw(st.sampled_from([0, 1, 32, 256, 2**24, 2**47, 2**64 - 1])) if dim == 3 else 256 for dim in dims]
     entry = tensor("", *dims[:n_dims], kind=code, offset=96)[8:]
     entry = entry[: len(entry) - data.draw(st.sampled_from([0, 0, 1, 12, 13, 40]))]
-    strictly = outcome(lambda cursor: _read_tensor_info(cursor, "t"), entry)
-    fast = outcome(_read_sound_tensor_info, entry)
+    strictly = outcome(lambda cursor: read_tensor_info(cursor, "t"), entry)
+    fast = outcome(read_sound_tensor_info, entry)
     assert fast == (strictly if strictly[1] is not None else (None, 0))
 
 
@@ -196,7 +197,7 @@ def test_what_is_not_utf_8_among_many_strings_is_told_by_its_place(opened: Any) 
 
 def test_strings_that_change_while_they_are_read_are_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(read=lambda *arguments: StringTable.of([]))
-    monkeypatch.setattr("edgeinfer.models.gguf.StringTable", seen)
+    monkeypatch.setattr("edgeinfer.models.gguf_reader.header.StringTable", seen)
     with pytest.raises(InvalidGGUF, match=r"value\[0\] at byte 49: changed while"):
         opened(of_array_a(STRING, 1, text("a")))
 
@@ -350,7 +351,7 @@ def test_infinite_scores_are_read(opened: Any) -> None:
 
 
 def test_metadata_without_end_is_refused(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.models.gguf.MAX_HEADER_BYTES", 1 << 10)
+    monkeypatch.setattr("edgeinfer.models.gguf_reader.header.MAX_HEADER_BYTES", 1 << 10)
     with pytest.raises(InvalidGGUF, match="a header may end at 1024"):
         opened(of_array_a(U8, 2000, bytes(2000)))
 

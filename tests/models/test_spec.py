@@ -368,6 +368,38 @@ def test_smollm3_does_not_turn_every_fourth_layer(tmp_path: Path) -> None:
     assert [layer for layer, part in enumerate(spec.layers) if part.mixer.rope is None] == [3, 7]
 
 
+def test_exaone4_has_norms_behind_and_windows_where_it_turns_if_it_has_64_layers(
+    tiny: dict[str, ModelFile], tmp_path: Path
+) -> None:
+    small = read_spec(tiny["exaone4"])
+    mixer = small.layers[1].mixer
+    assert (mixer.norm, small.layers[1].ffn.norm, mixer.qk_norm) == (None, None, "per_head")
+    assert mixer.post_norm == "blk.1.post_attention_norm.weight" and mixer.rope == small.layers[0].mixer.rope
+    assert windows_of(small) == [None, None] and mixer.rope is not None and mixer.rope.kind == "halves"
+    path = write_tiny_model(tmp_path / "m.gguf", "exaone4", "F32", n_layers=64, n_embd=64)
+    with ModelFile.open(path) as large:
+        assert windows_of(read_spec(large)) == [4096, 4096, 4096, None] * 16
+        assert bases_of(read_spec(large)) == [10000, 10000, 10000, None] * 16
+        pattern = {"exaone4.attention.sliding_window_pattern": [True, True, True, False] * 16}
+        assert read_spec(changed(large, pattern)) == read_spec(large)
+        for key, value, words in [
+            ("sliding_window_pattern", 3, "must be three of four layers"),
+            ("sliding_window_pattern", [True, False] * 32, "must be three of four layers"),
+            ("sliding_window", 0, "must be set with 64 layers only: found 0"),
+        ]:
+            assert words in refusal(changed(large, {f"exaone4.attention.{key}": value}))
+
+
+def test_glm4_has_norms_on_both_sides_and_turns_a_part_of_each_head(tiny: dict[str, ModelFile]) -> None:
+    spec = spec_of(tiny, "glm4", rope__dimension_count=8)
+    layer, rope = spec.layers[1], spec.layers[1].mixer.rope
+    assert rope is not None and (rope.kind, rope.n_dims) == ("interleaved", 8)
+    assert (layer.mixer.norm, layer.mixer.post_norm) == ("blk.1.attn_norm.weight", "blk.1.post_attention_norm.weight")
+    assert (layer.ffn.norm, layer.ffn.post_norm) == ("blk.1.ffn_norm.weight", "blk.1.post_ffw_norm.weight")
+    assert layer.ffn.gate == TensorRows("blk.1.ffn_up.weight", 0, 192)
+    assert layer.ffn.up == TensorRows("blk.1.ffn_up.weight", 192, 384)
+
+
 def test_gemma_scales_embeddings_and_has_gelu(tiny: dict[str, ModelFile]) -> None:
     for architecture in ("gemma2", "gemma3"):
         spec = read_spec(tiny[architecture])
@@ -569,6 +601,12 @@ def test_the_log_multiplier_of_yarn_divides_the_magnitude(tiny: dict[str, ModelF
         ("qwen3", "expert_count", 128),
         ("qwen3", "rope.scaling.yarn_log_multiplier", 1.0),
         ("smollm3", "attention.causal", False),
+        ("exaone4", "attention.sliding_window", 20),
+        ("exaone4", "rope.dimension_count", 8),
+        ("exaone4", "rope.freq_base_swa", 500.0),
+        ("exaone4", "nextn_predict_layers", 1),
+        ("glm4", "rope.dimension_sections", [8, 4, 4, 0]),
+        ("glm4", "nextn_predict_layers", 1),
     ],
 )
 def test_what_an_architecture_cannot_follow_is_refused_by_its_key(
@@ -590,6 +628,11 @@ def test_what_an_architecture_cannot_follow_is_refused_by_its_key(
         ("qwen3", "blk.0.attn_output.bias", (64,)),
         ("granite", "blk.0.ffn_up.bias", (192,)),
         ("gemma3", "dense_2.weight", (64, 64)),
+        ("exaone4", "blk.0.attn_norm.weight", (64,)),
+        ("exaone4", "blk.0.attn_output.bias", (64,)),
+        ("glm4", "rope_freqs.weight", (8,)),
+        ("glm4", "blk.0.ffn_gate.weight", (192, 64)),
+        ("glm4", "blk.0.attn_q_norm.weight", (16,)),
     ],
 )
 def test_a_tensor_outside_the_recipe_is_refused(

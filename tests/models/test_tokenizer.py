@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from edgeinfer.errors import EdgeInferError, TokenizerError, UnsupportedModel
-from edgeinfer.models import tokenizer as tokenizer_module
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.models.tokenizer import PRE_TOKENIZERS, Tokenizer, _split, cut
+from edgeinfer.models.tokenization import pre_tokenizers as pre_tokenizers_module
+from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, cut, splitter
+from edgeinfer.models.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -170,7 +171,7 @@ def test_line_wise_vocabulary_keeps_runs_of_line_ends_and_spells_what_it_lacks_i
 def words(pre: str, text: str) -> list[str]:
     pieces = [text]
     for pattern in PRE_TOKENIZERS[pre]:
-        pieces = [word for piece in pieces for word, _ in _split(pattern).pre_tokenize_str(piece)]
+        pieces = [word for piece in pieces for word, _ in splitter(pattern).pre_tokenize_str(piece)]
     return pieces
 
 
@@ -412,7 +413,7 @@ def test_id_outside_of_the_vocabulary_is_refused(id: int) -> None:
 FAMILIES = sorted(set(PRE_TOKENIZERS.values()), key=str)
 NAME_OF = {patterns: name for name, patterns in PRE_TOKENIZERS.items()}
 # Expressions that try each end of a run, as llama.cpp and the models' authors write them.
-LINE_ENDS = tokenizer_module._LINE_ENDS
+LINE_ENDS = pre_tokenizers_module._LINE_ENDS
 
 
 def written_plainly(pattern: str) -> str:
@@ -423,14 +424,14 @@ def written_plainly(pattern: str) -> str:
         upper, lower = rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]"
         start = r"[^\r\n\p{L}\p{N}]?"
         plain = rf"{start}{upper}*{lower}+", rf"{start}{upper}+{lower}*"
-        for quick, slow in zip(tokenizer_module._cased(letters), plain, strict=True):
+        for quick, slow in zip(pre_tokenizers_module._cased(letters), plain, strict=True):
             pattern = pattern.replace(quick, slow)
     return pattern
 
 
 @cache
 def plain(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([_split(written_plainly(pattern)) for pattern in patterns])
+    return pre_tokenizers.Sequence([splitter(written_plainly(pattern)) for pattern in patterns])
 
 
 LONG_RUNS = [patterns for patterns in FAMILIES if tuple(map(written_plainly, patterns)) != patterns]
@@ -475,7 +476,7 @@ def test_what_is_quick_on_long_runs_cuts_as_the_plain_expressions_do(patterns: t
 def test_a_text_is_cut_the_same_piece_by_piece(patterns: tuple[str, ...], text: str, at_once: int) -> None:
     whole = list(cut(NAME_OF[patterns], text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "_AT_ONCE", at_once)
+        patch.setattr(pre_tokenizers_module, "_AT_ONCE", at_once)
         assert list(cut(NAME_OF[patterns], text)) == whole
 
 
@@ -485,11 +486,11 @@ def test_a_long_text_is_cut_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
     def noted(pre: str) -> Any:
         return SimpleNamespace(pre_tokenize_str=lambda text: sizes.append(len(text)) or [(text, (0, len(text)))])
 
-    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", noted)
+    monkeypatch.setattr(pre_tokenizers_module, "_pre_tokenizer", noted)
     for pre, text in (("qwen2", "some words "), ("exaone-moe", "some words\n"), ("qwen2", "line\n")):
         sizes.clear()
         assert "".join(cut(pre, text * 50000)) == text * 50000
-        assert max(sizes) < 1.1 * tokenizer_module._AT_ONCE and len(sizes) > 2
+        assert max(sizes) < 1.1 * pre_tokenizers_module._AT_ONCE and len(sizes) > 2
 
 
 # What took quadratic time, or so many steps that the library gave up: now each character costs a little.
@@ -583,7 +584,7 @@ def test_a_panic_of_the_library_is_an_error_of_this_package(
     def raises(text: str) -> Any:
         raise error
 
-    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
+    monkeypatch.setattr(pre_tokenizers_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
     with pytest.raises(TokenizerError, match=f"too much for the pre-tokeniser 'qwen2': {error}"):
         BPE.encode("never seen before")
 
@@ -595,7 +596,7 @@ def test_what_ends_a_program_ends_it_within_the_library_too(
     def raises(text: str) -> Any:
         raise error
 
-    monkeypatch.setattr(tokenizer_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
+    monkeypatch.setattr(pre_tokenizers_module, "_pre_tokenizer", lambda pre: SimpleNamespace(pre_tokenize_str=raises))
     with pytest.raises(error):
         BPE.encode("never seen before")
 

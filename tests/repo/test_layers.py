@@ -12,11 +12,13 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     # Lowest first. A part (a set of modules) may import itself and the layers before its own, but no other part of its
     # layer. The longest name that fits a module says which part it is in.
     ("names", [{"errors", "types", "arguments", "files", "devices"}]),
-    ("model file", [{"models._strings", "models.arrays", "models.gguf"}]),
+    ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
         "what a model file says",
         [
-            {f"models.{name}" for name in ("provenance", "tokenizer", "known_templates", "chat_template", "reasoning")},
+            {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
+            | {"models.chat_template", "models.template_sandbox", "models.reasoning"}
+            | {"models.output_machines", "models.tool_calls"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.reader", "models.draft_head"},
             {"record_cache"},

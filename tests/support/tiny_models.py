@@ -31,6 +31,8 @@ Architecture = Literal[
     "qwen3",
     "gemma2",
     "gemma3",
+    "exaone4",
+    "glm4",
     "granite",
     "mistral3",
     "olmo2",
@@ -183,9 +185,11 @@ def _matrices(architecture: str, sizes: _Sizes, tied: bool) -> dict[str, tuple[i
             "ffn_down": (sizes.n_embd, sizes.n_ff),
         }
         if architecture == "phi3":
-            for role in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+            for role in ("attn_q", "attn_k", "attn_v"):
                 del of_layer[role]
             of_layer |= {"attn_qkv": (sizes.n_q + 2 * sizes.n_kv, sizes.n_embd)}
+        if architecture in ("phi3", "glm4"):
+            del of_layer["ffn_gate"]
             of_layer |= {"ffn_up": (2 * sizes.n_ff, sizes.n_embd)}
         shapes |= {f"blk.{layer}.{role}": shape for role, shape in of_layer.items()}
     return shapes
@@ -209,13 +213,13 @@ def _vectors(architecture: str, sizes: _Sizes, qkv_biases: bool, output_biases: 
 def _norms(architecture: str, sizes: _Sizes) -> dict[str, int]:
     """Length of every norm of a layer, by name without the layer."""
     lengths: dict[str, int] = {}
-    if architecture != "olmo2":
+    if architecture not in ("olmo2", "exaone4"):
         lengths |= {"attn_norm.weight": sizes.n_embd, "ffn_norm.weight": sizes.n_embd}
     if architecture.startswith("bitnet"):
         lengths |= {"attn_sub_norm.weight": sizes.n_q, "ffn_sub_norm.weight": sizes.n_ff}
-    if architecture in ("gemma2", "gemma3", "olmo2"):
+    if architecture in ("gemma2", "gemma3", "olmo2", "exaone4", "glm4"):
         lengths |= {"post_attention_norm.weight": sizes.n_embd, "post_ffw_norm.weight": sizes.n_embd}
-    if architecture in ("qwen3", "gemma3"):
+    if architecture in ("qwen3", "gemma3", "exaone4"):
         lengths |= {"attn_q_norm.weight": sizes.head_dim, "attn_k_norm.weight": sizes.head_dim}
     if architecture == "olmo2":
         lengths |= {"attn_q_norm.weight": sizes.n_q, "attn_k_norm.weight": sizes.n_kv}

@@ -8,7 +8,7 @@ from exactness import TREE, decode_one_by_one, prefill, same_bits
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas, tuning
-from edgeinfer.backends.native.tuning import MOST_TOKENS, Stream
+from edgeinfer.backends.native.tuning import MOST_TOKENS, Prefetch
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -26,14 +26,14 @@ def opened(path: Path, n_threads: int = 2, isa: str | None = None, tuned: bool =
     return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
 
-def any_stream(rng: np.random.Generator) -> Stream:
+def any_prefetch(rng: np.random.Generator) -> Prefetch:
     """One of all choices that there are."""
-    return Stream(
+    return Prefetch(
         ahead=64 * int(rng.choice([0, 1, 74, 192, 1024])),
         easy=bool(rng.integers(2)),
         hint=int(rng.integers(3)),
         at_once=int(rng.choice([1, 2, 3, 4])),
-        columns=int(rng.integers(1, MOST_TOKENS + 1)),
+        tokens=int(rng.integers(1, MOST_TOKENS + 1)),
         task=int(rng.choice([0, 1, 5000, 1 << 20])),
         tasks_each=int(rng.choice([1, 4, 64])),
         eager=bool(rng.integers(2)),
@@ -57,9 +57,9 @@ def test_all_choices_give_the_same_bits(format: str, isa: str, tmp_path: Path, r
         for _ in range(10):
             for n in range(1, MOST_TOKENS + 1):
                 for is_ternary in (False, True):
-                    session.model.decoder().set_stream(is_ternary, n, tuple(any_stream(rng)))
+                    session.model.decoder().set_prefetch(is_ternary, n, tuple(any_prefetch(rng)))
                 logits = session.forward(rest[:n], logits="all").logits
-                assert same_bits(logits, expected[:n]), (n, session.model.decoder().stream(False, n))
+                assert same_bits(logits, expected[:n]), (n, session.model.decoder().prefetch(False, n))
             assert same_bits(session.forward(rest, TREE, logits="all").logits, tree)
 
 
@@ -78,7 +78,9 @@ def test_a_session_that_was_tuned_gives_the_same_bits_and_begins_empty(
     for origin in ("measured", "kept"):
         session = opened(path)
         assert session.model.tuning is not None and session.model.tuning.origin == origin and session.n_past == 0
-        used = {n: Stream(*session.model.decoder().stream(format == "I2_S", n)) for n in session.model.tuning.streams}
+        used = {
+            n: Prefetch(*session.model.decoder().prefetch(format == "I2_S", n)) for n in session.model.tuning.streams
+        }
         assert used == session.model.tuning.streams
         assert same_bits(prefill(session, text, len(text)), expected)
 
@@ -113,7 +115,7 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
             decoder.seconds_of_part(n, 1, 0)
     for n in (0, 9):
         with pytest.raises(ValueError, match="only products of a few tokens"):
-            decoder.stream(False, n)
+            decoder.prefetch(False, n)
 
 
 def test_a_wrong_variable_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import pytest
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import tuning
-from edgeinfer.backends.native.tuning import ALL_CACHES, AROUND_L3, FROM_L2, Search, Stream, tune
+from edgeinfer.backends.native.tuning import ALL_CACHES, AROUND_L3, FROM_L2, Prefetch, Search, tune
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import record_folder
 
-KNOWN = Stream(4736, True, ALL_CACHES, 1, 1, 192 << 10, 4, True)
+KNOWN = Prefetch(4736, True, ALL_CACHES, 1, 1, 192 << 10, 4, True)
 SIZES = range(1, 9)
-Surface = Callable[[int, Stream], float]  # milliseconds
+Surface = Callable[[int, Prefetch], float]  # milliseconds
 
 
 class Machine:
@@ -31,7 +31,7 @@ class Machine:
         self._noise, self._hiccups = noise, hiccups
         self._streams_at_once = streams_at_once
 
-    def seconds(self, n: int, stream: Stream) -> float:
+    def seconds(self, n: int, stream: Prefetch) -> float:
         self.n_trials += 1
         factor = 1.0 + self._noise * abs(self._rng.standard_normal())
         if self._rng.random() < self._hiccups:
@@ -40,41 +40,41 @@ class Machine:
         self.now += elapsed
         return elapsed
 
-    def search(self, known: Stream = KNOWN, budget_seconds: float = 0.8) -> dict[int, Stream]:
+    def search(self, known: Prefetch = KNOWN, budget_seconds: float = 0.8) -> dict[int, Prefetch]:
         at_once = min(2, self._streams_at_once)
         search = Search(self.seconds, self._streams_at_once, at_once, budget_seconds, lambda: self.now)
         many = known._replace(at_once=at_once, task=0, tasks_each=1)
         return search.run({n: known if n <= 2 else many for n in SIZES})
 
 
-def xeon(n: int, stream: Stream) -> float:
+def xeon(n: int, stream: Prefetch) -> float:
     """One stream comes too slowly; as issue 33 measured it with the values of other CPUs: 51, 48, 39 and 47 ms."""
-    reading = {1: 51.0, 2: 38.0, 4: 30.0}[min(stream.at_once, 4 if max(n, stream.columns) == 1 else 2)]
+    reading = {1: 51.0, 2: 38.0, 4: 30.0}[min(stream.at_once, 4 if max(n, stream.tokens) == 1 else 2)]
     if stream.ahead < 4000:
         reading *= 1.2
     if stream.hint == FROM_L2 and stream.ahead > 8000:
         reading *= 0.9
     if stream.task and stream.task < 100 << 10:
         reading *= 1.1
-    return 0.05 * max(reading, 6.0 * max(n, stream.columns))
+    return 0.05 * max(reading, 6.0 * max(n, stream.tokens))
 
 
-def zen(n: int, stream: Stream) -> float:
+def zen(n: int, stream: Prefetch) -> float:
     """One long stream around L3 is best, several cost half of the rate."""
     reading = 25.0 * (1.0 if stream.ahead >= 7000 else 1.2 if stream.ahead else 1.3)
     reading *= 1.5 if stream.at_once > 1 and n <= 2 else 1.0
     reading *= 0.94 if stream.hint == AROUND_L3 else 1.0
-    return 0.05 * max(reading, 4.0 * max(n, stream.columns))
+    return 0.05 * max(reading, 4.0 * max(n, stream.tokens))
 
 
-def hardware_knows_better(n: int, stream: Stream) -> float:
+def hardware_knows_better(n: int, stream: Prefetch) -> float:
     """Prefetches by software are in the way."""
-    return 0.05 * max(30.0 if not stream.ahead else 40.0, 5.0 * max(n, stream.columns))
+    return 0.05 * max(30.0 if not stream.ahead else 40.0, 5.0 * max(n, stream.tokens))
 
 
-def padded(n: int, stream: Stream) -> float:
-    """The kernels for one and three columns are slow, whatever they read."""
-    return {1: 2.5, 2: 1.5, 3: 3.5, 4: 2.0}.get(max(n, stream.columns), 0.5 * max(n, stream.columns))
+def padded(n: int, stream: Prefetch) -> float:
+    """The kernels for one and three tokens are slow, whatever they read."""
+    return {1: 2.5, 2: 1.5, 3: 3.5, 4: 2.0}.get(max(n, stream.tokens), 0.5 * max(n, stream.tokens))
 
 
 SURFACES = [xeon, zen, hardware_knows_better, padded]
@@ -82,11 +82,11 @@ SURFACES = [xeon, zen, hardware_knows_better, padded]
 
 def best_of_all(surface: Surface, n: int) -> float:
     return min(
-        surface(n, Stream(ahead, ahead > 0, hint, side, columns, 192 << 10, 4, True))
+        surface(n, Prefetch(ahead, ahead > 0, hint, side, tokens, 192 << 10, 4, True))
         for ahead in (0, 2048, 4736, 7104, 12288, 20480)
         for hint in (ALL_CACHES, FROM_L2, AROUND_L3)
         for side in ((1, 2, 4) if n == 1 else (1, 2))
-        for columns in (1, 2, 4, 8)
+        for tokens in (1, 2, 4, 8)
     )
 
 
@@ -105,7 +105,7 @@ def test_the_best_choice_for_one_token_is_found(surface: Surface) -> None:
         KNOWN._replace(at_once=4, task=1 << 24, tasks_each=1, hint=AROUND_L3),
     ],
 )
-def test_a_bad_start_is_left(surface: Surface, start: Stream) -> None:
+def test_a_bad_start_is_left(surface: Surface, start: Prefetch) -> None:
     machine = Machine(surface, noise=0.01)
     assert surface(1, machine.search(start)[1]) <= 1.08 * best_of_all(surface, 1)
 
@@ -141,7 +141,7 @@ def test_the_search_keeps_to_its_budget(milliseconds: float) -> None:
 
 
 def test_only_choices_that_the_kernels_have_are_tried() -> None:
-    tried: set[tuple[int, Stream]] = set()
+    tried: set[tuple[int, Prefetch]] = set()
     machine = Machine(lambda n, stream: tried.add((n, stream)) or 1.0 + n, streams_at_once=1)  # type: ignore[func-returns-value]
     machine.search(budget_seconds=10.0)
     assert {n for n, _ in tried} == set(SIZES)
@@ -160,17 +160,17 @@ class FakeDecoder:
         self.machine = machine
         self.streams = {n: tuple(KNOWN) for n in SIZES}
 
-    def stream(self, is_ternary: bool, n: int) -> tuple[Any, ...]:
+    def prefetch(self, is_ternary: bool, n: int) -> tuple[Any, ...]:
         return self.streams[n]
 
-    def set_stream(self, is_ternary: bool, n: int, fields: tuple[Any, ...]) -> None:
-        if Stream(*fields).at_once > 4:
+    def set_prefetch(self, is_ternary: bool, n: int, fields: tuple[Any, ...]) -> None:
+        if Prefetch(*fields).at_once > 4:
             raise ValueError("no such way to read")
         self.streams[n] = tuple(fields)
 
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
         assert 0 <= part < n_parts
-        return self.machine.seconds(n, Stream(*self.streams[n]))
+        return self.machine.seconds(n, Prefetch(*self.streams[n]))
 
     def part_bytes(self, n_parts: int, part: int) -> int:
         return 50 << 20

@@ -87,14 +87,14 @@ struct InputArrays {
     std::vector<float> scale32, scale256, scale_token;
     std::vector<int32_t> sum32, centre16, sum_token;
     std::vector<int16_t> sums32;
-    std::vector<uint8_t> narrow256;
+    std::vector<uint8_t> fits_int16;
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
         q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
-        centre16.resize(size / 16), sums32.resize(size / 32), narrow256.resize(size / 256 + 1);
+        centre16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
         Inputs in{n_in,
                   x.data(),
                   static_cast<size_t>(n_in),
@@ -105,7 +105,7 @@ struct InputArrays {
                   scale256.data(),
                   centre16.data(),
                   sums32.data(),
-                  narrow256.data(),
+                  fits_int16.data(),
                   q_token.data(),
                   scale_token.data(),
                   sum_token.data()};
@@ -124,14 +124,14 @@ void check_all_ways(const Kernels& kernels, Matrix m, const Inputs& inputs, int 
     m.policy = &policy;
     std::vector<float> z(y.size());
     for (const int at_once : {1, 2, 4}) {
-        for (int columns = 1; columns <= kFewColumns; columns++) {
-            const Stream way{64 * columns, true, static_cast<Hint>(columns % 3), at_once, columns, 0, 1, true};
-            for (int n = 1; n <= kFewColumns; n++) {
+        for (int tokens = 1; tokens <= kFewTokens; tokens++) {
+            const Prefetch way{64 * tokens, true, static_cast<Hint>(tokens % 3), at_once, tokens, 0, 1, true};
+            for (int n = 1; n <= kFewTokens; n++) {
                 policy.plain[n] = policy.ternary[n] = way;
                 kernels.matmul(m, inputs, n, 0, n_groups, nullptr, z.data(), static_cast<size_t>(m.n_out));
                 if (!std::memcmp(y.data(), z.data(), static_cast<size_t>(n * m.n_out) * sizeof(float))) continue;
-                std::fprintf(stderr, "%s: format %d, %d columns of %d, %d groups at once: other bits\n", kernels.name,
-                             static_cast<int>(m.format), n, columns, at_once);
+                std::fprintf(stderr, "%s: format %d, %d tokens of %d, %d groups at once: other bits\n", kernels.name,
+                             static_cast<int>(m.format), n, tokens, at_once);
                 std::exit(1);
             }
         }

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.backends.native.tuning import Stream
+from edgeinfer.backends.native.tuning import Prefetch
 from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.reference import round_activations
 from edgeinfer.models.formats import dequantize
@@ -34,7 +34,7 @@ def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.nda
 
 
 def multiply(
-    matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int, stream: Stream | None = None
+    matrix: _core.PackedMatrix, isa: str, x: np.ndarray, n_out: int, stream: Prefetch | None = None
 ) -> np.ndarray:
     y = np.full((len(x), n_out), np.nan, dtype=np.float32)
     matrix.multiply(isa, x, y, stream)
@@ -85,14 +85,14 @@ def test_how_a_matrix_is_read_changes_no_bits(format: str, isa: str, rng: np.ran
     n_out = 90  # six row groups: four at once and two that are left, the last one not whole
     matrix, _ = packed(format, rng.standard_normal((n_out, 768), dtype=np.float32))
     x = rng.standard_normal((11, 768), dtype=np.float32)
-    x[1] *= 1e4  # not narrow
+    x[1] *= 1e4  # products with scales do not fit into 16 bits
     x = x.astype(np.float32)
     x[2, 5] = np.inf  # which must not get into another column
     alone = np.concatenate([multiply(matrix, isa, x[i : i + 1], n_out) for i in range(len(x))])
     reach = itertools.cycle(itertools.product((0, 2048, 32768), (0, 1, 2), (True, False)))
     for at_once, columns, n in itertools.product((1, 2, 4), range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 11)):
         ahead, hint, flag = next(reach)
-        stream = Stream(ahead, flag, hint, at_once, columns, 4096, 2, flag)
+        stream = Prefetch(ahead, flag, hint, at_once, columns, 4096, 2, flag)
         y = multiply(matrix, isa, x[:n], n_out, stream)
         np.testing.assert_array_equal(y.view(np.uint32), alone[:n].view(np.uint32), f"{stream}, {n} columns")
 
@@ -103,7 +103,7 @@ def test_how_a_matrix_is_read_changes_no_bits(format: str, isa: str, rng: np.ran
 )
 def test_a_way_to_read_that_does_not_exist_is_refused(change: dict[str, int], rng: np.random.Generator) -> None:
     matrix, _ = packed("Q8_0", rng.standard_normal((16, 32), dtype=np.float32))
-    stream = Stream(64, True, 0, 1, 1, 0, 1, True)._replace(**change)  # type: ignore[arg-type]
+    stream = Prefetch(64, True, 0, 1, 1, 0, 1, True)._replace(**change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no such way to read"):
         matrix.multiply("scalar", np.ones((1, 32), np.float32), np.empty((1, 16), np.float32), stream)
 

@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr NarrowBy kNarrowBy = NarrowBy::None;
-EI_INLINE bool all_narrow(const int8_t*) { return false; }
+constexpr Int16Scaling kInt16Scaling = Int16Scaling::None;
+EI_INLINE bool all_fit_int16(const int8_t*) { return false; }
 
 }  // namespace

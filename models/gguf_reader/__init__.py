@@ -1,0 +1,1 @@
+"""Reading GGUF files strictly; edgeinfer.models.gguf has what the rest of the package uses."""

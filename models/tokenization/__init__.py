@@ -1,0 +1,1 @@
+"""The parts of a tokeniser: pre-tokenisers, vocabulary, special tokens, merging."""

@@ -1,0 +1,94 @@
+"""Calls of tools, as models write them and as templates want them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of the model.
+
+    text: as emitted, between the marks.  name, arguments: parsed from it if it is JSON, else None.
+    """
+
+    text: str
+    name: str | None = None
+    arguments: dict[str, Any] | None = None
+
+
+_CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")
+
+
+def read_calls(text: str) -> list[ToolCall]:
+    """The calls in what a model wrote between the tags: JSON, or names with JSON behind them; none if it is neither."""
+    value = _read_json(text)
+    if isinstance(value, list):
+        calls = [_call(each, json.dumps(each, ensure_ascii=False)) for each in value]
+    elif value is not None:
+        calls = [_call(value, text)]
+    else:
+        calls = [_named_call(part) for part in _CALL_ENDS.split(text) if part.strip()]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def call_to(name: str, text: str) -> ToolCall:
+    """A call whose name is known; its arguments are the JSON of the text, if it is any."""
+    return ToolCall(text, name.removeprefix("functions."), _object(_read_json(text)))
+
+
+def _call(value: Any, text: str) -> ToolCall | None:
+    """A call from its JSON. Models name the parts differently."""
+    if not isinstance(value, dict):
+        return None
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    name = next((value[key] for key in ("name", "tool_name") if isinstance(value.get(key), str)), None)
+    given: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    arguments = _object(_read_json(given) if isinstance(given, str) else given)
+    return None if name is None or arguments is None else ToolCall(text, name, arguments)
+
+
+def _named_call(text: str) -> ToolCall | None:
+    """A call from its name with JSON behind it; between them may be tags."""
+    head, brace, body = text.partition("{")
+    inside, end, _ = body.rpartition("}")
+    arguments = _object(_read_json(brace + inside + end))
+    names = [name for name in re.findall(r"[\w.-]+", re.sub("<[^<>]*>", " ", head)) if name != "function"]
+    if arguments is None or not names:
+        return None
+    return ToolCall(text, names[0].removeprefix("functions."), arguments)
+
+
+def _read_json(text: str) -> Any:
+    """The value, None if it is no JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def calls_for_template(calls: Sequence[Mapping[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    """Calls in OpenAI's form. as_text: arguments as JSON, which some templates want in place of the object."""
+    return [
+        {
+            "id": f"call{number:05}",  # Mistral's templates want nine characters
+            "type": "function",
+            "function": {
+                "name": call["name"],
+                "arguments": json.dumps(call["arguments"], ensure_ascii=False) if as_text else call["arguments"],
+            },
+        }
+        for number, call in enumerate(calls)
+    ]
