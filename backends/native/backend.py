@@ -173,7 +173,8 @@ class NativeBackend:
         if info is None:
             return 0
         rows = model.data(info.name)
-        weights.set_embedding(int(info.type), *info.shape, rows.copy() if self.resident else rows)
+        n_vocab, n_embd = info.shape
+        weights.set_embedding(int(info.type), n_vocab, n_embd, rows.copy() if self.resident else rows)
         return rows.nbytes
 
     def _tune(
