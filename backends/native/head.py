@@ -55,7 +55,8 @@ def load_head(
     embedding, embedding_bytes = embedding_of(head, spec.decoder), 0
     if embedding is not None:
         rows = head.data(embedding.name).copy()
-        weights.set_embedding(int(embedding.type), *embedding.shape, rows)
+        n_vocab, n_embd = embedding.shape
+        weights.set_embedding(int(embedding.type), n_vocab, n_embd, rows)
         embedding_bytes = rows.nbytes
     made = assemble(spec.decoder, front_config(spec), plan, device, weights, threads, embedding_bytes)
     projection = None

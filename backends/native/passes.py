@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,18 @@ from numpy.typing import NDArray
 from edgeinfer.backends.native import _core
 from edgeinfer.errors import Interrupted
 from edgeinfer.types import Features, HiddenStates, Logits, Output, TokenIds
+
+# See TextArguments in bind_decoder.cpp.
+_Arguments: TypeAlias = tuple[
+    _core.TextState,
+    TokenIds,
+    NDArray[np.int32],
+    int,
+    NDArray[np.int32],
+    HiddenStates,
+    int,
+    Features | None,
+]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class JointPass:
         pairs = zip(self._of_text, self._tapped, strict=True)
         return [Output(logits, tapped if len(tapped) else None) for logits, tapped in pairs]
 
-    def _arguments(self, rows: TextRows, piece: Piece) -> tuple[object, ...]:
+    def _arguments(self, rows: TextRows, piece: Piece) -> _Arguments:
         """What Decoder.forward wants to know of a text."""
         part = slice(piece.first, piece.last)
         return (

@@ -111,7 +111,7 @@ def test_a_drafter_that_is_slower_than_the_target_is_not_asked(answer):
     assert timeline.seconds("draft") <= 2 * 1.5 * PASS  # until that was known
 
 
-def test_drafting_ahead_promises_more_the_faster_and_the_better_it_is():
+def test_the_overlapped_rate_grows_with_speed_and_acceptance_rate():
     milliseconds = [0.0, *(1e3 * seconds(n) for n in range(1, 33))]
     one = 1.0 / milliseconds[1]
     assert overlapped_rate(0.8, 100.0, milliseconds, 31) == overlapped_rate(0.0, 1.0, milliseconds, 31) == one

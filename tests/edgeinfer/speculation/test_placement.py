@@ -112,7 +112,7 @@ def expected(model):
 
 @pytest.fixture
 def open_engine(model):
-    """open_engine(device name): an engine that drafts with the model itself at no cost, and warnings."""
+    """open_engine(device name): an engine that drafts at no cost with its own model, and warnings."""
     engines = []
 
     def open_on_device(name="gpu", draft=None, **options):
