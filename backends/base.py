@@ -79,8 +79,8 @@ class Session(Protocol):
         """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
         It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
-        again. Always reachable are 0, and any n_past up to 128 below the longest that this text has been. Raises
-        ShapeError if n_past is not in 0..self.n_past.
+        again. Always reachable are 0, and any n_past up to 128 below the longest that this text has been: enough for
+        draft trees and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 

@@ -30,14 +30,14 @@ CURVE = (1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True)
 class Point:
-    """Passing n tokens at once, by engine. milliseconds: the median; spread: half the distance of the quartiles."""
+    """Cost of a pass of n tokens, by engine. milliseconds: the median; spread: half the interquartile range."""
 
     n: int
     milliseconds: Mapping[str, float]
     spread: Mapping[str, float]
 
     def tokens_per_second(self, name: str) -> float:
-        """Tokens passed a second."""
+        """Tokens per second of these passes."""
         return 1e3 * self.n / self.milliseconds[name]
 
 
@@ -46,7 +46,7 @@ class Report:
     """Everything that `edgeinfer bench` measured. The first engine is ours.
 
     weight_bytes: read for one token.  multiply_adds: of the matrices, for one token; both None where the backend does
-    not tell what it computes.  cost of n: time of n tokens over time of one.  tuning: how ours reads its weights.
+    not tell what it computes.  tuning: how ours reads its weights.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def bandwidth_share(self) -> float | None:
-        """Weights read a second when decoding, over what the machine can read."""
+        """Bytes of weights read per second when decoding, over the measured memory bandwidth."""
         if self.weight_bytes is None:
             return None
         seconds = self.curve[0].milliseconds[self.engines[0]] / 1e3
@@ -71,14 +71,14 @@ class Report:
 
     @property
     def int8_share(self) -> float | None:
-        """Multiply-adds a second in prefill, over the int8 peak of the machine."""
+        """Multiply-adds per second in prefill, over the measured int8 peak."""
         if self.multiply_adds is None:
             return None
         seconds = self.prefill.milliseconds[self.engines[0]] / 1e3
         return self.multiply_adds * self.prefill.n / seconds / self.limits.int8_multiply_adds_per_second
 
     def cost(self, point: Point, name: str) -> float:
-        """c(n) of an engine."""
+        """The verify cost c(n) of an engine: a pass of n tokens over a pass of one."""
         return point.milliseconds[name] / self.curve[0].milliseconds[name]
 
     def as_dict(self) -> dict[str, object]:
@@ -89,12 +89,12 @@ class Report:
 
 
 def record_rounds(engine: Engine) -> tuple[Timeline, Speculation]:
-    """When an engine checked and drafted in a short greedy answer, and its figures. Raises InvalidArgument without
-    drafts.
+    """The timeline of verify passes and drafts of a short greedy answer, and its statistics. Raises InvalidArgument
+    where nothing is drafted.
     """
     if engine.speculator is None:
         raise InvalidArgument(f"{engine.path}: nothing is drafted here, there is no timeline to show")
-    engine.generate(TIMELINE_PROMPT, max_tokens=TIMELINE_TOKENS, temperature=0.0)  # what is done once
+    engine.generate(TIMELINE_PROMPT, max_tokens=TIMELINE_TOKENS, temperature=0.0)  # warm-up
     engine.speculator.timeline = timeline = Timeline()
     completion = engine.generate(TIMELINE_PROMPT, max_tokens=TIMELINE_TOKENS, temperature=0.0)
     engine.speculator.timeline = None

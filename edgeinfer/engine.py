@@ -50,7 +50,7 @@ class Engine:
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
-    which may be set between requests, decodes one by one.
+    which may be set between requests, decodes without speculation.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ constexpr int kMantissaBits = 52, kBias = 1023;
 constexpr double kLeast = -700;      // differences of logits below it count as it
 constexpr double kRound = 0x1.8p52;  // added and taken away again, it leaves the nearest integer, of two the even one
 constexpr uint32_t kBlock = 256;     // logits that are compared with a bound together
-constexpr size_t kFew = 256, kGroups = 1024;  // likeliest tokens that mostly are a nucleus, and how they are found
+constexpr size_t kFew = 256, kGroups = 1024;  // of most likely tokens: usually the nucleus
 
 // e**x for x in -700..0 by the method and constants of fdlibm's e_exp.c: x = k ln 2 + r with |r| <= ln(2) / 2; then
 // exp(r) by a rational approximation.
@@ -121,7 +121,7 @@ struct Tokens {
 };
 
 // The k largest logits, largest first, equal ones by id.
-Tokens likeliest(const float* logits, uint32_t n, size_t k) {
+Tokens most_likely(const float* logits, uint32_t n, size_t k) {
     const auto before = [logits](uint32_t a, uint32_t b) {
         return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
     };
@@ -206,7 +206,7 @@ std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enou
 Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k, double top_p, double min_p) {
     Tokens tokens;
     if (0 < top_k && top_k < n) {
-        tokens = likeliest(logits, n, static_cast<size_t>(top_k));
+        tokens = most_likely(logits, n, static_cast<size_t>(top_k));
     } else {
         tokens.logits.assign(logits, logits + n);
         tokens.ids.resize(n);
@@ -221,7 +221,7 @@ Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k,
         likely.push_back(weights[i]);
     }
     if (top_p == 1.0) return left;
-    // The nucleus takes the likeliest first, so what min_p drops can only be its end.
+    // The nucleus takes the most likely tokens first, so what min_p drops can only be its end.
     double total = 0;
     for (const double weight : weights) total += weight;
     Tokens nucleus;

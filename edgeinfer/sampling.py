@@ -14,7 +14,7 @@ softmax (Maddison et al., arXiv:1411.0030). The noise of a token is a function o
 
 so a token drawn on its own is the token drawn while a draft is checked.
 
-Every bit of the choice is defined: comparisons, IEEE + - * / one by one in float64, sums from left to right, a log and
+Every bit of the choice is defined: comparisons, IEEE + - * / rounded to float64, sums from left to right, and a log and
 an exp of our own (sampler.cpp). numpy's log, exp and sum are not used: they differ by CPU.
 """
 
@@ -136,7 +136,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before change the logits."""
+        """Whether earlier tokens change the logits."""
         neutral = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
         return self.penalty_last_n != 0 and not neutral
 
@@ -180,17 +180,17 @@ def sample(
         raise ShapeError(f"logits must be (n_vocab,) float32: found {logits.shape} {logits.dtype}")
     if params.changes_logits:
         logits = adjusted(logits, params, previous, breakers)
-    likeliest = int(logits.argmax())  # the first NaN, if there is one
-    largest = float(logits[likeliest])
+    most_likely = int(logits.argmax())  # the first NaN, if there is one
+    largest = float(logits[most_likely])
     if not math.isfinite(largest):
         if largest == -math.inf and len(params.biases) >= logits.size:
             raise InvalidArgument(f"logit_bias bans every one of {logits.size} tokens: leave at least one")
         raise NumericalError(
-            f"the largest of {logits.size} logits at position {position} is {largest} (token {likeliest}): the model "
+            f"the largest of {logits.size} logits at position {position} is {largest} (token {most_likely}): the model "
             "file is damaged or does not fit its hyper-parameters"
         )
     if params.is_greedy:
-        return likeliest
+        return most_likely
     if params.seed is None:
         raise InvalidArgument("a draw at a temperature above 0 needs a seed: use params.with_seed()")
     row, key = np.ascontiguousarray(logits), stream_key(params.seed, position)

@@ -37,19 +37,18 @@ TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are b
 
 
 class NativeBackend:
-    """Runs models on the CPU. Same bits whatever the batch, the threads and the instruction set.
+    """Runs models on the CPU, with the same bits whatever the batch, the threads and the instruction set.
 
-    Packed weights that stand beside the model file (`edgeinfer pack`) are mapped; otherwise they are packed at load.
+    Packed weights beside the model file (`edgeinfer pack`) are mapped; otherwise weights are packed at load.
 
-    for_drafts: less to read for each token, and logits that are not quite the model's: its larger matrices are rounded
-    to Q4_0, and the first tokens alone have logits (after FR-Spec, Zhao et al., arXiv:2502.14856).  ternary_bits: that
-    a ternary weight is to take in memory; "auto" is what its packed file has, or what is faster here, by a measurement
-    of some tenths of a second.  verify: before packed weights are used, all bytes of them and of the model are compared
-    with those that were packed.  resident: nothing is read from files after loading, so that one which is cut or
-    unplugged does no harm; what would be mapped is copied.  packed: False leaves packed weights alone.  tuned: whether
-    to choose how the weights are read, which may take half a second at the first load; see tuning.tune.  threads: those
-    of a model that works by turns with the one that is loaded, see NativeModel.threads; they are used where they are as
-    many as the device is to have.
+    for_drafts: for draft models: larger matrices are rounded to Q4_0, and only the first tokens have logits (after
+    FR-Spec, Zhao et al., arXiv:2502.14856). Less is read for each token; logits differ from the model's.  ternary_bits:
+    of a ternary weight in memory; "auto" is what the packed file has, or the faster one, measured in some tenths of a
+    second.  verify: compares all bytes of packed weights and model before use.  resident: nothing is read from files
+    after loading, so a file that is truncated or unplugged does no harm; mapped parts are copied.  packed: False
+    ignores packed weights.  tuned: whether prefetch is tuned, which may take half a second at the first load; see
+    tuning.tune.  threads: those of a model that never runs at the same time, see NativeModel.threads; used if there are
+    as many as the device is to have.
     """
 
     name = "native"

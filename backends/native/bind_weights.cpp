@@ -64,7 +64,8 @@ void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Byt
 }  // namespace
 
 void bind_weights(nb::module_& m) {
-    nb::class_<Pool>(m, "Threads", "Threads that models share which work by turns, such as a target and its drafters.")
+    nb::class_<Pool>(m, "Threads",
+                     "Threads shared by models that never run at the same time, such as a target and its drafters.")
         .def(
             "__init__",
             [](Pool* pool, int n) {

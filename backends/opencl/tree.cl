@@ -7,7 +7,7 @@ int is_before(float value, int id, float other, int other_id) {
     return value > other || (value == other && id < other_id);
 }
 
-// The TOP likeliest of the first n logits of each row (., stride), and their probabilities at temperature 1: rows of ids
+// The TOP most likely of the first n logits of each row (., stride), and their probabilities at temperature 1: rows of ids
 // and probabilities (., TOP) from first_row on. names: the id of each logit, if has_names; else they are in order.
 // Groups: (1, rows).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void top_k(global const float* restrict logits,
@@ -85,7 +85,7 @@ kernel void choose_level(global const int* restrict candidates, global const flo
                          global int* restrict ids, global int* restrict parents, global float* restrict probabilities,
                          global float* restrict path_probabilities, global uchar* restrict sees, int first_row,
                          int n_rows, int width, int before, int first, int n_nodes) {
-    int n_taken[TOP];  // of each row, whose candidates come likeliest first
+    int n_taken[TOP];  // of each row, whose candidates come most likely first
     for (int row = 0; row < TOP; row++) n_taken[row] = 0;
     for (int node = first; node < first + width; node++) {
         int chosen = -1;

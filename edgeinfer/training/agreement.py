@@ -42,7 +42,7 @@ def compare(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) ->
 
 
 def _compare(target: TorchTarget, session: Session, tokens: TokenIds) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """The deviation at each position of a text, and whether the likeliest token is the same."""
+    """The deviation at each position of a text, and whether the most likely token is the same."""
     session.truncate(0)
     native = run_text(session, tokens, logits="all").logits
     ours = target.logits(target.text_features([tokens])[0]).float().cpu().numpy()

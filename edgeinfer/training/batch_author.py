@@ -38,9 +38,9 @@ class _Drawing:
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """(n,) tokens of logits (n, n_vocab): top_k, top_p, min_p, temperature and draw, as edgeinfer.sampling."""
         best, ids = logits.topk(min(self.params.top_k, logits.shape[-1]), dim=-1)
-        chances = best.softmax(dim=-1)
-        before = chances.cumsum(dim=-1) - chances
-        kept = (before < self.params.top_p) & (chances >= self.params.min_p * chances[:, :1])
+        probabilities = best.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept = (before < self.params.top_p) & (probabilities >= self.params.min_p * probabilities[:, :1])
         noise = torch.rand(best.shape, generator=self.generator, device=best.device)
         gumbel = -(-noise.clamp(1e-20, 1.0 - 1e-7).log()).log()
         scores = (best / self.temperature.clamp(min=1e-6) + gumbel).masked_fill(~kept, -torch.inf)

@@ -101,7 +101,7 @@ def main() -> None:
     add_flags(parser)
     parser.add_argument("--drafters", default="suffix,recycling,model,head,all,random,malicious")
     parser.add_argument(
-        "--costs", draft_candidates=("free", "measured"), default="free", help="of checking, as drafters see them"
+        "--costs", choices=("free", "measured"), default="free", help="of checking, as drafters see them"
     )
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
     arguments = parser.parse_args()

@@ -11,25 +11,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import HeadSession, Session
-from edgeinfer.speculation.cost import CostCurve, CostModel
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.engine import Engine
+from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.drafters.base import Context, Drafter
+from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Features, Logits, Nodes, Output
 
+PROMPT = "hello world, there is the one, there is the one and hello"
+
 
 def cost_model(milliseconds: Callable[[int], float] = lambda n: 1.0 + 0.01 * n) -> CostModel:
-    """Costs by number of tokens; as they are, nearly every draft pays."""
+    """Costs by number of tokens; by default nearly every draft token is worth verifying."""
     return CostModel(CostCurve(0, {n: milliseconds(n) / 1e3 for n in range(1, 33)}, 0, {}))
 
 
 class FixedCosts(CostModel):
-    """Costs that stay as they are whatever comes: as they are, every draft pays, a model's too."""
+    """Costs that no pass corrects; by default every draft token is worth making and verifying."""
 
     def __init__(self, seconds: Callable[[int], float] = lambda n: 10.0 + 0.01 * n) -> None:
         super().__init__(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """Nothing is learnt."""
+
+
+def with_drafters(
+    engine: Engine, *drafters: Drafter, costs: CostModel | None = None, draft_max: int = MAX_TOKENS - 1
+) -> Engine:
+    """The engine with these drafters instead of its own."""
+    engine.speculator = Speculator(engine.session, drafters, costs or FixedCosts(), engine.tokenizer.n_vocab, draft_max)
+    return engine
+
+
+def tokens_of(engine: Engine, request: dict[str, Any], n: int = 48, prompt: str = PROMPT, **more: Any) -> Sequence[int]:
+    """The tokens of an answer."""
+    return engine.generate(prompt, max_tokens=n, **request, **more).tokens
 
 
 def let_draft(session: Session) -> list[int]:

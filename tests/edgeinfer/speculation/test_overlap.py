@@ -82,7 +82,7 @@ def test_at_most_a_tenth_of_the_time_is_spent_waiting_for_drafts(answer, share, 
 
 
 @pytest.mark.parametrize("share, of_pass", [(1.0, 0.2), (1.0, 0.6), (0.85, 0.1), (0.85, 0.3), (0.7, 0.2), (0.7, 0.45)])
-def test_it_is_faster_than_drafting_and_checking_in_turns(answer, share, of_pass):
+def test_overlapped_drafting_is_faster_than_sequential_drafting(answer, share, of_pass):
     ahead, in_turns = (answer(share, of_pass, is_ahead)[0] for is_ahead in (True, False))
     assert ahead.step_seconds < 0.95 * in_turns.step_seconds
     assert ahead.waited_seconds < 0.2 * in_turns.waited_seconds
@@ -111,7 +111,7 @@ def test_a_drafter_that_is_slower_than_the_target_is_not_asked(answer):
     assert timeline.seconds("draft") <= 2 * 1.5 * PASS  # until that was known
 
 
-def test_drafting_ahead_promises_more_the_faster_and_the_better_it_is():
+def test_the_overlapped_rate_grows_with_speed_and_acceptance_rate():
     milliseconds = [0.0, *(1e3 * seconds(n) for n in range(1, 33))]
     one = 1.0 / milliseconds[1]
     assert overlapped_rate(0.8, 100.0, milliseconds, 31) == overlapped_rate(0.0, 1.0, milliseconds, 31) == one

@@ -112,7 +112,7 @@ def expected(model):
 
 @pytest.fixture
 def open_engine(model):
-    """open_engine(device name): an engine that drafts with the model itself, all drafts of which pay, and warnings."""
+    """open_engine(device name): an engine that drafts at no cost with its own model, and warnings."""
     engines = []
 
     def open_on_device(name="gpu", draft=None, **options):
@@ -180,7 +180,7 @@ def test_no_device_is_asked_where_none_is_wanted(model, monkeypatch):
 @pytest.mark.parametrize(
     "n_cores, n_threads, is_independent", [(0, 8, True), (1, 3, True), (1, 4, False), (4, 1, False)]
 )
-def test_a_device_of_cpu_cores_is_apart_where_there_are_enough_for_both(
+def test_a_device_of_cpu_cores_is_independent_where_there_are_enough_for_both(
     n_cores, n_threads, is_independent, monkeypatch
 ):
     monkeypatch.setattr(devices, "physical_cores", lambda: 4)
@@ -392,7 +392,7 @@ def test_a_device_that_fails_in_an_answer_is_said_and_the_next_one_is_drafted_on
     assert engine.speculator.placements["model"].device.startswith("the CPU; it was the device gpu0")
 
 
-def test_a_device_that_hangs_with_the_memory_of_the_machine_has_no_spare(listed, open_engine, expected, hanging):
+def test_a_device_that_hangs_with_main_memory_has_no_fallback(listed, open_engine, expected, hanging):
     """What it holds cannot be given back: a second draft model might not fit."""
     listed(device(Elsewhere(after(12, hanging)), shares_memory=True))
     engine, _ = open_engine("gpu")
@@ -427,7 +427,7 @@ def test_the_command_line_says_in_one_line_that_a_device_failed_in_an_answer(lis
     assert capsys.readouterr().err == "drafting went on without model: BackendLost: the driver is broken\n"
 
 
-def test_a_spare_that_fails_too_ends_drafting_and_no_answer(listed, open_engine, expected, monkeypatch):
+def test_a_fallback_that_fails_too_ends_drafting_and_no_answer(listed, open_engine, expected, monkeypatch):
     listed(device(Elsewhere(after(12, _lost))))
     engine, _ = open_engine("gpu")
     until_dropped(engine, expected)

@@ -84,7 +84,7 @@ PAIRS += [("begun bpe", "begun")]
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=80), rng=st.randoms())
 def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies, pair, parts, rng):
-    """All at once, and token by token, with changes of mind."""
+    """In one update, and token by token with corrections."""
     target, draft = (vocabularies[name] for name in pair)
     text = "".join(parts)
     ids = target.encode(text, parse_special=True)
@@ -271,8 +271,8 @@ def test_words_that_grow_letter_by_letter_are_read_again_as_what_they_are_then(o
 
 
 @pytest.mark.parametrize("is_translated", [True, False], ids=["translated", "same vocabulary"])
-def test_what_was_assumed_and_did_not_come_is_not_taken_for_the_text(opened, model, reordered, is_translated):
-    """A drafter that goes on ahead of the text, and a text that takes another branch."""
+def test_unverified_tokens_that_were_rejected_are_not_taken_for_the_text(opened, model, reordered, is_translated):
+    """A drafter that continues unverified tokens, and a text that takes another branch."""
     engine = opened(model, draft=[str(reordered if is_translated else model)])
     (drafter,) = engine.speculator.drafters
     text = engine.tokenize("0 1 2 3 ABC")

@@ -77,7 +77,7 @@ def test_the_text_is_that_of_plain_decoding_and_only_plain_texts_are_drafted_so(
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 12, 31])
-def test_a_chain_made_at_once_is_the_one_of_single_passes(open_chains, limit):
+def test_a_chain_of_one_call_is_the_chain_of_single_passes(open_chains, limit):
     _, at_once, asked = open_chains(CHEAP)
     _, one_by_one, _ = open_chains(1.1)
     text = list(range(20, 40))
@@ -101,7 +101,7 @@ def test_what_was_made_and_is_not_text_is_forgotten(open_chains):
 
 
 @pytest.mark.parametrize("of_level, is_used", [(0.3, True), (0.6, True), (0.95, False), (1.2, False)])
-def test_levels_are_made_at_once_where_those_that_will_be_right_cost_less(open_chains, of_level, is_used):
+def test_levels_are_made_in_one_call_where_an_accepted_level_costs_less(open_chains, of_level, is_used):
     """With 85 % of the levels right, two give 1.85 for the price of two."""
     _, drafter, asked = open_chains(of_level)
     context = context_of(range(20, 40))
@@ -113,7 +113,7 @@ def test_levels_are_made_at_once_where_those_that_will_be_right_cost_less(open_c
     assert drafter.levels_per_call(context, 2.5 * of_level) <= 2
 
 
-def test_no_more_levels_are_made_than_will_be_wanted(open_chains):
+def test_no_more_levels_are_made_than_are_useful(open_chains):
     _, drafter, asked = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
     assert drafter.levels_per_call(context, 1e9) > 3
@@ -145,7 +145,7 @@ def test_a_session_whose_logits_are_no_numbers_is_dropped_with_the_reason(open_c
     assert NumericalError.__name__ in completion.timings.speculation.dropped["model"]
 
 
-def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, plain, monkeypatch):
+def test_an_overlapped_drafter_makes_several_levels_in_a_call(open_chains, plain, monkeypatch):
     monkeypatch.setattr("edgeinfer.speculation.pipeline._MAX_WAIT", 1e6)
     engine, drafter, asked = open_chains(CHEAP)
     ahead = overlapped(drafter)
@@ -157,7 +157,7 @@ def test_a_drafter_that_works_ahead_makes_several_levels_in_a_call(open_chains, 
 
 
 @pytest.mark.parametrize("max_wait_ms, n_levels", [(0.0, 1), (0.14, 2), (0.2, 5)])
-def test_a_call_made_ahead_takes_half_a_pass_of_the_target_at_most(open_chains, max_wait_ms, n_levels):
+def test_an_overlapped_call_takes_at_most_half_a_pass_of_the_target(open_chains, max_wait_ms, n_levels):
     """The patience is a tenth of a pass."""
     _, drafter, _ = open_chains(0.1, of_call=0.5)
     context = context_of(range(20, 40))
@@ -178,7 +178,7 @@ def test_levels_of_a_tree_follow_the_first_nodes():
     assert levels_of(DraftTree([], [], [], [])) == []
 
 
-def test_chains_are_measured_as_passes_are_where_a_session_makes_them(model):
+def test_device_drafting_is_calibrated_by_number_of_levels(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
         session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1)).session()

@@ -188,5 +188,5 @@ def test_the_first_token_of_a_text_has_none_before_it():
     assert drafter.propose(context_of([4]), 1).tokens == [5]
 
 
-def test_the_floor_is_what_a_further_token_costs_at_least():
+def test_the_least_useful_probability_is_the_cost_of_one_more_token():
     assert min_useful_probability(cost_model(lambda n: 10.0 + 2.0 * n).milliseconds(0)) == pytest.approx(2.0 / 12.0)

@@ -83,7 +83,7 @@ def n_rows_of(drafter):
 
 
 def greedy_context(text, n_unverified=0):
-    """A request that takes the likeliest tokens, where nearly every draft pays."""
+    """A greedy request in which nearly every draft token is worth making."""
     draw = SamplingParams(**GREEDY)
     context = Context(list(text), lambda logits, own: sample(logits, draw, len(own), own), True, n_unverified, True)
     context.acceptance = AcceptanceTable()
@@ -132,7 +132,7 @@ def test_a_draft_is_a_tree_of_known_tokens_in_few_passes(drafting, texts):
 
 
 @pytest.mark.parametrize("matches, is_asked", [([0.3, 0.3], False), ([0.9, 0.9], True), (None, True)])
-def test_a_head_that_was_right_too_seldom_to_pay_here_is_not_asked(opened, model, texts, tmp_path, matches, is_asked):
+def test_a_head_with_a_low_acceptance_rate_is_not_asked(opened, model, texts, tmp_path, matches, is_asked):
     metadata = {"draft-head.matches": matches}
     engine = opened(model, draft=[str(write_tiny_head(tmp_path / "h.gguf", model, texts, metadata=metadata))])
     engine.speculator.costs = FixedCosts(lambda n: 6.0 + 4.0 * n)
@@ -142,7 +142,7 @@ def test_a_head_that_was_right_too_seldom_to_pay_here_is_not_asked(opened, model
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 31])
-def test_a_draft_keeps_to_its_limit_and_stops_where_it_does_not_pay(drafting, texts, limit):
+def test_a_draft_keeps_to_its_limit_and_stops_where_a_level_is_not_worth_it(drafting, texts, limit):
     drafter, text = drafter_of(drafting), texts[0][:40]
     drafting.generate(text[:-1], max_tokens=1, **GREEDY)
     context = greedy_context(text)
@@ -165,7 +165,7 @@ def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
 
 
 def behind(drafter, engine, text, n_unverified=0):
-    """A context behind a text of which the target has read all but what is assumed."""
+    """A context after a text of which the target has decoded all but the unverified tokens."""
     engine.generate(text[: len(text) - n_unverified - 1], max_tokens=1, **GREEDY)
     drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
     return greedy_context(text, n_unverified)
@@ -180,7 +180,7 @@ def paths_of(tree):
 
 
 def path_probabilities_of(tree, context):
-    """The chance of each node to be text, by what it stands for."""
+    """The path probability of each node, by its path of tokens."""
     path_probabilities = {}
     for path, (p, kind) in paths_of(tree).items():
         path_probabilities[path] = path_probabilities.get(path[:-1], 1.0) * context.acceptance.probability(
@@ -190,7 +190,7 @@ def path_probabilities_of(tree, context):
 
 
 @pytest.mark.parametrize("request_", [GREEDY, DRAWN, {**GREEDY, "repeat_penalty": 1.3}], ids=str)
-def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(drafting, plain, head, request_):
+def test_trees_of_one_call_change_no_token_and_are_made_for_plain_requests_only(drafting, plain, head, request_):
     asked = make_trees_at_once(drafter_of(drafting), head)
     for prompt in (PROMPT, PROMPT + " again", "something else"):
         completion = drafting.generate(prompt, max_tokens=60, **request_)
@@ -203,7 +203,7 @@ def test_trees_made_at_once_change_no_text_and_only_plain_texts_are_drafted_so(d
 
 @pytest.mark.parametrize("n_unverified", [0, 1, 3])
 @pytest.mark.parametrize("limit", [2, 5, 31])
-def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, head, texts, limit, n_unverified):
+def test_a_tree_of_one_call_is_a_part_of_the_tree_made_level_by_level(drafting, head, texts, limit, n_unverified):
     drafter, text = drafter_of(drafting), texts[0][:40]
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     device_drafting, drafter._device_drafting = drafter._device_drafting, None
@@ -232,7 +232,7 @@ def test_a_tree_made_at_once_is_a_part_of_the_one_made_level_by_level(drafting, 
 
 
 @pytest.mark.parametrize("of_level, is_used", [(0.3, True), (0.6, True), (0.97, False), (1.2, False)])
-def test_trees_are_made_at_once_where_levels_that_will_be_right_cost_less(drafting, head, texts, of_level, is_used):
+def test_trees_are_made_in_one_call_where_an_accepted_level_costs_less(drafting, head, texts, of_level, is_used):
     """With 85 % of the levels right, two give 1.85 for the price of two."""
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, of_level)
@@ -242,7 +242,7 @@ def test_trees_are_made_at_once_where_levels_that_will_be_right_cost_less(drafti
     assert bool(asked) == is_used
 
 
-def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, texts):
+def test_no_more_levels_are_made_in_one_call_than_are_useful(drafting, head, texts):
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     context = behind(drafter, drafting, texts[0][:40])
@@ -251,13 +251,13 @@ def test_no_more_levels_are_made_at_once_than_will_be_wanted(drafting, head, tex
     assert asked == [3]
     drafter._device_drafting = DeviceDrafting(
         drafter.session, FixedCosts(lambda n: 1e-3 * (3.0 + 0.1 * n))
-    )  # more would pay, not three
+    )  # a fourth level is not worth it
     assert drafter.cost(context)[0] < 1.02
     drafter.propose(context, 31)
     assert asked == [3]
 
 
-def test_what_the_first_pass_of_a_draft_takes_more_is_no_cost_of_its_levels(drafting, texts, monkeypatch):
+def test_the_extra_cost_of_a_first_pass_is_not_a_cost_of_levels(drafting, texts, monkeypatch):
     """Its weights come from memory, those of the next passes from the caches."""
     drafter, clock, passes = drafter_of(drafting), [0.0], []
     forward = drafter.session.forward
@@ -282,7 +282,7 @@ def test_what_the_first_pass_of_a_draft_takes_more_is_no_cost_of_its_levels(draf
 
 
 @pytest.mark.parametrize("room", range(1, 12, 2))
-def test_trees_made_at_once_fit_into_the_context(opened, plain, model, head, room):
+def test_trees_of_one_call_fit_into_the_context(opened, plain, model, head, room):
     n_prompt = len(plain.tokenize(PROMPT))
     small = always(opened(model, draft=[str(head)], n_ctx=n_prompt + room))
     make_trees_at_once(drafter_of(small), head)
@@ -291,7 +291,7 @@ def test_trees_made_at_once_fit_into_the_context(opened, plain, model, head, roo
     assert completion.finish_reason == "length" and completion.timings.speculation.dropped == {}
 
 
-def test_a_tree_made_at_once_of_no_numbers_is_dropped_with_the_reason(drafting, plain, head):
+def test_a_tree_of_one_call_with_nan_is_dropped_with_the_reason(drafting, plain, head):
     drafter = drafter_of(drafting)
     make_trees_at_once(drafter, head)
     draft = drafter.session.draft
@@ -364,7 +364,7 @@ def test_a_text_that_another_was_parked_for_is_gone_on_with_from_where_features_
     assert completion.timings.speculation.dropped == {} and drafter._start > 0
 
 
-def test_each_token_is_read_once_and_drafts_cost_few_rows(drafting):
+def test_each_token_passes_once_and_drafts_take_few_rows(drafting):
     drafter, fed = drafter_of(drafting), []
     forward = drafter.session.forward
 
@@ -384,7 +384,7 @@ def test_each_token_is_read_once_and_drafts_cost_few_rows(drafting):
     assert max(n for _, n, is_text in fed if not is_text) <= 4
 
 
-def test_hidden_rows_are_asked_for_only_where_a_drafter_wants_them(opened, model, head):
+def test_hidden_states_are_requested_only_where_a_drafter_needs_them(opened, model, head):
     for draft, wanted in (("auto", False), ([str(head)], True)):
         engine = always(opened(model, draft=draft))
         forward, asked = engine.session.forward, set()

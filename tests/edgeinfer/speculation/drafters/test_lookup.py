@@ -26,7 +26,7 @@ def tokens_of(guesses):
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
-def test_what_followed_the_most_tokens_is_guessed_and_of_that_what_came_last():
+def test_the_longest_ngram_and_its_last_follower_are_found():
     guesses = NgramLookup()
     guesses.add([1, 2, 3, 4, 9, 2, 3, 5, 8, 3, 6], 0)
     assert tokens_of(guesses.find([1, 2, 3], 1, FLAT)) == [4]
@@ -38,7 +38,7 @@ def test_what_followed_the_most_tokens_is_guessed_and_of_that_what_came_last():
     assert [guess.order for text in ([1, 2, 3], [3], [9, 3]) for guess in guesses.find(text, 1, FLAT)] == [0, 2, 2]
 
 
-def test_guesses_go_on_behind_guesses():
+def test_guesses_are_extended_by_guesses():
     guesses = NgramLookup()
     guesses.add(list(range(20)), 0)
     assert tokens_of(guesses.find([3, 4, 5], 4, FLAT)) == [6, 7, 8, 9]
@@ -46,7 +46,7 @@ def test_guesses_go_on_behind_guesses():
     assert guesses.find([17, 18, 19], 4, FLAT) == [] == guesses.find([], 4, FLAT)
 
 
-def test_no_more_are_made_than_may_save_what_they_cost():
+def test_no_more_guesses_are_made_than_are_expected_to_save_time():
     guesses = NgramLookup()
     guesses.add(list(range(20)), 0)
     assert guesses.find([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
@@ -55,7 +55,7 @@ def test_no_more_are_made_than_may_save_what_they_cost():
     assert len(guesses.find([3, 4, 5], 8, [1.0, 1.0])) == 1  # the longest pass whose cost is known
 
 
-def test_those_that_are_always_wrong_are_made_no_more():
+def test_an_order_whose_guesses_are_always_rejected_is_not_used_any_more():
     guesses = NgramLookup()
     guesses.add(list(range(20)), 0)
     made = 0
@@ -63,7 +63,7 @@ def test_those_that_are_always_wrong_are_made_no_more():
         guesses.learn(found, [0])
         made += 1
     assert 5 < made < 200 and guesses.levels_per_pass == 1.0
-    assert guesses.find([9, 5], 1, FLAT), "those behind fewer tokens were never wrong"
+    assert guesses.find([9, 5], 1, FLAT), "shorter n-grams were never rejected"
 
 
 def test_the_mean_of_levels_is_of_those_that_were_made():
@@ -116,7 +116,7 @@ def open_drafter(opened, model, monkeypatch):
 
 
 def context_of(tokens):
-    """With a draft that always pays."""
+    """A context in which every draft token is worth making."""
     context = Context(list(tokens), lambda logits, text: int(logits.argmax()), True)
     context.acceptance = AcceptanceTable()
     context.acceptance.length_rule = ChainLengthRule([10.0] * (MAX_TOKENS + 1))
@@ -169,7 +169,7 @@ def test_the_text_is_that_of_plain_decoding_and_passes_are_saved(open_drafter, p
     assert any(len(tokens) > 2 for tokens in read) and drafter._lookup.levels_per_pass > 1.2
 
 
-def test_what_is_guessed_makes_a_drafted_token_cheaper(open_drafter):
+def test_accepted_guesses_make_a_draft_token_cheaper(open_drafter):
     _, drafter, _ = open_drafter()
     context = context_of(range(20, 40))
     one, _ = drafter.cost(context)

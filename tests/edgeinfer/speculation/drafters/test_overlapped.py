@@ -43,7 +43,7 @@ def files(model, tmp_path_factory):
 
 @pytest.fixture(params=["model", "head of 0", "head of 1"])
 def ahead(request, model, files):
-    """An engine whose only drafter drafts ahead."""
+    """An engine whose only drafter is overlapped."""
     with edgeinfer.load(model, draft=[str(files[request.param])]) as engine:
         engine.tokenizer.stop_ids = frozenset()
         drafter = overlapped(engine.speculator.drafters[-1])
@@ -93,8 +93,8 @@ def test_the_tokens_are_those_of_plain_decoding_and_drafts_are_taken(ahead, plai
 
 
 @pytest.mark.usefixtures("patient")
-def test_drafts_go_on_behind_what_is_being_checked(ahead):
-    """All drafts are made in the other thread, many of them behind tokens that are not checked yet."""
+def test_drafts_continue_the_path_that_is_being_verified(ahead):
+    """All drafts are made in the other thread, many of them after tokens that are not verified yet."""
     drafter, main, n_unverified = of(ahead), threading.get_ident(), []
     propose = drafter._drafter.propose
 
@@ -114,7 +114,7 @@ def test_drafts_go_on_behind_what_is_being_checked(ahead):
 
 @pytest.mark.usefixtures("patient")
 def test_the_drafter_works_while_the_target_does(ahead):
-    """A draft behind what is checked is begun while the target's pass lasts, whichever of the threads is faster.
+    """A draft after what is being verified is begun while the target's pass lasts, whichever of the threads is faster.
 
     The other thread makes no step but while the target waits for it or works, and each pass of the target lasts until
     the draft that is wanted behind it has had one.
@@ -213,7 +213,7 @@ def test_only_a_drafter_of_features_is_given_them(files, model):
             assert not isinstance(engine.speculator.drafters[-1], BackgroundDrafter)
 
 
-def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
+def test_a_draft_model_drops_unverified_tokens_that_were_rejected(model):
     """Drafts behind a true text are those of a draft model that never saw another one."""
     with edgeinfer.load(model, draft=[str(model)]) as engine, edgeinfer.load(model, draft=[str(model)]) as other:
         used, fresh = engine.speculator.drafters[-1], other.speculator.drafters[-1]
@@ -234,7 +234,7 @@ def test_a_draft_model_does_not_keep_what_was_assumed_and_came_otherwise(model):
         assert used._tokens[: len(came)] == came
 
 
-def test_the_part_of_a_tree_behind_a_path_is_a_tree():
+def test_the_subtree_after_a_path_is_a_tree():
     tree = DraftTree([5, 6, 7, 8, 9, 6], [-1, -1, 0, 1, 2, 3], [0.9, 0.1, 0.8, 0.7, 0.6, 0.5], [0, 1, 2, 3, 4, 5])
     assert subtree_after(tree, []) == tree
     assert subtree_after(tree, [5]) == DraftTree([7, 9], [-1, 0], [0.8, 0.6], [2, 4])

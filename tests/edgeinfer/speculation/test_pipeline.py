@@ -1,0 +1,114 @@
+"""When drafters with a model are asked, and what they run."""
+
+import pytest
+from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
+
+from edgeinfer.speculation import pipeline
+from edgeinfer.speculation.drafters.lookup import NgramLookup
+from edgeinfer.speculation.tree import DraftTree
+
+GREEDY = {"temperature": 0.0}
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+class ReadsFirst(FunctionDrafter):
+    """Drafts one token for little, once it has read the text, which takes as long as some passes."""
+
+    def __init__(self, milliseconds):
+        super().__init__(lambda context, limit: DraftTree([1], [-1], [0.9], [0]), "slow")
+        self.milliseconds = milliseconds
+        self.read_at = []  # numbers of tokens
+
+    def start(self, context):
+        self.has_read = False
+
+    def cost(self, context):
+        return 1.0, 0.0 if self.has_read else self.milliseconds
+
+    def prefill(self, context):
+        self.has_read = True
+        self.read_at.append(len(context.tokens))
+
+    def propose(self, context, limit):
+        if not self.has_read:
+            self.prefill(context)
+        return super().propose(context, limit)
+
+    def interrupt(self):
+        pass
+
+
+def test_the_cost_of_a_prefill_is_compared_with_what_an_answer_of_usual_length_saves(opened, plain, model):
+    # A right token saves most of a pass of 10 s, so that 50 tokens earn back what reading takes.
+    engine = with_drafters(opened(model), drafter := ReadsFirst(50 * 9e3))
+    n_prompt = len(engine.tokenize(PROMPT))
+    has_read = []
+    for _ in range(6):
+        with engine.stream(PROMPT, max_tokens=150, temperature=0.0) as stream:
+            for _ in range(5):
+                next(stream)
+        has_read.append(drafter.has_read)
+    assert has_read == sorted(has_read, reverse=True) and has_read[0] and not has_read[3], "short ones were learnt"
+    drafter.read_at.clear()
+    assert tokens_of(engine, GREEDY, 150) == tokens_of(plain, GREEDY, 150)
+    (n,) = drafter.read_at
+    assert 40 <= n - n_prompt <= 80, "an answer that has come so far may come as far again"
+
+
+class Slow(FunctionDrafter):
+    """Takes 30 ms a token."""
+
+    def cost(self, context):
+        return 30.0, 0.0
+
+    def prefill(self, context): ...
+
+    def interrupt(self): ...
+
+
+@pytest.mark.parametrize("p, is_asked", [(0.5, True), (0.78, True), (0.95, False)])
+def test_a_drafter_with_a_model_is_asked_beside_free_drafts_that_are_little_better(
+    opened, plain, model, monkeypatch, p, is_asked
+):
+    # In passes of 100 ms, tokens a second: 10 one by one, 16 with its chains alone, 15, 17 and 19 with the free draft.
+    text = tokens_of(plain, GREEDY, 4)
+    free = FunctionDrafter(lambda context, limit: DraftTree([text[1] ^ 1], [-1], [p], [0]))
+    slow = Slow(lambda context, limit: DraftTree([text[1]], [-1], [0.9], [0]), "slow")
+    engine = with_drafters(opened(model), free, slow, costs=FixedCosts(lambda n: 0.1 + 0.001 * n))
+    merged, original = [], pipeline.select_tree
+
+    def select_tree(proposals, *arguments):
+        choice = original(proposals, *arguments)
+        merged.append(([proposal.drafter for proposal in proposals], choice.expected))
+        return choice
+
+    monkeypatch.setattr(pipeline, "select_tree", select_tree)
+    assert tokens_of(engine, GREEDY, 3) == text[:3]
+    assert slow.n_asked == is_asked
+    drafters, expected = merged[-1]
+    assert drafters == (["slow", "function"] if is_asked else ["function"])
+    # The free draft is right where the other one is wrong, not the other way round.
+    assert expected == pytest.approx(1.9 + 0.1 * p if is_asked else 1.0 + p)
+
+
+def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monkeypatch):
+    monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])  # which are read too, right or wrong
+    engine = opened(model, draft=[str(draft_model)])
+    engine.speculator.costs = FixedCosts()
+    session = engine.speculator.drafters[-1].session
+    fed, original = [], session.forward
+
+    def forward(tokens, *args, **options):
+        fed.append((session.n_past, len(tokens)))
+        return original(tokens, *args, **options)
+
+    session.forward = forward
+    completion = engine.generate(PROMPT, max_tokens=60, temperature=0.0)
+    accepted = completion.timings.speculation.by_drafter["model"].accepted
+    assert accepted > 20
+    # A token is fed once, but for drafted ones that were wrong.
+    n_text = completion.usage.prompt_tokens + 60
+    wrong = completion.timings.speculation.rejected
+    assert sum(n for _, n in fed) <= n_text + wrong
+    assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"

@@ -1,0 +1,58 @@
+"""Which drafters a plan has, and what it counts for them."""
+
+import pytest
+from drafting import PROMPT, tokens_of
+
+from edgeinfer import devices
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.drafters.lookup import NgramLookup
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def test_by_default_the_free_drafters_draft_and_are_in_the_plan(opened, model):
+    engine = opened(model)
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
+    assert engine.memory_plan.use.drafters > 1_000_000
+    assert opened(model, draft_max=0).speculator is None
+    completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
+    assert completion.timings.speculation.tokens == 39 and completion.timings.speculation.plain_seconds > 0
+
+
+def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
+    with_model, without = opened(model, draft=str(draft_model)), opened(model)
+    with ModelFile.open(draft_model) as file:
+        n_threads = with_model.device.n_threads
+        plan = NativeBackend(for_drafts=True).plan(
+            file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
+        )
+    assert (
+        with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + NgramLookup.memory()
+    )
+
+
+@pytest.mark.parametrize("why", ["no file", "no model", "no room"])
+def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
+    opened, plain, model, draft_model, tmp_path, monkeypatch, why
+):
+    path, expected = draft_model, ""
+    if why == "no file":
+        path, expected = tmp_path / "nothing.gguf", "nothing.gguf"
+    elif why == "no model":
+        path, expected = tmp_path / "text.gguf", "text.gguf"
+        path.write_text("no model")
+    else:
+        n_bytes = opened(model).memory_plan.use.total
+        monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
+        expected = "are left"
+    with pytest.warns(RuntimeWarning, match=expected):
+        engine = opened(model, draft=str(path))
+    assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
+
+
+def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(opened, model):
+    assert opened(model, backend="reference").speculator is None
+    with pytest.warns(RuntimeWarning, match="nothing is drafted"):
+        opened(model, backend="reference", draft="suffix")
