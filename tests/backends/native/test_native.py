@@ -127,7 +127,8 @@ def test_logits_equal_the_reference(
     file = ModelFile.open(path)
     spec = read_spec(file)
     oracle = ReferenceBackend(activations="int8")
-    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128, cache_type=cache_type), Device(1))
+    plan = oracle.plan(file, spec, 256, 128, cache_type=cache_type)
+    reference = oracle.load(file, spec, plan, Device(1)).session()
     session = opener(path, cache_type=cache_type)()
     errors: dict[int, list[float]] = {4: [], 40: []}
     for n in [4] * 24 + [40]:  # the last one is longer than the windows
@@ -289,7 +290,7 @@ def test_an_unknown_instruction_set_is_an_error(tiny: Open, monkeypatch: pytest.
     with pytest.raises(BackendUnavailable, match="EDGEINFER_ISA=mmx, but this CPU and this build have: .*scalar"):
         tiny()
     monkeypatch.setenv("EDGEINFER_ISA", "scalar")
-    assert tiny().isa == "scalar"
+    assert tiny().model.isa == "scalar"
 
 
 def test_another_thread_can_stop_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -329,14 +330,14 @@ def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_pat
     ):
         spec = read_spec(large)
         plan = rounded.plan(large, spec, 64)
-        session = rounded.load(large, spec, plan, Device(2))
+        model = rounded.load(large, spec, plan, Device(2))
         wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, 64), Device(1))
         assert plan.use == rounded.plan(large, spec, 64).use and plan.use.weights < large.n_bytes
         if format == "F32":
-            assert np.array_equal(session.packed_weights(), wanted.packed_weights())
+            assert np.array_equal(model.packed_weights(), wanted.packed_weights())
         else:  # its floats were rounded before
             tokens = np.arange(40)
-            a, b = (one.forward(tokens, logits="all").logits for one in (session, wanted))
+            a, b = (one.session().forward(tokens, logits="all").logits for one in (model, wanted))
             assert 0 < np.abs(a - b).max() < 0.2 * np.abs(b).max()
 
 
@@ -345,19 +346,19 @@ def test_for_drafts_the_packed_weights_beside_a_model_are_not_taken(tmp_path: Pa
     with ModelFile.open(path) as file:
         spec, tokens = read_spec(file), np.arange(40)
         plan = rounded.plan(file, spec, 64)
-        alone = rounded.load(file, spec, plan, Device(1)).forward(tokens).logits
+        alone = rounded.load(file, spec, plan, Device(1)).session().forward(tokens).logits
         NativeBackend().pack(file, spec, packed_path(path))
-        assert same_bits(rounded.load(file, spec, plan, Device(1)).forward(tokens).logits, alone)
+        assert same_bits(rounded.load(file, spec, plan, Device(1)).session().forward(tokens).logits, alone)
 
 
 def test_for_drafts_the_first_tokens_alone_get_logits(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgeinfer.backends.native.session.DRAFT_TOKENS", 100)
+    monkeypatch.setattr("edgeinfer.backends.native.weights.DRAFT_TOKENS", 100)
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "gemma2", "Q4_0", n_vocab=300)) as file:
         spec, tokens = read_spec(file), rng.integers(0, 300, 40)
         whole, part = (
-            backend.load(file, spec, backend.plan(file, spec, 64, 16, 2), Device(2))
+            backend.load(file, spec, backend.plan(file, spec, 64, 16, 2), Device(2)).session()
             for backend in (NativeBackend(), NativeBackend(for_drafts=True))
         )
         assert part.spec.n_logits == 100 and whole.spec.n_logits == 300
@@ -496,7 +497,7 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
         for bits in ("2", "1.6"):
             backend = NativeBackend(ternary_bits=bits)
             plans[bits] = backend.plan(file, spec, 64)
-            session = backend.load(file, spec, plans[bits], Device(2))
+            session = backend.load(file, spec, plans[bits], Device(2)).session()
             assert session.memory().weights == plans[bits].use.weights
             logits[bits] = session.forward(tokens, logits="all").logits
         assert same_bits(logits["1.6"], logits["2"])
@@ -513,9 +514,8 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             NativeBackend(ternary_bits=packed_as).pack(file, spec, packed_path(path))
             plan = NativeBackend().plan(file, spec, 64)
             assert plan == plans[packed_as]
-            assert same_bits(
-                NativeBackend().load(file, spec, plan, Device(1)).forward(tokens, logits="all").logits, logits["2"]
-            )
+            session = NativeBackend().load(file, spec, plan, Device(1)).session()
+            assert same_bits(session.forward(tokens, logits="all").logits, logits["2"])
             with pytest.raises(
                 ModelFileError, match=f"{packed_as} bits there, {faster} are wanted; .* --ternary-bits {faster}"
             ):

@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend, packed
-from edgeinfer.backends.native.packed import MAGIC, packed_path
+from edgeinfer.backends.native.packed import LAYOUT, MAGIC, packed_path
 from edgeinfer.cli import main
 from edgeinfer.errors import BadPack, ModelFileError
 from edgeinfer.models import read_spec
@@ -38,7 +38,7 @@ def pack(path: Path) -> Path:
 def logits(path: Path, verify: bool = False) -> np.ndarray:
     with ModelFile.open(path) as file:
         backend, spec = NativeBackend(verify=verify), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 64), Device(1))
+        session = backend.load(file, spec, backend.plan(file, spec, 64), Device(1)).session()
         found = session.forward(np.arange(40), logits="all").logits
         session.close()
     return found
@@ -236,10 +236,9 @@ def packed_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]
 
 def test_an_older_layout_is_refused_with_the_command_that_mends_it(packed_model: tuple[Path, bytes]) -> None:
     path, whole = packed_model
-    packed_path(path).write_bytes(with_header(whole, replaced("layout", by=4)))
-    with pytest.raises(
-        BadPack, match=r"packed layout 4, this version reads 5; pack it again: edgeinfer pack .*m\.gguf$"
-    ):
+    packed_path(path).write_bytes(with_header(whole, replaced("layout", by=LAYOUT - 1)))
+    found = rf"packed layout {LAYOUT - 1}, this version reads {LAYOUT}"
+    with pytest.raises(BadPack, match=rf"{found}; pack it again: edgeinfer pack .*m\.gguf$"):
         logits(path)
 
 
