@@ -58,9 +58,10 @@ void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_
 
 void commit(TextState& text, const std::vector<int32_t>& path) {
     const int n = static_cast<int>(path.size());
-    for (int i = 0; i < n; i++) {
-        const int row = path[static_cast<size_t>(i)];
-        if (row < i || text.n_past() + row >= text.n_ctx()) throw nb::value_error("commit: no such row");
+    int before = -1;
+    for (const int row : path) {
+        if (row <= before || row >= text.n_pending()) throw nb::value_error("commit: no such row, or none that ascend");
+        before = row;
     }
     nb::gil_scoped_release release;
     text.commit(path.data(), n);
@@ -74,6 +75,11 @@ int truncate_to(TextState& text, int n_past) {
 int reach(const TextState& text, int n_past) {
     if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("reach: no such position");
     return text.reach(n_past);
+}
+
+int resume(TextState& text, int number, int n_past) {
+    if (n_past < 0) throw nb::value_error("resume: no such position");
+    return text.resume(number, n_past);
 }
 
 void bind_enums(nb::module_& m) {
@@ -142,7 +148,7 @@ void bind_text_state(nb::module_& m) {
              "Remember the committed text, as long as its memory is not needed; gives its number.")
         .def("reach_parked", &TextState::reach_parked, "number"_a, "n_past"_a,
              "The length that resume would reach; 0 for a text that is forgotten.")
-        .def("resume", &TextState::resume, "number"_a, "n_past"_a,
+        .def("resume", &resume, "number"_a, "n_past"_a,
              "Commit the first n_past tokens of a parked text, or fewer, and only them; gives how many.")
         .def("forget", &TextState::forget, "number"_a)
         .def("parked", &TextState::parked, "Numbers of the parked texts.")

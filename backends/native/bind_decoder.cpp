@@ -44,7 +44,7 @@ bool interruptible(const Run& run) {
     bool raised = false, whole;
     const auto poll = [&raised] {
         nb::gil_scoped_acquire acquire;
-        raised = PyErr_CheckSignals() != 0;
+        if (!raised) raised = PyErr_CheckSignals() != 0;  // a handler's exception stays until it is thrown
         return raised;
     };
     {
@@ -66,7 +66,8 @@ TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_taps = static_cast<int>(layers.size());
     const size_t n_embd = static_cast<size_t>(config.n_embd);
-    if (!state || n < 1 || n_pending < 0 || parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
+    if (!state || !config.fits(state->sizes()) || n < 1 || n_pending < 0 ||
+        parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
         state->n_past() + n_pending + n > state->n_ctx() || !state->has_room(state->n_past() + n_pending + n) ||
         taps.shape(0) < layers.size() || decoder.has_front() != features.has_value() ||
         (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
@@ -91,7 +92,9 @@ TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
 }
 
 // Gives False if the pass was stopped by interrupt().
-bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints rows, FloatRows logits) {
+// interrupts: the decoder's count of them before the first pass of these rows.
+bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints rows, FloatRows logits,
+             uint64_t interrupts) {
     const DecoderConfig& config = decoder.config();
     std::vector<TextRows> all;
     int n = 0;
@@ -103,7 +106,7 @@ bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints row
         }
     }
     const int n_rows = static_cast<int>(rows.size());
-    if (n < 1 || n > config.n_batch || logits.shape(0) != rows.size() ||
+    if (n < 1 || n > config.n_batch || n_rows > n || logits.shape(0) != rows.size() ||
         logits.shape(1) != static_cast<size_t>(config.n_logits)) {
         throw nb::value_error("forward: arguments do not fit together");
     }
@@ -111,7 +114,7 @@ bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints row
         if (rows.data()[i] < 0 || rows.data()[i] >= n) throw nb::value_error("forward: a row is out of range");
     }
     return interruptible(
-        [&](const auto& poll) { return decoder.forward(all, rows.data(), n_rows, logits.data(), poll); });
+        [&](const auto& poll) { return decoder.forward(all, rows.data(), n_rows, logits.data(), interrupts, poll); });
 }
 
 // Reads a list of ints; gives false where there is anything else.
@@ -142,10 +145,10 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
     const int n_pending = static_cast<int>(links.size());
     for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
     if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
-    if (n < 1 || n > config.n_batch || links.size() != static_cast<size_t>(n_pending + n) ||
-        state.n_past() + n_pending + n > state.n_ctx() || !state.has_room(state.n_past() + n_pending + n) ||
-        n_rows > n || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
-        decoder.has_front() != features.has_value() ||
+    if (!config.fits(state.sizes()) || n < 1 || n > config.n_batch ||
+        links.size() != static_cast<size_t>(n_pending + n) || state.n_past() + n_pending + n > state.n_ctx() ||
+        !state.has_room(state.n_past() + n_pending + n) || n_rows > n ||
+        logits.shape(1) != static_cast<size_t>(config.n_logits) || decoder.has_front() != features.has_value() ||
         (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
         (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
         !is_tree(config, ids, links)) {
@@ -163,8 +166,10 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
                         static_cast<int>(n_taps),
                         n_taps ? taps->data() : nullptr,
                         n_taps ? taps->shape(1) * n_embd : 0};
-    return interruptible(
-        [&](const auto& poll) { return decoder.forward({&text, 1}, rows.data(), n_rows, logits.data(), poll); });
+    const uint64_t interrupts = decoder.interrupts();
+    return interruptible([&](const auto& poll) {
+        return decoder.forward({&text, 1}, rows.data(), n_rows, logits.data(), interrupts, poll);
+    });
 }
 
 // ---- tuning --------------------------------------------------------------------------------------------------------
@@ -181,7 +186,8 @@ void check_part(int n_parts, int part) {
 double seconds_of_part(Decoder& decoder, TextState& state, int n, int n_parts, int part) {
     check_part(n_parts, part);
     const DecoderConfig& config = decoder.config();
-    if (n < 1 || n > config.n_batch || state.n_past() + n > state.n_ctx() || decoder.has_front()) {
+    if (!config.fits(state.sizes()) || n < 1 || n > config.n_batch || state.n_past() + n > state.n_ctx() ||
+        decoder.has_front()) {
         throw nb::value_error("seconds_of_part: arguments do not fit together");
     }
     nb::gil_scoped_release release;
@@ -253,10 +259,11 @@ Prefetch prefetch_from(const PrefetchFields& fields) {
 void bind_decoder(nb::module_& m) {
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder.def("__init__", &init_decoder, "config"_a, "front"_a, "isa"_a, "threads"_a, "weights"_a)
-        .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a)
+        .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
-        .def("interrupt", &Decoder::interrupt)
+        .def("interrupt", &Decoder::interrupt, "Stop the pass that runs, and those that wait.")
+        .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
         .def_prop_ro("activation_bytes", &Decoder::activation_bytes);

@@ -35,7 +35,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
 // ---- the forward pass ----------------------------------------------------------------------------------------------
 
 bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits,
-                      const std::function<bool()>& poll) {
+                      uint64_t interrupts, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     using Clock = std::chrono::steady_clock;
     Clock::time_point polled = Clock::now();
@@ -51,7 +51,9 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.n_rows = n_rows;
     pass.logits = logits;
     weights_->wait_until_mapped();
-    stop_.store(false, std::memory_order_relaxed);
+    stop_.store(false);
+    if (interrupts_.load() != interrupts)
+        return false;  // in this order: an interrupt is seen here, or sets stop_ behind it
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     pool_->run([&](int thread) { run(pass, thread); });
     return !stop_.load(std::memory_order_relaxed);

@@ -27,8 +27,9 @@ public:
     // Runs the rows of several texts, each text once, n_batch tokens at most. rows: (n_rows,) those that logits
     // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
-    // before in any case. One pass at a time: another caller waits.
-    bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits,
+    // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
+    // more by now, or while it waits or runs, the pass is stopped.
+    bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 
     // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as
@@ -37,7 +38,11 @@ public:
     // Bytes of the weights that it reads.
     size_t part_bytes(int n_parts, int part) const;
 
-    void interrupt() { stop_.store(true, std::memory_order_relaxed); }
+    void interrupt() {
+        interrupts_.fetch_add(1);
+        stop_.store(true);
+    }
+    uint64_t interrupts() const { return interrupts_.load(); }
 
     const DecoderConfig& config() const { return config_; }
     bool has_front() const { return front_ != nullptr; }
@@ -70,5 +75,6 @@ private:
     Matrix output_;
     Embedding embedding_;
     std::mutex running_;
-    std::atomic<bool> stop_{false};
+    std::atomic<uint64_t> interrupts_{0};
+    std::atomic<bool> stop_{false};  // of the pass that runs
 };

@@ -56,8 +56,11 @@ void KvState::truncate(int n_past) {
 
 void KvState::park(int number, int n_past) {
     cut(table_, count(n_past));
-    for (size_t i = table_.first; i < table_.segments.size(); i++) segments_.share(table_.segments[i]);
-    parked_.emplace_back(number, table_);
+    Table kept = table_;
+    for (const size_t first = std::min(first_kept(n_past), kept.segments.size()); kept.first < first; kept.first++)
+        kept.segments[kept.first] = -1;
+    parked_.emplace_back(number, kept);
+    for (size_t i = kept.first; i < kept.segments.size(); i++) segments_.share(kept.segments[i]);
 }
 
 std::vector<std::pair<int, KvState::Table>>::const_iterator KvState::find(int number) const {
@@ -99,6 +102,9 @@ bool WindowKv::give_back_behind(int n_past) {
     for (; table_.first <= own; table_.first++) segments_.give_back(std::exchange(table_.segments[table_.first], -1));
     return true;
 }
+
+// No more than that: the next text needs the memory, and would drop a parked text that holds it.
+size_t WindowKv::first_kept(int n_past) const { return first_read(n_past - kSlack, window_); }
 
 int WindowKv::reach_of(const Table& table, int n_past) const {
     return table.first <= first_read(n_past, window_) ? n_past : 0;

@@ -34,6 +34,8 @@ protected:
     // Frees one segment of the current text, which is n_past long and will not be read there any more, if there is one.
     virtual bool give_back_behind(int n_past) = 0;
     virtual int reach_of(const Table& table, int n_past) const = 0;
+    // The first segment that the current text keeps when it is parked with n_past tokens.
+    virtual size_t first_kept(int n_past) const = 0;
 
     KvSegments segments_;
     Table table_;
@@ -55,6 +57,7 @@ public:
 private:
     bool give_back_behind(int) override { return false; }
     int reach_of(const Table&, int n_past) const override { return n_past; }
+    size_t first_kept(int) const override { return 0; }
 };
 
 // What layers need in which a token sees `window` positions, its own among them: of a text of any length the last
@@ -62,7 +65,8 @@ private:
 // its slack is used again.
 class WindowKv : public KvState {
 public:
-    // The current text can always be cut by so many tokens: a chat template may render the end of an answer otherwise.
+    // The current text can be cut to so many tokens below the longest that it has been since it was last empty: a chat
+    // template may render the end of an answer otherwise.
     static constexpr int kSlack = kSegment;
 
     WindowKv(const KvShape& shape, int window, int n_batch)
@@ -74,6 +78,7 @@ public:
 private:
     bool give_back_behind(int n_past) override;
     int reach_of(const Table& table, int n_past) const override;
+    size_t first_kept(int n_past) const override;
 
     int window_;
 };

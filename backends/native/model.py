@@ -72,7 +72,6 @@ class NativeDecoder:
         self._decoder: _core.Decoder | None = parts.decoder
         self._weights: _core.Weights | None = parts.weights
         self._embedding_bytes = parts.embedding_bytes
-        self._interrupted = False
 
     @property
     def isa(self) -> str:
@@ -86,7 +85,6 @@ class NativeDecoder:
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
-        self._interrupted = True
         if self._decoder is not None:
             self._decoder.interrupt()
 
@@ -110,11 +108,6 @@ class NativeDecoder:
         """Raises EdgeInferError if this model is closed."""
         self.decoder()
 
-    def begin(self) -> _core.Decoder:
-        """The decoder for a pass that begins: what `interrupt` asked for before is over."""
-        self._interrupted = False
-        return self.decoder()
-
     def state(self, n_ctx: int, cache_type: CacheType) -> _core.TextState:
         """The state of a new text of this model."""
         self.check_open()
@@ -122,10 +115,10 @@ class NativeDecoder:
 
     def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
         """Run rows of several texts that were checked. Raises Interrupted."""
-        joint = JointPass(self.begin(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
+        joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for text in texts:
             text.drop_pending()
-        joint.run(self.n_batch, lambda: self._interrupted)
+        joint.run(self.n_batch)
         for text, rows in zip(texts, batch, strict=True):
             text.set_pending(rows)
         return joint.outputs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -73,13 +73,23 @@ def cut(sizes: Sequence[tuple[int, bool]], n_batch: int) -> Iterator[list[Piece]
     yield pieces
 
 
+def distinct(wanted: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp] | None]:
+    """(rows in ascending order, each once; where in them each of the wanted ones is), None if these are the same."""
+    if len(wanted) < 2 or (np.diff(wanted) > 0).all():
+        return wanted, None
+    rows, places = np.unique(wanted, return_inverse=True)
+    return rows, places
+
+
 class JointPass:
-    """Runs a batch through a decoder, in as many passes as it takes."""
+    """Runs a batch through a decoder, in as many passes as it takes. An interrupt from now on stops it."""
 
     def __init__(self, decoder: _core.Decoder, batch: Sequence[TextRows], n_logits: int, n_embd: int) -> None:
         self._decoder = decoder
+        self._interrupts = decoder.interrupts
         self._batch = batch
-        counts = [len(rows.wanted) for rows in batch]
+        self._wanted, self._places = zip(*(distinct(rows.wanted) for rows in batch), strict=True)
+        counts = [len(wanted) for wanted in self._wanted]
         self._logits: Logits = np.empty((sum(counts), n_logits), dtype=np.float32)
         self._of_text = np.split(self._logits, np.cumsum(counts)[:-1])  # views
         self._layers = [np.array(rows.taps, dtype=np.int32) for rows in batch]
@@ -87,7 +97,7 @@ class JointPass:
             np.empty((len(rows.taps), len(rows.tokens) if rows.taps else 0, n_embd), dtype=np.float32) for rows in batch
         ]
 
-    def run(self, n_batch: int, is_interrupted: Callable[[], bool]) -> None:
+    def run(self, n_batch: int) -> None:
         """One pass after the other. Raises Interrupted."""
         passes = list(cut([(len(rows.tokens), rows.is_chain) for rows in self._batch], n_batch))
         for pieces in passes:
@@ -95,22 +105,25 @@ class JointPass:
             for piece in pieces:
                 rows = self._batch[piece.text]
                 arguments.append(self._arguments(rows, piece))
-                of_piece = np.flatnonzero((rows.wanted >= piece.first) & (rows.wanted < piece.last))
-                wanted.append((piece.text, of_piece, rows.wanted[of_piece] + np.int32(offset - piece.first)))
+                of_text = self._wanted[piece.text]
+                of_piece = np.flatnonzero((of_text >= piece.first) & (of_text < piece.last))
+                wanted.append((piece.text, of_piece, of_text[of_piece] + np.int32(offset - piece.first)))
                 offset += piece.last - piece.first
             rows_of_pass = np.concatenate([each[2] for each in wanted])
             out = self._logits
             if len(passes) > 1:
                 out = np.empty((len(rows_of_pass), self._logits.shape[1]), dtype=np.float32)
-            if is_interrupted() or not self._decoder.forward(arguments, rows_of_pass, out):
+            if not self._decoder.forward(arguments, rows_of_pass, out, self._interrupts):
                 raise interrupted()
             if out is not self._logits:
                 self._put(out, [each[:2] for each in wanted])
 
     def outputs(self) -> list[Output]:
         """One a text."""
-        pairs = zip(self._of_text, self._tapped, strict=True)
-        return [Output(logits, tapped if len(tapped) else None) for logits, tapped in pairs]
+        return [
+            Output(logits if places is None else logits[places], tapped if len(tapped) else None)
+            for logits, places, tapped in zip(self._of_text, self._places, self._tapped, strict=True)
+        ]
 
     def _arguments(self, rows: TextRows, piece: Piece) -> _Arguments:
         """What Decoder.forward wants to know of a text."""

@@ -71,6 +71,16 @@ struct DecoderConfig {
         return largest;
     }
 
+    // Whether a text of these sizes is one of this model.
+    bool fits(const TextSizes& sizes) const {
+        if (sizes.layers.size() != layers.size() || sizes.n_ctx > n_ctx || sizes.n_batch > n_batch) return false;
+        for (size_t i = 0; i < layers.size(); i++) {
+            const AttentionConfig& a = layers[i].attention;
+            if (sizes.layers[i] != KvLayer{a.n_kv_heads, a.head_dim, a.window}) return false;
+        }
+        return true;
+    }
+
     // What a text of up to n_ctx_of_text positions leaves behind.
     TextSizes text_sizes(KvType type, int n_ctx_of_text) const {
         TextSizes sizes{type, n_ctx_of_text, std::min(n_batch, n_ctx_of_text), {}};

@@ -55,8 +55,8 @@ class NativeText:
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
         del self._text[self.n_past :]
         self._text += [self._tokens[row] for row in rows]
-        self._open().commit(rows)
         self._parents = []
+        self._open().commit(rows)
 
     def truncate(self, n_past: int) -> int:
         """See Session.truncate."""
@@ -131,10 +131,12 @@ class NativeText:
         spec = self._decoder.decoder_spec
         out = np.empty((n if logits == "all" else 1, spec.n_logits), dtype=np.float32)
         tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
-        whole = self._decoder.begin().forward_lists(self._open(), few, parents, pending, out, taps, tapped, features)
+        state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
+        before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
+        whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
         if whole is None:
+            self._parents = kept
             return None
-        before, self._parents = self._tokens[:n_pending], []
         if not whole:
             raise interrupted()
         self._tokens = before + few

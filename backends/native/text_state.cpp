@@ -22,6 +22,7 @@ std::vector<Alike> alike_of(const TextSizes& sizes) {
     std::vector<Alike> found;
     for (int i = 0; i < static_cast<int>(sizes.layers.size()); i++) {
         KvLayer layer = sizes.layers[static_cast<size_t>(i)];
+        if (layer.window >= sizes.n_ctx) layer.window = 0;  // it sees all
         if (layer.window && WindowKv::n_segments(layer.window, sizes.n_batch) >= segments_of(sizes.n_ctx))
             layer.window = 0;
         const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) {
@@ -45,8 +46,7 @@ size_t TextState::n_bytes(const TextSizes& sizes) {
     return n_bytes;
 }
 
-TextState::TextState(const TextSizes& sizes)
-    : places_(sizes.layers.size()), n_ctx_(sizes.n_ctx), n_batch_(sizes.n_batch) {
+TextState::TextState(const TextSizes& sizes) : places_(sizes.layers.size()), sizes_(sizes) {
     for (const Alike& alike : alike_of(sizes)) {
         const KvShape shape = alike.shape(sizes.type);
         std::unique_ptr<KvState> state;
@@ -74,11 +74,12 @@ void TextState::reserve(int n_slots) {
         forget(parked_.front().number);
     };
     for (const auto& state : states_) state->reserve(n_past_, n_slots, drop_parked);
+    n_slots_ = n_slots;
 }
 
 void TextState::commit(const int32_t* path, int n) {
     for (const auto& state : states_) state->commit(n_past_, path, n);
-    n_past_ += n;
+    n_slots_ = n_past_ += n;
 }
 
 // What one state reaches, another may not, so they are asked until all agree. All reach 0.
@@ -91,15 +92,17 @@ int TextState::reach(int n_past) const {
 }
 
 int TextState::truncate(int n_past) {
-    n_past_ = reach(n_past);
+    n_slots_ = n_past_ = reach(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
     return n_past_;
 }
 
 int TextState::park() {
-    for (const auto& state : states_) state->park(n_numbers_, n_past_);
-    parked_.push_back({n_numbers_, n_past_});
-    return n_numbers_++;
+    const int number = n_numbers_++;  // first: a number that failed half way is not given again
+    n_slots_ = n_past_;
+    for (const auto& state : states_) state->park(number, n_past_);
+    parked_.push_back({number, n_past_});
+    return number;
 }
 
 std::vector<TextState::Parked>::const_iterator TextState::find(int number) const {
@@ -117,7 +120,7 @@ int TextState::reach_parked(int number, int n_past) const {
 }
 
 int TextState::resume(int number, int n_past) {
-    n_past_ = reach_parked(number, n_past);
+    n_slots_ = n_past_ = reach_parked(number, n_past);
     for (const auto& state : states_) state->resume(number, n_past_);
     if (const auto text = find(number); text != parked_.end()) {
         const auto at = parked_.begin() + (text - parked_.cbegin());

@@ -10,6 +10,8 @@
 // window: positions that a token sees, its own among them; 0 for all.
 struct KvLayer {
     int n_kv_heads, head_dim, window;
+
+    bool operator==(const KvLayer&) const = default;
 };
 
 // n_batch: of a text that may be pending at once; see has_room.
@@ -32,14 +34,17 @@ public:
     size_t used_bytes() const;
 
     int n_past() const { return n_past_; }
-    int n_ctx() const { return n_ctx_; }
+    int n_ctx() const { return sizes_.n_ctx; }
+    const TextSizes& sizes() const { return sizes_; }
+    // Slots behind n_past that rows may be committed from.
+    int n_pending() const { return n_slots_ - n_past_; }
     KvHead head(int layer, int kv_head) const {
         const Place& place = places_[static_cast<size_t>(layer)];
         return place.state->head(place.index, kv_head);
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
-    bool has_room(int n_slots) const { return n_slots - n_past_ <= n_batch_ || n_slots <= n_unmoved_; }
+    bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes_.n_batch || n_slots <= n_unmoved_; }
     // Makes these slots this text's own. There must be room.
     void reserve(int n_slots);
     // Moves these slots behind n_past, ascending, to n_past, n_past + 1, ...
@@ -72,7 +77,8 @@ private:
 
     std::vector<std::unique_ptr<LayerState>> states_;
     std::vector<Place> places_;  // by layer
-    int n_ctx_, n_batch_, n_unmoved_ = INT_MAX;
-    int n_past_ = 0, n_numbers_ = 0;
+    TextSizes sizes_;
+    int n_unmoved_ = INT_MAX;
+    int n_past_ = 0, n_slots_ = 0, n_numbers_ = 0;
     std::vector<Parked> parked_;  // used longest ago first
 };

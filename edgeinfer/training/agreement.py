@@ -45,6 +45,7 @@ def _compare(target: TorchTarget, session: Session, tokens: TokenIds) -> tuple[N
     """The deviation at each position of a text, and whether the most likely token is the same."""
     session.truncate(0)
     native = run_text(session, tokens, logits="all").logits
+    session.truncate(0)
     ours = target.logits(target.text_features([tokens])[0]).float().cpu().numpy()
     deviations = np.sqrt(np.mean((ours - native) ** 2, axis=1)) / native.std(axis=1)
     return deviations, ours.argmax(axis=1) == native.argmax(axis=1)

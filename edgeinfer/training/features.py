@@ -57,6 +57,7 @@ class NativeRecorder:
     def _rows(self, tokens: TokenIds) -> Halves:
         self._session.truncate(0)
         rows = run_text(self._session, tokens, logits="none", taps=self._taps).features
+        self._session.truncate(0)  # nothing of a recorded text stays
         assert rows is not None
         return as_halves(rows)
 

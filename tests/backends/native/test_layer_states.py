@@ -184,6 +184,19 @@ def test_a_parked_text_is_cut_only_as_far_as_its_window_goes(gemma: Opener, rng:
     assert session.reuse_prefix(text) == 700
 
 
+def test_a_parked_text_leaves_memory_for_the_next(gemma: Opener, rng: np.random.Generator) -> None:
+    session, first, second = gemma(), gemma.tokens(rng, 800), gemma.tokens(rng, 100)
+    run_text(session, first)
+    assert session.reuse_prefix(second) == 0
+    run_text(session, second)
+    assert session.reuse_prefix(first[:790]) == 790
+    assert same_bits(session.forward(first[790:]).logits, logits_behind(gemma.whole(), first))
+
+
+def logits_behind(session: NativeSession, tokens: np.ndarray) -> np.ndarray:
+    return session.forward(tokens).logits
+
+
 @dataclass
 class Walk:
     """A session with windows and a plain list of tokens; `expected` computes everything anew in full caches."""

@@ -307,7 +307,7 @@ void decoder(const Kernels& kernels, KvType kv_type) {
         const auto pass = [&](const std::vector<int32_t>& parents) {
             const TextRows text{&random.state(), 128, tokens.data(), parents.data(), n, 0, features.data(),
                                 nullptr,         0,   nullptr,       size_t{0}};
-            random.decoder().forward({&text, 1}, rows.data(), n, logits.data(), [] { return false; });
+            random.decoder().forward({&text, 1}, rows.data(), n, logits.data(), 0, [] { return false; });
             report(kernels,
                    "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
                        std::to_string(static_cast<int>(format)) + "-" + std::to_string(random.state().n_past()),

@@ -99,7 +99,7 @@ def test_how_a_matrix_is_read_changes_no_bits(format: str, isa: str, rng: np.ran
 
 @pytest.mark.parametrize(
     "change",
-    [{"ahead": -64}, {"ahead": 10}, {"hint": 3}, {"at_once": 5}, {"columns": 9}, {"task": -1}, {"tasks_each": 0}],
+    [{"ahead": -64}, {"ahead": 10}, {"hint": 3}, {"at_once": 5}, {"tokens": 9}, {"task": -1}, {"tasks_each": 0}],
 )
 def test_a_way_to_read_that_does_not_exist_is_refused(change: dict[str, int], rng: np.random.Generator) -> None:
     matrix, _ = packed("Q8_0", rng.standard_normal((16, 32), dtype=np.float32))
