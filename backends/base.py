@@ -79,8 +79,9 @@ class Session(Protocol):
         """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
         It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
-        again. Always reachable are 0, and any n_past up to 128 below the longest that this text has been: enough for
-        draft trees and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
+        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the text was
+        last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees and
+        ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
@@ -145,7 +146,7 @@ class Model(Protocol):
         """Run rows of several texts, each session once, in one pass if the backend can; one Output per text.
 
         The logits of a row are the same bits, whichever rows of other texts are in the pass. Raises as Session.forward;
-        then no session has pending rows.
+        if the pass had begun, no session has pending rows.
         """
         ...
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from edgeinfer.arguments import check_choice, check_integer
 from edgeinfer.backends.base import Rows
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
@@ -120,9 +122,7 @@ def check_pending(n_pending: int, n_kept: int) -> int:
 
 def check_session_size(n_ctx: int | None, most: int) -> int:
     """Positions of a session: n_ctx, or as many as were planned. Raises InvalidArgument."""
-    if n_ctx is not None and not 1 <= n_ctx <= most:
-        raise InvalidArgument(f"n_ctx of a session must be in 1..{most}, as the model was planned: found {n_ctx}")
-    return most if n_ctx is None else n_ctx
+    return most if n_ctx is None else check_integer("n_ctx of a session", n_ctx, 1, most)
 
 
 def check_sessions(model: object, batch: Sequence[Rows]) -> None:
@@ -136,8 +136,14 @@ def check_sessions(model: object, batch: Sequence[Rows]) -> None:
         raise InvalidArgument("a session may come once in a pass: give all of its rows together")
 
 
+def check_cache_type(cache_type: CacheType) -> None:
+    """Raises InvalidArgument unless there are caches of that type."""
+    check_choice("cache_type", cache_type, get_args(CacheType))
+
+
 def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
-    """Raises InvalidArgument if the model's heads do not fit a cache of that type."""
+    """Raises InvalidArgument if there is no cache of that type, or if the model's heads do not fit it."""
+    check_cache_type(cache_type)
     for layer in spec.layers:
         if cache_type == "q8_0" and layer.mixer.head_dim % 32:
             raise InvalidArgument(

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import (
+    check_cache_type,
     check_features,
     check_links,
     check_path,
@@ -179,6 +180,8 @@ class DeviceModel(DeviceWeights[_Decoder]):
 
     def checked_size(self, n_ctx: int | None, cache_type: CacheType | None) -> int:
         """Positions of a session. Raises InvalidArgument for a size or a type of cache that there is not."""
+        if cache_type is not None:
+            check_cache_type(cache_type)
         if cache_type not in (None, "f16"):
             raise InvalidArgument(f"sessions of this backend have a KV cache of f16 only: found {cache_type}")
         return check_session_size(n_ctx, self.n_ctx)

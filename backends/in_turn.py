@@ -39,11 +39,15 @@ def heads_in_turn(model: object, batch: Sequence[Rows]) -> list[Output]:
 
 
 def _in_turn(model: object, batch: Sequence[Rows], run: Callable[[Rows], Output]) -> list[Output]:
-    """One Output a text; if a pass fails, no text has pending rows."""
+    """One Output a text.
+
+    The rows of a text are checked just before they run, so a pass has begun when the first text is checked: if any
+    text fails, none has pending rows.
+    """
     check_sessions(model, batch)
     try:
         return [run(rows) for rows in batch]
-    except EdgeInferError:
+    except BaseException:
         for rows in batch:
             _drop_pending(rows)
         raise

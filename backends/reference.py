@@ -291,7 +291,8 @@ class ReferenceModel(ReferenceDecoder):
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> ReferenceSession:
         """See Model.session."""
         self.check_open()
-        return ReferenceSession(self, check_session_size(n_ctx, self.n_ctx), cache_type or self.plan.cache_type)
+        cache_type = self.plan.cache_type if cache_type is None else cache_type
+        return ReferenceSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. One text after the other."""

@@ -70,6 +70,12 @@ def check_file_name(name: str, value: object) -> Path:
         raise InvalidArgument(f"{name} {given}: {error}; a file that is called so is ./{given}") from None
 
 
+def check_flag(name: str, value: object) -> None:
+    """Checks that the value is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be True or False: found {shown(value)}")
+
+
 def check_callback(name: str, value: object) -> None:
     """Checks that the value is None or can be called."""
     if value is not None and not callable(value):

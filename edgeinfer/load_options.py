@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict, cast, get_args
 
-from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_integer, check_text, shown
+from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_flag, check_integer, check_text, shown
 from edgeinfer.backends.base import Progress
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
+from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.placement import check_name
 from edgeinfer.types import CacheType, TernaryBits
 
@@ -85,11 +86,12 @@ class LoadOptions:
         }
         for name, value in checked.items():  # as Python's own integers
             object.__setattr__(self, name, value)
-        self.drafter_names()
+        drafters_named(self.drafter_names())
         check_choice("backend", self.backend, get_args(BackendName))
         check_choice("cache_type", self.cache_type, get_args(CacheType))
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
+        check_flag("verify", self.verify)
         check_callback("progress", self.progress)
 
     def drafter_names(self) -> str | tuple[str, ...]:

@@ -74,6 +74,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     model = planned.load(options.progress)
     opened.callback(model.close)
     session = model.session()
+    opened.callback(session.close)
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
     speculator = None
     if drafters is not None:

@@ -313,7 +313,7 @@ class _HeadReader(Reader):
         info = self.file.tensors.get(name)
         if info is None or info.type.name != kind or len(info.shape) != 1:
             found = "none" if info is None else f"{info.type.name} {info.shape}"
-            raise UnsupportedModel(f"{self.file.path}: tensor {name} must be {kind} (n_draft,): found {found}")
+            raise UnsupportedModel(f"{self.file.path}: tensor {name} must be {kind} (n_logits,): found {found}")
         ids = np.frombuffer(self.file.data(name).tobytes(), dtype="<i4" if kind == "I32" else "<i8")
         falls = np.flatnonzero(np.diff(ids) <= 0)
         if falls.size:

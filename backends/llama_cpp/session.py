@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import (
+    check_cache_type,
     check_parents,
     check_path,
     check_rows,
@@ -80,6 +81,8 @@ class LlamaCppModel:
         self.check_open()
         if self._session is not None and (other := self._session()) is not None and not other.is_closed:
             raise InvalidArgument("llama.cpp holds one text at a time: close the session that is open, or load again")
+        if cache_type is not None:
+            check_cache_type(cache_type)
         if cache_type not in (None, self._loaded.wanted.cache_type):
             raise InvalidArgument(
                 f"the cache was planned with type {self._loaded.wanted.cache_type}: found {cache_type}; load again"

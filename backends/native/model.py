@@ -59,24 +59,31 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  threads: may be shared with models that never run at the same time.
+    decoder_spec: of the layers.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
         self.decoder_spec = spec
         self.n_ctx = plan.n_ctx
         self.n_batch = plan.n_batch
-        self.threads = parts.threads
         self._config = parts.config
         self._cache_type = plan.cache_type
         self._decoder: _core.Decoder | None = parts.decoder
         self._weights: _core.Weights | None = parts.weights
+        self._threads: _core.Threads | None = parts.threads
         self._embedding_bytes = parts.embedding_bytes
 
     @property
     def isa(self) -> str:
         """The instruction-set path in use."""
         return self.decoder().isa
+
+    @property
+    def threads(self) -> _core.Threads:
+        """The thread pool, which models that never run at the same time may share. Raises EdgeInferError if closed."""
+        if self._threads is None:
+            raise EdgeInferError("this model is closed")
+        return self._threads
 
     def memory(self) -> MemoryUse:
         """See Model.memory: packed weights and the embeddings of this model, and the activations of a pass."""
@@ -89,8 +96,8 @@ class NativeDecoder:
             self._decoder.interrupt()
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise, those of sessions too."""
-        self._decoder = self._weights = None
+        """Give the memory and the threads back. Further calls raise, those of sessions too."""
+        self._decoder = self._weights = self._threads = None
 
     def decoder(self) -> _core.Decoder:
         """The C++ decoder. Raises EdgeInferError if this model is closed."""
@@ -140,7 +147,7 @@ class NativeModel(NativeDecoder):
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
         """See Model.session."""
-        cache_type = cache_type or self._cache_type
+        cache_type = self._cache_type if cache_type is None else cache_type
         check_cache(cache_type, self.spec)
         return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 

@@ -7,7 +7,15 @@ from functools import partial
 
 from edgeinfer import devices
 from edgeinfer.backends.base import Session
-from edgeinfer.backends.native import NativeBackend, NativeHeadSession, NativeSession, best_isa, build_id, load_head
+from edgeinfer.backends.native import (
+    NativeBackend,
+    NativeHeadModel,
+    NativeModel,
+    NativeSession,
+    best_isa,
+    build_id,
+    load_head,
+)
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
@@ -121,7 +129,7 @@ def _open_model(
     threads = target.model.threads if isinstance(target, NativeSession) else None
     backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
     model = backend.load(source.file, spec, plan, device)
-    return _drafter_of(source, model.session(), plan, device, "for drafts")
+    return _drafter_of(source, model, plan, device, "for drafts")
 
 
 def _open_head(
@@ -129,18 +137,19 @@ def _open_head(
 ) -> CostlyDrafter:
     """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
     head = load_head(source.file, spec, target.model, plan, device)
-    return _drafter_of(source, head.session(), plan, device)
+    return _drafter_of(source, head, plan, device)
 
 
 def _drafter_of(
-    source: DraftSource, session: NativeSession | NativeHeadSession, plan: MemoryPlan, device: Device, *facts: str
+    source: DraftSource, model: NativeModel | NativeHeadModel, plan: MemoryPlan, device: Device, *facts: str
 ) -> CostlyDrafter:
-    """The drafter of a session, whose model is closed if that fails."""
+    """The drafter of a model or a head, which is closed if that fails."""
     try:
+        session = model.session()
         costs = _costs(source.file, source.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
         return source.make(session, costs, None)
     except BaseException:
-        session.model.close()
+        model.close()
         raise
 
 

@@ -44,10 +44,10 @@ def _open_session(
     place: DraftDevice, source: DraftSource, plan: MemoryPlan, n_threads: int
 ) -> tuple[Any, CostModel, DeviceDrafting[Any] | None]:
     model = place.backend.load(source.file, source.spec, plan, Device(n_threads))
-    session = model.session()
-    timed = source.timed(session)
-    key = cost_key(source.file, *place.facts, plan.n_ctx < MAX_TOKENS)
     try:
+        session = model.session()
+        timed = source.timed(session)
+        key = cost_key(source.file, *place.facts, plan.n_ctx < MAX_TOKENS)
         timed.forward([0])  # shows that it works, and warms up
         timed.commit(())
         costs = cached_costs(key, lambda: measure_costs(timed, _CALIBRATION_SECONDS))

@@ -9,11 +9,12 @@ from pathlib import Path
 from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
-from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -23,7 +24,6 @@ from edgeinfer.speculation.drafters.suffix import SuffixDrafter
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
-FREE_DRAFTERS = ("suffix", "recycling")
 _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 
 
@@ -53,22 +53,6 @@ class DraftPlan:
             self.file.close()
 
 
-def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], Path | None]:
-    """(names of free drafters, file of a draft model or a head) that `draft` means.
-
-    "auto": all free ones; the name of one: that one; a file: all free ones and it. A sequence: what it names. Raises
-    InvalidArgument for two files.
-    """
-    if draft == "auto":
-        return FREE_DRAFTERS, None
-    if isinstance(draft, str):
-        draft = (draft,) if draft in FREE_DRAFTERS else (*FREE_DRAFTERS, draft)
-    files = [one for one in draft if one not in FREE_DRAFTERS]
-    if len(files) > 1:
-        raise InvalidArgument(f"only one draft model or head can draft: found {', '.join(files)}; leave one out")
-    return tuple(name for name in FREE_DRAFTERS if name in draft), check_file_name("draft", files[0]) if files else None
-
-
 def plan_drafters(
     draft: str | Sequence[str],
     target: ModelFile,
@@ -83,9 +67,11 @@ def plan_drafters(
     "auto" includes the head that this package ships for the target, if there is one. draft_device: where a draft model
     is to run; see edgeinfer.speculation.placement.
     """
-    free, path = drafters_named(draft)
+    free, name = drafters_named(draft)
     if draft == "auto":
         path = head_beside(target, heads_folder())
+    else:
+        path = None if name is None else check_file_name("draft", name)
     planned = DraftPlan((), n_vocab, is_auto=draft_device == "auto")
     left = budget_bytes - plan.use.total
     _plan_free(planned, free, plan.n_ctx, left)

@@ -1,6 +1,7 @@
 """Models on OpenCL and ONNX Runtime, whose weights several sessions share."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,7 @@ def test_the_rows_of_several_texts_are_what_each_gives_alone(model: Model, rng: 
     together[2].commit([0, 2])
     assert [session.n_past for session in together] == [1, 1, 3]
     together[0].close()
+    assert getattr(together[0], "_cache", "none") is None  # its memory is free
     assert together[1].forward([3]).logits.shape == (1, model.spec.n_vocab)
 
 
@@ -74,9 +76,13 @@ def test_a_session_may_be_shorter_and_no_longer_than_planned(model: Model, rng: 
     assert short.memory().kv_cache <= long.memory().kv_cache and model.memory().kv_cache == 0
     with pytest.raises(ContextOverflow):
         short.forward([1] * 21)
-    for size in (0, 129):
-        with pytest.raises(InvalidArgument, match=rf"must be in 1\.\.128, .* found {size}"):
+    sizes: list[Any] = [0, 129, "x", True]
+    for size in sizes:
+        with pytest.raises(InvalidArgument, match=rf"must be an integer in 1\.\.128: found {size!r}"):
             model.session(size)
+    other: Any = "q4"
+    with pytest.raises(InvalidArgument, match="cache_type must be f16 or q8_0: found 'q4'"):
+        model.session(cache_type=other)
     with pytest.raises(InvalidArgument, match="KV cache of f16 only: found q8_0"):
         model.session(cache_type="q8_0")
 

@@ -92,8 +92,8 @@ EAGLE3_OPTIONS: list[dict[str, object]] = [
     {},
     {"norm_before_fc": True},
     {"norm_before_residual": True},
-    {"own_embeddings": True, "n_embd": 104, "draft_vocab": None},
-    {"rope_freqs": True, "own_embeddings": True},
+    {"has_embeddings": True, "n_embd": 104, "draft_vocab": None},
+    {"rope_freqs": True, "has_embeddings": True},
     {"leave_out": "output", "draft_vocab": None},
 ]
 

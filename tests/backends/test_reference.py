@@ -32,7 +32,7 @@ from edgeinfer.backends.reference_math import (
     silu,
     soft_cap,
 )
-from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError, UnsupportedModel
+from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, InvalidArgument, ShapeError, UnsupportedModel
 from edgeinfer.models import Attention, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_ffn, each_mixer
@@ -64,6 +64,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def session(tiny_llama: Path) -> ReferenceSession:
     return open_session(tiny_llama)
+
+
+def test_a_size_and_a_cache_that_there_is_not_are_refused(session: ReferenceSession) -> None:
+    sizes: list[Any] = [0, 65, "x", True]
+    for size in sizes:
+        with pytest.raises(InvalidArgument, match=rf"n_ctx of a session must be .* 1\.\.64: found {size!r}"):
+            session.model.session(size)
+    cache_types: list[Any] = ["q4", "", 8]
+    for cache_type in cache_types:
+        with pytest.raises(InvalidArgument, match="cache_type must be"):
+            session.model.session(cache_type=cache_type)
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------

@@ -32,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from answer_logits import logits_from
 from asked import read_prompts
 from machine import machine
 from numpy.typing import NDArray
 
 import edgeinfer
+from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.weights import DRAFT_TOKENS
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextState, visible_slots
@@ -115,7 +117,7 @@ class Skipping(ReferenceModel):
 
 
 def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Sequence[int]]) -> list[float]:
-    """How often the likeliest token of each set of layers is the answers', behind the answers so far."""
+    """How often the most likely token of each set of layers is the answers', behind the answers so far."""
     backend = ReferenceBackend("int8")
     model = Skipping(spec, backend.plan(file, spec, N_CTX), backend.read_weights(file, spec.tensor_shapes()))
     session = model.session()
@@ -123,8 +125,7 @@ def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Seque
     for ids, begin in zip(texts.ids, texts.begins, strict=True):
         model.kept = None
         session.truncate(0)
-        session.forward(ids[: begin - 1], logits=())
-        session.commit(range(begin - 1))
+        run_text(session, ids[: begin - 1], logits="none")
         for before, after in pairwise(ids[begin - 1 :]):
             for i, model.kept in enumerate(sets):
                 right[i] += int(session.forward([before]).logits[0].argmax()) == after
@@ -139,9 +140,7 @@ def alone(session: NativeSession, texts: Texts) -> float:
     """The same for a model of some layers with keys and values of its own."""
     n_right = 0
     for ids, begin in zip(texts.ids, texts.begins, strict=True):
-        session.truncate(0)
-        rows = list(range(begin - 1, len(ids) - 1))
-        logits = session.forward(ids[:-1], logits=rows).logits
+        logits = logits_from(session, ids[:-1], begin - 1)
         n_right += int(np.sum(logits.argmax(axis=1) == np.array(ids[begin:])))
     return n_right / texts.n_answered
 
@@ -173,12 +172,12 @@ def share(whole: NativeSession, part: NativeSession) -> float:
     return statistics.median(seconds[id(part)]) / statistics.median(seconds[id(whole)])
 
 
-def speedup(chance: float, draft: float, costs: Sequence[float]) -> tuple[float, int]:
+def speedup(probability: float, draft: float, costs: Sequence[float]) -> tuple[float, int]:
     """The best speedup, and the length of the drafts that gives it (0: none). costs: by number of tokens."""
     best = 1.0, 0
     expected = 1.0
     for k in range(1, MAX_DRAFT + 1):
-        expected += chance**k
+        expected += probability**k
         best = max(best, (expected / (costs[k + 1] / costs[1] + k * draft), k))
     return best
 
@@ -202,15 +201,15 @@ def main() -> None:
         order, n = by_loss(file, spec, texts, arguments.threads), spec.n_layers
         first = [list(range(n * eighths // 8)) for eighths in (2, 4, 6, 7)]
         sets = [*first, *(sorted(order[n * eighths // 8 :]) for eighths in (1, 2, 3, 4, 6))]
-        for layers, chance in zip(sets, matches(file, spec, texts, sets), strict=True):
+        for layers, probability in zip(sets, matches(file, spec, texts, sets), strict=True):
             part = opened(file, spec, layers, arguments.threads)
             draft = share(whole, part)
             part.close()
-            best, length = speedup(chance, draft, costs)
+            best, length = speedup(probability, draft, costs)
             figures.append(
                 {
                     "layers": layers,
-                    "match": round(chance, 3),
+                    "match": round(probability, 3),
                     "draft": round(draft, 3),
                     "speedup": round(best, 3),
                     "length": length,

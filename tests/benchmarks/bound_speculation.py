@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from answer_logits import logits_from
 from asked import add_flags, asked_prompts
 from bench_speculation import SYSTEM
 from machine import machine
@@ -43,7 +44,7 @@ DRAFT_COSTS = (0.0, 0.05, 0.1, 0.2, 0.3)
 
 
 class Everything:
-    """An outlook on which every node pays."""
+    """An acceptance model with which every node is worth its cost."""
 
     min_probability = 0.0
 
@@ -90,9 +91,7 @@ def record(engine: Engine, model: ModelDrafter | None, prompt: dict[str, Any], n
     if len(answer) < 2:
         return found
     text = asked + answer
-    rows = range(len(asked) - 1, len(text) - 1)
-    engine.session.truncate(0)
-    logits = engine.session.forward(text[:-1], logits=list(rows)).logits
+    logits = logits_from(engine.session, text[:-1], len(asked) - 1)
     drafters: list[Drafter] = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
     context = greedy(asked)
     for drafter in drafters:
@@ -112,9 +111,8 @@ def record(engine: Engine, model: ModelDrafter | None, prompt: dict[str, Any], n
 
 def lengths_of_model(model: ModelDrafter, text: list[int], n_asked: int) -> list[int]:
     """How long the model's own greedy chain goes along the text, from the second token of the answer on."""
-    model.session.truncate(0)
-    rows = range(n_asked, len(text) - 1)  # row i foretells token i + 1
-    guesses = model.session.forward(text[:-1], logits=list(rows)).logits.argmax(axis=-1)
+    rows = range(n_asked, len(text) - 1)  # row i predicts token i + 1
+    guesses = logits_from(model.session, text[:-1], n_asked).argmax(axis=-1)
     lengths: list[int] = []
     for row, guess in zip(reversed(rows), guesses[::-1], strict=True):
         lengths.append(1 + lengths[-1] if lengths and guess == text[row + 1] else int(guess == text[row + 1]))

@@ -22,6 +22,7 @@ from machine import machine
 from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
+from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -37,7 +38,7 @@ def ours(path: Path, text: str, n_tokens: int) -> tuple[list[int], Logits]:
         tokens = Tokenizer.from_file(file).encode(text)[:n_tokens]
         backend = NativeBackend()
         session = backend.load(file, spec, backend.plan(file, spec, n_tokens, 512, 2), Device(2)).session()
-        logits = session.forward(tokens, logits="all").logits
+        logits = run_text(session, tokens, logits="all").logits
         session.close()
     return tokens, logits
 

@@ -1,7 +1,9 @@
 """The engine on a tiny model: what it says is a function of the prompt and the parameters, whatever happened before."""
 
+import gc
 import importlib.util
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from edgeinfer.errors import (
     BackendUnavailable,
     BudgetExceeded,
     ContextOverflow,
+    EdgeInferError,
     Interrupted,
     InvalidArgument,
     ModelNotFound,
@@ -795,3 +798,28 @@ def test_a_text_that_may_fit_is_tokenised(engine):
     with pytest.raises(ContextOverflow, match=r"^\d+ tokens do not fit"):
         engine.generate("x" * (engine.n_ctx + 1))
     assert engine.count(" " * 200_000) > engine.n_ctx  # without a context nothing is refused
+
+
+def test_an_engine_that_is_closed_holds_no_cache(fresh, backend):
+    engine = fresh()
+    session = engine.session
+    engine.generate(PROMPT, max_tokens=2, **GREEDY)
+    engine.close()
+    with pytest.raises(EdgeInferError, match="is closed"):
+        session.forward([1])
+    held = {"native": "_state", "reference": "keys", "opencl": "_cache", "onnx": "_cache"}
+    if backend in held:
+        assert not getattr(session, held[backend])
+
+
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_an_engine_that_is_closed_has_no_threads(model, has_draft_model):
+    gc.collect()  # engines of other tests
+    n_before = len(os.listdir("/proc/self/task"))
+    drafts = {"draft": ["suffix", str(model)], "draft_device": "cpu"} if has_draft_model else {}
+    engine = edgeinfer.load(model, backend="native", n_threads=3, **drafts)
+    assert len(os.listdir("/proc/self/task")) >= n_before + 2
+    engine.generate(PROMPT, max_tokens=4, **GREEDY)
+    engine.close()
+    assert engine.session._state is None
+    assert len(os.listdir("/proc/self/task")) == n_before

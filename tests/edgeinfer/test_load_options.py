@@ -33,6 +33,13 @@ def model(tmp_path_factory):
         ("ternary_bits", "3", "ternary_bits must be auto, 2 or 1.6: found '3'"),
         ("draft", "", 'draft must be "auto", "none", or one or several of'),
         ("draft", ["suffix", "auto"], "draft must be .*: found 'auto'"),
+        (
+            "draft",
+            ["a.gguf", "suffix", "b.gguf"],
+            "only one draft model or head .*: found a.gguf, b.gguf; leave",
+        ),
+        ("verify", 1, "verify must be True or False: found 1"),
+        ("verify", "yes", "verify must be True or False: found 'yes'"),
         ("draft_max", -1, "draft_max must be an integer of at least 0: found -1"),
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
         ("progress", 3, "progress must be a function or None: found 3"),

@@ -151,7 +151,7 @@ def test_an_eagle3_head_becomes_a_spec(target: Path, tmp_path: Path) -> None:
     shapes = head.tensor_shapes()
     assert shapes["fc.weight"] == (96, 288) and shapes["enc.output_norm.weight"] == (288,)
     assert shapes["blk.0.attn_k.weight"] == (48, 192) and "token_embd.weight" not in shapes
-    whole = write_tiny_eagle3(tmp_path / "whole.gguf", target, draft_vocab=None, own_embeddings=True, n_embd=64)
+    whole = write_tiny_eagle3(tmp_path / "whole.gguf", target, draft_vocab=None, has_embeddings=True, n_embd=64)
     with ModelFile.open(whole) as file:
         head = read_head(file)
     assert head.draft_vocab.tolist() == list(range(291))
@@ -169,7 +169,7 @@ def test_an_eagle3_head_becomes_a_spec(target: Path, tmp_path: Path) -> None:
             {"metadata": {"eagle3.target_hidden_size": 64}},
             "target_hidden_size must be 96, as there is no embedding matrix",
         ),
-        ({"metadata": {"eagle3.target_hidden_size": 64}, "own_embeddings": True}, "fc.weight must have shape"),
+        ({"metadata": {"eagle3.target_hidden_size": 64}, "has_embeddings": True}, "fc.weight must have shape"),
         ({"metadata": {"eagle3.norm_before_fc": 3}}, "norm_before_fc must be true or false"),
         ({"norm_before_fc": True, "leave_out": "enc.output_norm"}, "enc.output_norm.weight .* is missing"),
         ({"metadata": {"eagle3.target_hidden_size": 64}, "leave_out": "output"}, "as there is no output matrix"),

@@ -22,7 +22,7 @@ def simply_drawn(logits: NDArray[np.float32], params: SamplingParams, position: 
 
 
 def simple_candidates(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.intp]:
-    """Ids that top_k, top_p and min_p leave, likeliest first."""
+    """Ids that top_k, top_p and min_p leave, the most likely first."""
     ids = np.argsort(-logits, kind="stable")
     if 0 < params.top_k < logits.size:
         ids = ids[: params.top_k]

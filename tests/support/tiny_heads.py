@@ -214,7 +214,7 @@ def write_tiny_eagle3(
     n_kv_heads: int = 2,
     n_ff: int = 512,
     draft_vocab: Sequence[int] | None = (),
-    own_embeddings: bool = False,
+    has_embeddings: bool = False,
     norm_before_fc: bool = False,
     norm_before_residual: bool = False,
     rope_freqs: bool = False,
@@ -226,7 +226,7 @@ def write_tiny_eagle3(
 
     texts: token ids on which it is mostly right; the last of target_layers must then be what the target ends with.
     n_embd: the target's.  draft_vocab: None is all tokens, without d2t; () is every second token, and those of the
-    texts.  own_embeddings: needed for another n_embd than the target's.  metadata, leave_out: see write_tiny_head.
+    texts.  has_embeddings: needed for another n_embd than the target's.  metadata, leave_out: see write_tiny_head.
     """
     of_target = _Target.read(target, with_session=bool(texts))
     d, rng = n_embd or of_target.n_embd, np.random.default_rng(seed)
@@ -234,7 +234,7 @@ def write_tiny_eagle3(
     ids = list(range(n_ids) if draft_vocab is None else draft_vocab) or _usual_vocabulary(n_ids, texts)
     vectors = _eagle3_norms(rng, d, n_rows if norm_before_fc else 0)
     matrices = _eagle3_matrices(rng, d, n_rows, n_kv_heads * (d // n_heads), n_ff, len(ids), fitted=bool(texts))
-    if own_embeddings:
+    if has_embeddings:
         matrices["token_embd"] = rng.standard_normal((of_target.n_vocab, d)).astype(np.float32)
     if of_target.session is not None:
         codes = partial(_codes, of_target.session, texts, [layer - 1 for layer in target_layers])

@@ -191,8 +191,12 @@ def test_what_does_not_belong_into_a_pass_is_refused(tmp_path: Path) -> None:
         model.forward([Rows(session, [1]), Rows(model.session(3), [1, 2, 3, 4])])
     with pytest.raises(ShapeError, match="token ids"):
         model.forward([Rows(session, [1]), Rows(model.session(), [-1])])
-    with pytest.raises(InvalidArgument, match="n_ctx of a session must be in 1..256"):
-        model.session(257)
+    for size in (257, 0, "x", True):
+        with pytest.raises(InvalidArgument, match=rf"n_ctx of a session must be .* 1\.\.256: found {size!r}"):
+            model.session(size)
+    for cache_type in ("q4", "", 8):
+        with pytest.raises(InvalidArgument, match="cache_type must be"):
+            model.session(cache_type=cache_type)
     assert session.n_past == 0
     model.close()
     with pytest.raises(EdgeInferError, match="this model is closed"):

@@ -133,11 +133,11 @@ def chosen_on_the_host(
             candidates += [(reach[node] + probabilities[id], node, id, probabilities[id]) for id in best]
         candidates.sort(key=lambda each: -each[0])
         level = list(range(len(tokens), len(tokens) + width))
-        for of_path, node, id, chance in candidates[:width]:
+        for of_path, node, id, log_p in candidates[:width]:
             reach[len(tokens)] = of_path
             tokens.append(id)
             parents.append(node)
-            p.append(float(np.exp(chance)))
+            p.append(float(np.exp(log_p)))
     return tokens, parents, p
 
 

@@ -409,6 +409,27 @@ def test_a_device_that_hangs_does_not_keep_an_engine_from_closing(listed, open_e
         engine.close()
 
 
+class WithoutSessions(Elsewhere):
+    """Loads models that make no sessions."""
+
+    def load(self, *arguments):
+        self.model = super().load(*arguments)
+        self.model.session = lambda: _lost(0)
+        return self.model
+
+
+def test_a_model_that_makes_no_session_is_closed(listed, open_engine, expected, monkeypatch):
+    elsewhere, here = WithoutSessions(), WithoutSessions()
+    monkeypatch.setattr(opening, "NativeBackend", lambda **options: here)
+    listed(device(elsewhere))
+    engine, notes = open_engine("gpu")
+    assert notes == [f"drafting goes on without {name}: the driver is broken" for name in ("gpu0", "model")]
+    for backend in (elsewhere, here):
+        with pytest.raises(EdgeInferError, match="this model is closed"):
+            backend.model.memory()
+    assert engine.generate(PROMPT, **GREEDY).tokens == expected
+
+
 def test_a_device_that_hangs_when_it_is_opened_is_given_up(listed, open_engine, expected, hanging, monkeypatch):
     monkeypatch.setattr(open_on_device, "_OPENING_SECONDS", 0.2)
     listed(device(Elsewhere(hanging)))

@@ -1,4 +1,4 @@
-"""The cross-entropy with the target's chances against torch's own, over more positions than are made at once."""
+"""The cross-entropy with the target's probabilities against torch's own, over more positions than are made at once."""
 
 import importlib.util
 
@@ -25,8 +25,8 @@ def some_rows(n: int) -> tuple[torch.Tensor, ...]:
 
 def of_torch(rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The same losses by torch.nn.functional.cross_entropy, (n_steps,)."""
-    chances = (wanted @ target.T).softmax(dim=-1)
-    return torch.stack([functional.cross_entropy(each @ output.T, chances) for each in rows])
+    probabilities = (wanted @ target.T).softmax(dim=-1)
+    return torch.stack([functional.cross_entropy(each @ output.T, probabilities) for each in rows])
 
 
 @pytest.mark.parametrize("n", [1, 256, 600])

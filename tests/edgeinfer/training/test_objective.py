@@ -293,15 +293,15 @@ def accepted_one_by_one(
 ) -> dict[int, int]:
     """As Replay for trees of 2, 8 and 20 nodes, each path computed anew."""
     weights = head.tensors()
-    nodes: list[tuple[float, list[int]]] = []  # chance and the tokens behind the start's own
+    nodes: list[tuple[float, list[int]]] = []  # path probability and the tokens behind the start's own
     beam = [(1.0, list[int]())]
     for _ in range(DEPTH):
         children = []
-        for chance, path in beam:
+        for probability, path in beam:
             ids = [*tokens[1 : start + 2], *path]
             row = drafted(weights, head.sizes.n_layers, features, embedding[ids], start + 1)
-            chances = chance * softmax(row[None] @ output.T)[0]
-            children += [(chances[index], [*path, int(VOCABULARY[index])]) for index in np.argsort(-chances)[:BEAM]]
+            of_paths = probability * softmax(row[None] @ output.T)[0]
+            children += [(of_paths[index], [*path, int(VOCABULARY[index])]) for index in np.argsort(-of_paths)[:BEAM]]
         nodes += children
         beam = sorted(children, key=lambda child: -child[0])[:BEAM]
     nodes.sort(key=lambda node: -node[0])
