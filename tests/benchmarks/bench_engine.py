@@ -181,8 +181,8 @@ def bench(path: Path, n_threads: int, arguments: argparse.Namespace) -> dict[str
     rows = bench_sizes(contenders, arguments, BUSY_STRETCH if arguments.busy else STRETCH)
     result = {"model": path.name, "n_threads": n_threads, "n_context": arguments.context, "rows": rows}
     ours = contenders["edgeinfer"]
-    if isinstance(ours, Ours) and ours.session.tuning is not None:
-        result["tuning"] = ours.session.tuning.as_dict()
+    if isinstance(ours, Ours) and ours.session.model.tuning is not None:
+        result["tuning"] = ours.session.model.tuning.as_dict()
     if arguments.busy:
         with busy_cores(cores):
             result["busy_rows"] = bench_sizes(contenders, arguments, BUSY_STRETCH)
