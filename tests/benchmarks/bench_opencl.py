@@ -40,7 +40,7 @@ from edgeinfer.devices import default_n_threads
 from edgeinfer.loading import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.drafters.candidates import choices
+from edgeinfer.speculation.drafters.candidates import draft_candidates
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device
 
@@ -84,7 +84,7 @@ def drafted_tokens(session: OpenCLSession, tokens: np.ndarray, rounds: int) -> d
         for _ in range(N_LEVELS):
             (row,) = session.forward(chain[-1:]).logits
             session.commit([0])
-            chain.append(choices(row, int(row.argmax()), is_greedy=True, n=2)[0][0])
+            chain.append(draft_candidates(row, int(row.argmax()), is_greedy=True, n=2)[0][0])
         session.truncate(N_PAST)
 
     return in_turns({"one_by_one": one_by_one, "at_once": lambda: session.draft(tokens[-1:], N_LEVELS)}, rounds)
@@ -100,7 +100,9 @@ def drafted_levels(head: OpenCLHead, rounds: int) -> dict[str, float]:
         out, n_pending = head.forward([1], ones), 1
         for _ in range(N_LEVELS - 1):
             assert out.hidden is not None
-            found = [id for row in out.logits for id, _, _ in choices(row, int(row.argmax()), is_greedy=True, n=3)]
+            found = [
+                id for row in out.logits for id, _, _ in draft_candidates(row, int(row.argmax()), is_greedy=True, n=3)
+            ]
             features = out.hidden[0, -1:].repeat(DEFAULT_WIDTH, axis=0)
             parents = [n_pending - 1] * DEFAULT_WIDTH
             out = head.forward([found[0]] * DEFAULT_WIDTH, features, parents, n_pending=n_pending, logits="all")
