@@ -14,6 +14,7 @@ from exactness import same_bits
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
+from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel, _core, load_head, plan_head
 from edgeinfer.errors import Interrupted
 from edgeinfer.models import read_spec
@@ -130,6 +131,8 @@ def test_an_interrupt_is_heard_by_a_text_that_waits_for_the_model(model: NativeM
         thread.join()
     assert ended == ["interrupted", "interrupted"]
     assert len(sessions[0].forward([1]).logits) == 1  # and it is over then
+    outputs = model.forward([Rows(session, [1, 2]) for session in sessions])  # for several texts too
+    assert [output.logits.shape for output in outputs] == [(1, 291), (1, 291)]
 
 
 def test_an_interrupt_between_two_passes_of_a_batch_is_heard(
