@@ -59,17 +59,22 @@ class Nodes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by a session, by purpose; drafters: by all that speculation needs beside it."""
+    """Bytes held by a session, by purpose.
+
+    weights: without experts.  drafters: all that speculation needs beside the model.  experts: all experts of the
+    model, or the cache of those that are in memory.
+    """
 
     weights: int
     kv_cache: int
     activations: int
     drafters: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """All bytes together."""
-        return self.weights + self.kv_cache + self.activations + self.drafters
+        return self.weights + self.kv_cache + self.activations + self.drafters + self.experts
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class MemoryPlan:
 
     n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are
     cut into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
-    ternary_bits: that a ternary weight takes in memory, which changes no bit either.
+    ternary_bits: that a ternary weight takes in memory, which changes no bit either.  expert_cache: bytes of the cache
+    of experts that are read from disk when they are needed, None where all are in memory; it changes no bit either.
     """
 
     n_ctx: int
@@ -86,6 +92,23 @@ class MemoryPlan:
     use: MemoryUse
     cache_type: CacheType = "f16"
     ternary_bits: TernaryBits = "2"
+    expert_cache: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """What the experts of a model take in memory, in bytes, and how many there are.
+
+    total: all of them.  least: the smallest cache with which a pass can run, that of one layer's n_used experts.
+    a_token: what one token reads, all layers together.
+    """
+
+    total: int
+    least: int
+    a_token: int
+    n_layers: int
+    n_experts: int
+    n_used: int
 
 
 @dataclass(frozen=True)

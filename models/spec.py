@@ -13,8 +13,13 @@ from typing import Any, Literal, TypeAlias
 from edgeinfer.errors import UnsupportedModel
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
-# x sigmoid(x); x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2; max(x, 0)^2
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+# What a gated network makes of gate and up. The first three are activation(gate) * up with x sigmoid(x);
+# x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2; max(x, 0)^2. clamped_swiglu (gpt-oss) is
+# g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = clamp(up, -7, 7).
+Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"]
+# What a router makes of its products z: the chances p of all experts. softmax_of_top_k: z itself, and the weights are a
+# softmax over those of the chosen experts.
+RouterFunction = Literal["softmax", "sigmoid", "softmax_of_top_k", "sqrt_softplus"]
 QKNorm = Literal["per_head", "whole"]  # over the head_dim numbers of each head; over all heads of a token together
 
 
@@ -30,19 +35,33 @@ class TensorRows:
     last: int
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows first..last - 1 of each expert of a tensor (n_experts, n_rows, n_in), or elements of (n_experts, n_rows).
+
+    Where a file has the gate and up matrices of each expert as one (`ffn_gate_up_exps`).
+    """
+
+    name: str
+    first: int
+    last: int
+
+
 TensorRef: TypeAlias = str | TensorRows  # the whole tensor of that name, or a part of one
+ExpertsRef: TypeAlias = str | ExpertRows  # the same of a tensor of all experts
 
 
 @dataclass(frozen=True)
 class Weight:
     """A tensor of a block, by the block's name in its model and its role in the block.
 
-    shape: (n_out, n_in) of a matrix, which is what the product needs, or (n,) of a vector.
+    shape: (n_out, n_in) of a matrix, which is what the product needs, (n,) of a vector, or (n_experts, n_out, n_in) of
+    the matrices of experts. What experts have as vectors is (n_experts, n), a matrix of which single rows are used.
     """
 
     block: str
     role: str
-    tensor: TensorRef
+    tensor: TensorRef | ExpertRows
     shape: tuple[int, ...]
 
 
@@ -107,7 +126,8 @@ class Attention:
     n_in: numbers that q, k and v are products with: n_embd, but for a head that attends from more.  rope: None where
     queries and keys are not turned.  window: number of positions that a token sees, its own among them: position p sees
     p - window + 1 .. p; None for all; in a tree these are the nearest nodes of its own branch.  qk_norm: what a norm of
-    queries and keys is over, None without one.
+    queries and keys is over, None without one.  sinks: one more score for each head, which takes its share of the
+    softmax and has no value (Xiao et al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
     """
 
     n_embd: int
@@ -134,6 +154,7 @@ class Attention:
     k_bias: TensorRef | None = None
     v_bias: TensorRef | None = None
     output_bias: TensorRef | None = None
+    sinks: TensorRef | None = None  # (n_heads,)
 
     @property
     def n_q(self) -> int:
@@ -162,6 +183,7 @@ class Attention:
             "k_bias": (self.n_kv,),
             "v_bias": (self.n_kv,),
             "output_bias": (self.n_embd,),
+            "sinks": (self.n_heads,),
         }
 
 
@@ -195,8 +217,83 @@ class Dense:
         }
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: gated networks of which a router chooses n_used for each token (Shazeer et al.,
+    arXiv:1701.06538; Jiang et al., arXiv:2401.04088), and a shared one beside them (Dai et al., arXiv:2401.06066).
+
+    It adds to the residual stream x:
+
+        h = norm(x, norm);  z = router @ h + router_bias;  p = router_function(z)
+        chosen = the n_used experts with the largest p + selection_bias, in descending order; of equal ones the lower
+            index first. With n_groups > 1 only those of the n_used_groups groups whose two largest add up to most.
+        w = p[chosen], or their softmax for softmax_of_top_k;  w /= max(sum(w), 2^-14) if is_normalised
+        f_e = down_scale_e * (down_e @ activation(gate_scale_e * (gate_e @ h) + gate_bias_e,
+            up_scale_e * (up_e @ h) + up_bias_e)) + down_bias_e
+        y = the sum of weight_scale * w_e * f_e over `chosen`, added in that order
+        y += sigmoid(shared_router @ h) * the shared network of h, without the factor where there is no shared_router
+        x += residual_scale * norm(y, post_norm)
+
+    n_ff, n_ff_shared: numbers between gate and down, of one expert and of the shared network.
+    """
+
+    n_embd: int
+    n_ff: int
+    n_experts: int
+    n_used: int
+    router: TensorRef  # (n_experts, n_embd)
+    gate: ExpertsRef  # (n_experts, n_ff, n_embd)
+    up: ExpertsRef  # (n_experts, n_ff, n_embd)
+    down: ExpertsRef  # (n_experts, n_embd, n_ff)
+    router_function: RouterFunction = "softmax"
+    is_normalised: bool = False
+    weight_scale: float = 1.0
+    n_groups: int = 1
+    n_used_groups: int = 1
+    activation: Activation = "silu"
+    norm: TensorRef | None = None  # (n_embd,)
+    post_norm: TensorRef | None = None  # (n_embd,), of what is added
+    router_bias: TensorRef | None = None  # (n_experts,)
+    selection_bias: TensorRef | None = None  # (n_experts,)
+    gate_bias: ExpertsRef | None = None  # (n_experts, n_ff)
+    up_bias: ExpertsRef | None = None  # (n_experts, n_ff)
+    down_bias: ExpertsRef | None = None  # (n_experts, n_embd)
+    gate_scale: TensorRef | None = None  # (n_experts,)
+    up_scale: TensorRef | None = None  # (n_experts,)
+    down_scale: TensorRef | None = None  # (n_experts,)
+    n_ff_shared: int = 0
+    shared_router: TensorRef | None = None  # (n_embd,)
+    shared_gate: TensorRef | None = None  # (n_ff_shared, n_embd)
+    shared_up: TensorRef | None = None  # (n_ff_shared, n_embd)
+    shared_down: TensorRef | None = None  # (n_embd, n_ff_shared)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there may be, by role."""
+        n, n_ff, n_shared = self.n_experts, self.n_ff, self.n_ff_shared
+        return {
+            "norm": (self.n_embd,),
+            "router": (n, self.n_embd),
+            "router_bias": (n,),
+            "selection_bias": (n,),
+            "gate": (n, n_ff, self.n_embd),
+            "up": (n, n_ff, self.n_embd),
+            "down": (n, self.n_embd, n_ff),
+            "gate_bias": (n, n_ff),
+            "up_bias": (n, n_ff),
+            "down_bias": (n, self.n_embd),
+            "gate_scale": (n,),
+            "up_scale": (n,),
+            "down_scale": (n,),
+            "shared_router": (self.n_embd,),
+            "shared_gate": (n_shared, self.n_embd),
+            "shared_up": (n_shared, self.n_embd),
+            "shared_down": (self.n_embd, n_shared),
+            "post_norm": (self.n_embd,),
+        }
+
+
 Mixer: TypeAlias = Attention  # a union, once there are more kinds
-FeedForward: TypeAlias = Dense
+FeedForward: TypeAlias = Dense | Experts
 
 
 @dataclass(frozen=True)
@@ -294,6 +391,9 @@ def shapes_in_file(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
         if isinstance(weight.tensor, TensorRows):
             n_rows = max(shapes.get(weight.tensor.name, (0,))[0], weight.tensor.last)
             shapes[weight.tensor.name] = (n_rows, *weight.shape[1:])
+        elif isinstance(weight.tensor, ExpertRows):
+            n_rows = max(shapes.get(weight.tensor.name, (0, 0))[1], weight.tensor.last)
+            shapes[weight.tensor.name] = (weight.shape[0], n_rows, *weight.shape[2:])
         else:
             shapes[weight.tensor] = weight.shape
     return shapes
