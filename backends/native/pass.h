@@ -55,12 +55,19 @@ public:
     bool alone() const { return n == 1; }
     const Text& text_of(int c) const { return texts[static_cast<size_t>(b.text[c])]; }
 
+    bool is_stopped() const { return stop_.load(std::memory_order_relaxed); }
+    void stop() const { stop_.store(true, std::memory_order_relaxed); }
+    // The same as is_stopped, for tasks that wait for something: polls too.
+    bool gives_up(int thread) const {
+        if (thread == 0 && poll_()) stop();
+        return is_stopped();
+    }
+
     // Tasks of a pass that was stopped are counted, but not done.
     template <class Task>
     void for_tasks(int thread, int n_tasks, const Task& task) const {
         pool.for_tasks(thread, n_tasks, [&](int i) {
-            if (thread == 0 && poll_()) stop_.store(true, std::memory_order_relaxed);
-            if (!stop_.load(std::memory_order_relaxed)) task(i);
+            if (!gives_up(thread)) task(i);
         });
     }
 
@@ -105,6 +112,16 @@ private:
     std::atomic<bool>& stop_;
     const std::function<bool()>& poll_;
 };
+
+// What makes gate = activation(gate) * up.
+inline auto activation_of(const Kernels& kernels, Activation activation) {
+    switch (activation) {
+        case Activation::GeluTanh: return kernels.geglu;
+        case Activation::Relu2: return kernels.relu2_glu;
+        case Activation::Silu: break;
+    }
+    return kernels.swiglu;
+}
 
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
