@@ -10,8 +10,9 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+VERSION = "0.3.36"  # of llama-cpp-python
 N_BATCH = 512
-_SIZES, _STRIDES, _DATA, _NAME = 16, 48, 248, 256  # bytes into struct ggml_tensor of llama-cpp-python 0.3.36
+_SIZES, _STRIDES, _DATA, _NAME = 16, 48, 248, 256  # bytes into struct ggml_tensor of that version
 
 
 class Node:
@@ -31,7 +32,7 @@ class Node:
         step, stride = np.frombuffer(ctypes.string_at(self._address + _STRIDES, 16), np.uint64)
         (data,) = np.frombuffer(ctypes.string_at(self._address + _DATA, 8), np.uint64)
         if int(step) != np.dtype(dtype).itemsize or not 0 < rows * stride < 1 << 32:
-            raise SystemExit("struct ggml_tensor is another than that of llama-cpp-python 0.3.36")
+            raise SystemExit(f"{self.name}: no matrix of {np.dtype(dtype)}")
         raw = np.frombuffer(ctypes.string_at(int(data), int(rows * stride)), np.uint8).reshape(int(rows), int(stride))
         return raw[:, : int(columns * step)].copy().view(dtype)
 
@@ -57,7 +58,17 @@ class Llama:
     mapped: whether the file is mapped; then no weight is laid out anew. Repacked weights would be copies in memory.
     """
 
-    def __init__(self, path: Path, n_ctx: int, n_threads: int, callback: Any = None, mapped: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        n_ctx: int,
+        n_threads: int,
+        callback: Any = None,
+        mapped: bool = True,
+        n_batch: int = N_BATCH,
+    ) -> None:
+        if llama_cpp.__version__ != VERSION:
+            raise SystemExit(f"llama-cpp-python {VERSION} is needed; found {llama_cpp.__version__}")
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
@@ -66,7 +77,7 @@ class Llama:
         params.use_extra_bufts = not mapped
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         sizes = llama_cpp.llama_context_default_params()
-        sizes.n_ctx, sizes.n_batch, sizes.n_ubatch = n_ctx, N_BATCH, N_BATCH
+        sizes.n_ctx, sizes.n_batch, sizes.n_ubatch = n_ctx, n_batch, n_batch
         sizes.n_threads = sizes.n_threads_batch = n_threads
         if callback is not None:
             self._callback = sizes.cb_eval = callback
@@ -75,7 +86,7 @@ class Llama:
             raise SystemExit(f"llama.cpp does not load {path}")
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.n_past = 0
-        self._batch = llama_cpp.llama_batch_init(N_BATCH, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
 
     def tokens(self, text: str) -> np.ndarray:
         """(n,) int32, without a token that begins texts."""
@@ -86,7 +97,7 @@ class Llama:
         return np.array(found[:n], dtype=np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, all_rows: bool = False) -> np.ndarray:
-        """(n or 1, n_vocab) logits of at most 512 tokens behind those before, of all or of the last."""
+        """(n or 1, n_vocab) logits of at most n_batch tokens behind those before, of all or of the last."""
         batch, n = self._batch, len(tokens)
         batch.n_tokens = n
         for i, token in enumerate(tokens):
