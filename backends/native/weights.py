@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.native import _core
 from edgeinfer.errors import ModelFileError, UnsupportedModel
-from edgeinfer.models import ModelSpec, TensorRows, Weight
+from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.types import TernaryBits
 
@@ -132,6 +132,10 @@ def _info(model: ModelFile, name: str) -> TensorInfo:
 
 def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
+    if isinstance(weight.tensor, ExpertRows):
+        raise UnsupportedModel(
+            f"{model.path}: tensor {weight.tensor.name} is of experts, which the native engine lacks"
+        )
     ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
