@@ -25,6 +25,7 @@ from edgeinfer.models.spec import (
     RopeSpec,
     TensorRef,
     TensorRows,
+    dense_of,
 )
 
 QKV_BIASES = frozenset({"mixer.q_bias", "mixer.k_bias", "mixer.v_bias"})
@@ -84,9 +85,9 @@ def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -
 
 
 def each_ffn(spec: ModelSpec, change: Callable[[int, Dense], Dense]) -> ModelSpec:
-    """The spec with another feed-forward network in each layer; see each_mixer."""
+    """The spec with another feed-forward network in each layer, all of which are Dense; see each_mixer."""
     layers = enumerate(spec.layers)
-    return replace(spec, layers=tuple(replace(layer, ffn=change(index, layer.ffn)) for index, layer in layers))
+    return replace(spec, layers=tuple(replace(layer, ffn=change(index, dense_of(layer))) for index, layer in layers))
 
 
 def _of_block(block: str, refs: Mapping[str, TensorRef]) -> dict[str, Any]:

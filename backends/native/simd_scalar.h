@@ -204,6 +204,11 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8_t x) { return static_cast<uint8_t>(x << N); }, v);
 }
 
+// table[i] of 16 bytes for each byte i, which must be below 16.
+EI_INLINE U8 look_up(U8 index, const uint8_t* table) {
+    return map<U8>([table](uint8_t i) { return table[i]; }, index);
+}
+
 // Bytes of five ternary weights in base three, sign and magnitude: calls f<J>(codes) for J = 0..4 in any order, with the
 // codes, one above the weights, that count 3^J.
 template <class F>

@@ -691,10 +691,10 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
-class AttentionWithSinks(Attention):
+class AttentionWithGates(Attention):
     """A kind that could be taken for one that is known."""
 
-    sinks: str | None = None
+    head_gate: str | None = None
 
 
 FIELDS = {Attention: tuple(field.name for field in fields(Attention)), Dense: ("n_embd", "n_ff", "gate", "up", "down")}
@@ -702,8 +702,8 @@ FIELDS = {Attention: tuple(field.name for field in fields(Attention)), Dense: ("
 
 def test_a_block_of_an_unknown_kind_is_refused_by_name(tiny_llama: ModelFile) -> None:
     mixer = read_spec(tiny_llama).layers[0].mixer
-    sinks = AttentionWithSinks(**vars(mixer))
-    for block, name in [(Recurrence(), "Recurrence"), (sinks, "AttentionWithSinks")]:
+    gates = AttentionWithGates(**vars(mixer))
+    for block, name in [(Recurrence(), "Recurrence"), (gates, "AttentionWithGates")]:
         with pytest.raises(UnsupportedModel, match=rf"layers\.3\.mixer is a block {name}.* it runs Attention, Dense"):
             check_blocks([("layers.3.mixer", block)], FIELDS, "tiny", "m.gguf")
 
