@@ -24,6 +24,7 @@ from edgeinfer.models.spec import (
     TensorRows,
     Weight,
     check_blocks,
+    dense_of,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "TensorRows",
     "Weight",
     "check_blocks",
+    "dense_of",
     "query_factors",
     "read_spec",
     "supported_architectures",

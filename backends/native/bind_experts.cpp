@@ -1,4 +1,4 @@
-// The records of experts and the stores that hold them, in Python.
+// How experts lie in memory and in files, in Python.
 #include "bindings.h"
 #include "expert_records.h"
 #include "expert_store.h"
@@ -7,32 +7,38 @@
 
 namespace {
 
-// (format, n_out, n_in), see ExpertMatrix.
-using MatrixFields = std::tuple<int, int, int>;
+using MatrixSizes = std::tuple<int, int, int>;  // format, n_out, n_in
 
-ExpertMatrix matrix_of(const MatrixFields& fields) {
-    const auto [format, n_out, n_in] = fields;
+ExpertMatrix matrix_of(const MatrixSizes& sizes) {
+    const auto [format, n_out, n_in] = sizes;
     if (n_out < 1) throw nb::value_error("n_out must be positive");
     return {packed_format(format, n_in), n_out, n_in};
 }
 
-const ExpertLayer& layer_of(const ExpertLayout& layout, int layer) {
-    if (layer < 0 || layer >= layout.n_layers() || !layout.layer(layer).n_experts) {
-        throw nb::index_error("no such layer of experts");
-    }
-    return layout.layer(layer);
-}
-
-void add_layer(ExpertLayout& layout, int n_experts, const MatrixFields& gate, const MatrixFields& up,
-               const MatrixFields& down) {
+void add_layer(ExpertLayout& layout, int n_experts, const MatrixSizes& gate, const MatrixSizes& up,
+               const MatrixSizes& down) {
     if (n_experts < 1) throw nb::value_error("n_experts must be positive");
     layout.add_layer(n_experts, matrix_of(gate), matrix_of(up), matrix_of(down));
+}
+
+void check_layer(const ExpertLayout& layout, int layer) {
+    if (layer < 0 || layer >= layout.n_layers() || layout.layer(layer).n_experts == 0) {
+        throw nb::value_error("there is no such layer of experts");
+    }
+}
+
+void check_experts(const ExpertLayout& layout, int layer, const std::vector<int32_t>& experts) {
+    check_layer(layout, layer);
+    for (const int32_t expert : experts) {
+        if (expert < 0 || expert >= layout.layer(layer).n_experts) throw nb::value_error("there is no such expert");
+    }
 }
 
 // part: 0 gate, 1 up, 2 down. source: the whole matrix. ggml_type: of the source; see can_pack.
 void pack_expert(const ExpertLayout& layout, int layer, int part, int ggml_type, Bytes source, WritableBytes record,
                  Pool& threads) {
-    const ExpertLayer& of_layer = layer_of(layout, layer);
+    check_layer(layout, layer);
+    const ExpertLayer& of_layer = layout.layer(layer);
     if (part < 0 || part >= kExpertParts) throw nb::index_error("no such part");
     const Matrix& m = of_layer.parts[part];
     const Format of = format_of(ggml_type, m.n_in);
@@ -51,25 +57,35 @@ void pack_expert(const ExpertLayout& layout, int layer, int part, int ggml_type,
 }
 
 void bind_layout(nb::module_& m) {
-    nb::class_<ExpertLayout>(m, "ExpertLayout", "How the experts of a model lie in memory and in packed files.")
+    nb::class_<ExpertLayout>(m, "ExpertLayout", "How experts lie in memory and in packed files: a record each.")
         .def(nb::init<>())
         .def("add_layer_without_experts", &ExpertLayout::add_layer_without_experts)
         .def("add_layer", &add_layer, "n_experts"_a, "gate"_a, "up"_a, "down"_a,
-             "Each (format, n_out, n_in), the format as in matrix.h.")
+             "gate, up, down: (packed format, n_out, n_in). Raises ValueError.")
         .def_prop_ro("n_layers", &ExpertLayout::n_layers)
-        .def_prop_ro("n_bytes", &ExpertLayout::n_bytes, "Of the records of all layers.")
+        .def_prop_ro("n_bytes", &ExpertLayout::n_bytes, "Of all records.")
         .def(
-            "record_bytes", [](const ExpertLayout& layout, int layer) { return layer_of(layout, layer).record_bytes; },
-            "layer"_a, "Of one expert.")
+            "record_bytes",
+            [](const ExpertLayout& layout, int layer) {
+                check_layer(layout, layer);
+                return layout.layer(layer).record_bytes;
+            },
+            "layer"_a)
         .def(
             "first_byte",
             [](const ExpertLayout& layout, int layer, int expert) {
-                if (expert < 0 || expert >= layer_of(layout, layer).n_experts) throw nb::index_error("no such expert");
-                return layer_of(layout, layer).first_byte_of(expert);
+                check_experts(layout, layer, {expert});
+                return layout.layer(layer).first_byte_of(expert);
             },
-            "layer"_a, "expert"_a, "Where its record begins, counted over the records of all layers.");
-    m.def("pack_expert", &pack_expert, "layout"_a, "layer"_a, "part"_a, "ggml_type"_a, "source"_a, "record"_a,
-          "threads"_a, "Pack the gate (0), up (1) or down (2) matrix of an expert into its record.");
+            "layer"_a, "expert"_a, "Of a record, counted over all of them.")
+        .def(
+            "offsets",
+            [](const ExpertLayout& layout, int layer) {
+                check_layer(layout, layer);
+                const size_t* offsets = layout.layer(layer).offsets;
+                return std::vector<size_t>(offsets, offsets + kExpertParts);
+            },
+            "layer"_a, "Of the gate, up and down matrices in a record.");
 }
 
 }  // namespace
@@ -88,8 +104,8 @@ void bind_experts(nb::module_& m) {
             "record",
             [](nb::handle_t<ExpertRecords> self, int layer, int expert) {
                 ExpertRecords& records = nb::cast<ExpertRecords&>(self);
-                const ExpertLayer& of = layer_of(*records.layout(), layer);
-                if (expert < 0 || expert >= of.n_experts) throw nb::index_error("no such expert");
+                check_experts(*records.layout(), layer, {expert});
+                const ExpertLayer& of = records.layout()->layer(layer);
                 if (records.is_mapped()) throw nb::value_error("these experts are packed already");
                 return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(records.record(layer, expert), {of.record_bytes},
                                                                     self);

@@ -37,6 +37,11 @@ public:
     virtual void hint(int layer, std::span<const int32_t> experts) {
         static_cast<void>(layer), static_cast<void>(experts);
     }
+    // Between passes: the last one should not have wanted these experts, because only a draft that was rejected did; their
+    // recency is again what it was before.
+    virtual void forget_use(int layer, std::span<const int32_t> experts) {
+        static_cast<void>(layer), static_cast<void>(experts);
+    }
     // Why wait gave null; empty if nothing failed in this pass.
     virtual std::string error() const { return {}; }
 

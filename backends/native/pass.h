@@ -113,16 +113,6 @@ private:
     const std::function<bool()>& poll_;
 };
 
-// What makes gate = activation(gate) * up.
-inline auto activation_of(const Kernels& kernels, Activation activation) {
-    switch (activation) {
-        case Activation::GeluTanh: return kernels.geglu;
-        case Activation::Relu2: return kernels.relu2_glu;
-        case Activation::Silu: break;
-    }
-    return kernels.swiglu;
-}
-
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
 
@@ -131,3 +121,15 @@ void prepare_inputs(const Kernels& kernels, const Inputs& inputs, int c, std::in
 
 // y[c][row] += bias[row] for the rows of groups first..last-1; bias: null for none.
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy);
+
+// gate = what an activation makes of gate and up; see Kernels.
+using Activate = void (*)(float* gate, const float* up, int n);
+inline Activate activation_of(const Kernels& kernels, Activation activation) {
+    switch (activation) {
+        case Activation::Silu: return kernels.swiglu;
+        case Activation::GeluTanh: return kernels.geglu;
+        case Activation::Relu2: return kernels.relu2_glu;
+        case Activation::ClampedSwiglu: return kernels.clamped_swiglu;
+    }
+    return nullptr;
+}
