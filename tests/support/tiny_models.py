@@ -22,7 +22,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 TERNARY_TYPES = ("TQ1_0", "TQ2_0", "I2_S", "Q2_0")
 Architecture = Literal[
