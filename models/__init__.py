@@ -12,6 +12,7 @@ from edgeinfer.models.spec import (
     ExpertRows,
     Experts,
     ExpertsRef,
+    FeedForward,
     Layer,
     LongRope,
     ModelSizes,
@@ -23,6 +24,7 @@ from edgeinfer.models.spec import (
     TensorRows,
     Weight,
     check_blocks,
+    dense_of,
 )
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "ExpertRows",
     "Experts",
     "ExpertsRef",
+    "FeedForward",
     "Layer",
     "LongRope",
     "ModelSizes",
@@ -44,6 +47,7 @@ __all__ = [
     "TensorRows",
     "Weight",
     "check_blocks",
+    "dense_of",
     "query_factors",
     "read_spec",
     "supported_architectures",

@@ -1,7 +1,7 @@
 #include "blocks.h"
 
 DenseBlock::DenseBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
-    : config_(config.layers[static_cast<size_t>(index)].dense),
+    : config_(*config.layers[static_cast<size_t>(index)].dense()),
       gate_(weights.matrix(name + ".gate", config_.n_ff, config.n_embd)),
       up_(weights.matrix(name + ".up", config_.n_ff, config.n_embd)),
       down_(weights.matrix(name + ".down", config.n_embd, config_.n_ff)),
@@ -18,9 +18,7 @@ void DenseBlock::run(const Pass& pass, int thread) const {
 void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const {
     const Activations& b = pass.b;
     const Kernels& kernels = pass.kernels;
-    const auto activate = config_.activation == Activation::Silu       ? kernels.swiglu
-                          : config_.activation == Activation::GeluTanh ? kernels.geglu
-                                                                       : kernels.relu2_glu;
+    const auto activate = activation_of(kernels, config_.activation);
     const Tasks tasks(gate_, pass.n, pass.pool.size(), kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);

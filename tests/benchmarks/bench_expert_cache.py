@@ -1,0 +1,225 @@
+"""A model with experts in less memory than it takes: edgeinfer's expert cache against llama.cpp's mapped file.
+
+    python tests/benchmarks/bench_expert_cache.py MODEL.gguf [--shares 25,50,75] [--variants mmap,steered,edgeinfer]
+        [--prefill] [--repeats 3] [--records FILE]
+
+Each run is a process of its own in a memory cgroup, one variant after the other in each repeat. The limit is the same
+for all: the model without its experts, that share of its experts, and --rest for all else (KV cache, activations,
+Python). The model's files are dropped from the page cache before each run. All pass the same text token by token:
+16 tokens to warm up, then --least tokens and, while that takes less than --seconds, up to --tokens. With --prefill they
+pass 512 tokens at once instead, --chunks times, different text each time.
+
+mmap: llama.cpp as it is. steered: with MADV_RANDOM, and MADV_WILLNEED on what each layer chose, see steering.py.
+predicted: and on what the next layer will probably choose. repacked: llama.cpp's default, where memory suffices.
+edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. Share 100 is no limit.
+
+Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
+each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); the most memory in the
+cgroup, and of the process without mapped files. Hashes of logits must be the same in
+all runs of an engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from limited_run import VARIANTS, Job
+from machine import machine
+from memory_group import MemoryGroup
+from records import Records
+from steering import compile_steering, expert_bytes, expert_slices
+from text import LICENSE_TEXT, SAMPLE_TEXT
+
+from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
+
+N_WARM_UP, N_PREFILL, N_DECODE_BATCH = 16, 512, 64
+
+
+def read_ahead_kib(path: Path) -> int | None:
+    """Of the device that a file lies on."""
+    number = os.stat(path).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    for folder in (device, device.parent):
+        if (folder / "queue/read_ahead_kb").exists():
+            return int((folder / "queue/read_ahead_kb").read_text())
+    return None
+
+
+def drop(paths: Sequence[Path]) -> None:
+    """Take files out of the page cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+class Bench:
+    """What all runs of a model share."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace, library: Path) -> None:
+        self.path, self.arguments, self.library = path.resolve(), arguments, library
+        self.slices = expert_slices(path)
+        self.expert_bytes = expert_bytes(self.slices)
+        with ModelFile.open(path) as file:
+            self.files = [part.resolve() for part in file.paths]
+            tokens = Tokenizer.from_file(file).encode(SAMPLE_TEXT + LICENSE_TEXT)
+        self.dense_bytes = sum(file.stat().st_size for file in self.files) - self.expert_bytes
+        self.tokens = [int(token) for token in tokens]
+
+    def limit(self, share: int) -> int | None:
+        rest = self.arguments.rest << 20
+        return None if share >= 100 else self.dense_bytes + self.expert_bytes * share // 100 + rest
+
+    def job(self, variant: str, share: int) -> Job:
+        arguments = self.arguments
+        n_ctx = N_PREFILL if arguments.prefill else N_WARM_UP + arguments.tokens
+        return Job(
+            variant,
+            str(self.path),
+            n_ctx,
+            n_batch=N_PREFILL if arguments.prefill else N_DECODE_BATCH,
+            n_threads=arguments.threads,
+            limit=self.limit(share),
+            slices=[astuple(s) for s in self.slices],
+            library=str(self.library),
+            **(self._prefill() if arguments.prefill else self._decode()),
+        )
+
+    def _prefill(self) -> dict[str, Any]:
+        starts = range(0, self.arguments.chunks * N_PREFILL, N_PREFILL)
+        chunks = [self.tokens[i : i + N_PREFILL] for i in starts]
+        return {"warm_up": [], "passes": chunks, "chunks": True, "least": len(chunks)}
+
+    def _decode(self) -> dict[str, Any]:
+        single = [[token] for token in self.tokens[: N_WARM_UP + self.arguments.tokens]]
+        passes = {"warm_up": single[:N_WARM_UP], "passes": single[N_WARM_UP:]}
+        return {**passes, "least": self.arguments.least, "seconds": self.arguments.seconds}
+
+    def run(self, variant: str, share: int) -> dict[str, Any]:
+        """What limited_run.py found, and the peak of the group."""
+        job = self.job(variant, share)
+        packed = packed_path(self.files[0])
+        drop([*self.files, *([packed] if packed.exists() else [])])
+        group = MemoryGroup(job.limit) if job.limit is not None else None
+        try:
+            done = subprocess.run(
+                [sys.executable, str(Path(__file__).with_name("limited_run.py"))],
+                input=json.dumps(asdict(job)),
+                capture_output=True,
+                text=True,
+                preexec_fn=group.enter if group else None,
+            )
+            if done.returncode:
+                return {"failed": done.returncode, "error": done.stderr[-300:], "limit": job.limit}
+            peak = group.peak if group else None
+            return {**json.loads(done.stdout), "limit": job.limit, "group_peak": peak}
+        finally:
+            if group:
+                group.remove()
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the repeats of a variant."""
+    failed = [run for run in runs if "failed" in run]
+    good = [run for run in runs if "failed" not in run]
+    if not good:
+        return {"failed": len(failed), "error": failed[-1]["error"] if failed else "not run"}
+    ms = 1e3 * np.concatenate([run["seconds"] for run in good])
+    n = len(ms)
+    row = {
+        "runs": len(good),
+        "passes": n,
+        **{f"p{at}_ms": round(float(np.percentile(ms, at)), 2) for at in (10, 50, 95)},
+        "mean_ms": round(float(ms.mean()), 2),
+        "first_ms": [round(1e3 * run["seconds"][0], 1) for run in good],
+        "load_seconds": round(float(np.median([run["load_seconds"] for run in good])), 2),
+        "read_mb_per_pass": round(sum(run["read_bytes"] for run in good) / n / 1e6, 1),
+        "major_faults_per_pass": round(sum(run["major_faults"] for run in good) / n, 1),
+        "others_cpu": round(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3), 2),
+        "anonymous_mb": round(max(run["anonymous"] for run in good) / 1e6),
+        "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
+        "limit_mb": round((good[0]["limit"] or 0) / 1e6),
+    }
+    return (
+        row
+        | ({"failed": len(failed)} if failed else {})
+        | {k: good[0][k] for k in ("plan", "expert_cache") if k in good[0]}
+    )
+
+
+def same_logits(runs: Sequence[dict[str, Any]]) -> bool:
+    """Whether all runs had the same logits as far as they went."""
+    lists = [run["digests"] for run in runs if "failed" not in run]
+    return all(a == b for one in lists for a, b in zip(one, lists[0], strict=False))
+
+
+def engine_of(variant: str) -> str:
+    """Variants of one engine have the same logits; repacked weights are multiplied by other functions."""
+    return variant if variant == "repacked" else VARIANTS[variant].__name__
+
+
+def wanted(arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
+    """(repeat, share, variant) of all runs in their order."""
+    for repeat in range(arguments.repeats):
+        for share in arguments.shares:
+            yield from ((repeat, share, variant) for variant in arguments.variants)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--shares", type=lambda s: [int(n) for n in s.split(",")], default=[25, 50, 75])
+    parser.add_argument("--variants", type=lambda s: s.split(","), default=["mmap", "steered", "edgeinfer"])
+    parser.add_argument("--rest", type=int, default=320, help="MiB of the limit beside the model")
+    parser.add_argument("--tokens", type=int, default=96, help="most that are timed in a run")
+    parser.add_argument("--least", type=int, default=24, help="fewest that are timed in a run")
+    parser.add_argument("--seconds", type=float, default=20, help="of timed tokens in a run, unless these are too few")
+    parser.add_argument("--prefill", action="store_true", help="512 tokens at once")
+    parser.add_argument("--chunks", type=int, default=3, help="times that with --prefill")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--records", type=Path, help="keep runs here, and leave out those that it has")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    fixed = ("rest", "tokens", "least", "seconds", "prefill", "chunks", "threads")
+    settings = {"model": arguments.model.name, **{name: getattr(arguments, name) for name in fixed}}
+    records = Records(arguments.records, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(arguments.model, arguments, compile_steering(Path(folder)))
+        for repeat, share, variant in wanted(arguments):
+            key = f"{share} {variant} {repeat}"
+            if key not in records.rows:
+                records.add(key, bench.run(variant, share))
+                print(key, summary([records.rows[key]]), file=sys.stderr, flush=True)
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    engines: dict[str, list[dict[str, Any]]] = {}
+    for key, run in records.rows.items():
+        share_text, _, rest = key.partition(" ")
+        variant = rest.rpartition(" ")[0]
+        groups.setdefault(share_text, {}).setdefault(variant, []).append(run)
+        engines.setdefault(engine_of(variant), []).append(run)
+    rows = {share: {name: summary(runs) for name, runs in of.items()} for share, of in groups.items()}
+    equal = {name: same_logits(runs) for name, runs in engines.items()}
+    sizes = {"expert_bytes": bench.expert_bytes, "dense_bytes": bench.dense_bytes}
+    found = {**settings, **sizes, "read_ahead_kib": read_ahead_kib(bench.path), "same_logits": equal, "shares": rows}
+    print(json.dumps({"benchmark": "expert cache", "machine": machine(), **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""One engine in a process of its own that passes a text, for bench_expert_cache.py; reads a Job as JSON from stdin.
+
+Prints one JSON line: seconds of each pass, a hash of the logits of each, and what the system counted meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+MARGIN = 48 << 20  # bytes of a limit that nobody planned: page tables, stacks, what Python takes later
+Forward: TypeAlias = Callable[[np.ndarray], np.ndarray]  # (n,) tokens to the logits of the last
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run. warm_up, passes: token ids, each pass behind those before it; chunks forget those before.
+
+    variant: a name of VARIANTS.  limit: bytes of memory, None without one.  least, seconds: of timed passes; more than
+    `least` are made only while they took less than so many seconds together.  slices: of steering.py, library: of it.
+    """
+
+    variant: str
+    path: str
+    n_ctx: int
+    n_batch: int
+    n_threads: int
+    limit: int | None
+    warm_up: Sequence[Sequence[int]]
+    passes: Sequence[Sequence[int]]
+    chunks: bool = False
+    least: int = 24
+    seconds: float = 60.0
+    slices: Sequence[Sequence[Any]] = ()
+    library: str = ""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine that is ready. reset: forgets the text.  facts: gives what the engine says of itself, at the end."""
+
+    forward: Forward
+    reset: Callable[[], None]
+    facts: Callable[[], dict[str, Any]]
+
+
+def open_llama(job: Job) -> Opened:
+    from llama_nodes import Llama
+    from steering import Slices, Steering
+
+    steering = None
+    if job.variant in ("steered", "predicted"):
+        top_k = 8 if job.variant == "predicted" else 0
+        steering = Steering(Path(job.library), top_k)
+    callback = steering.callback if steering else None
+    mapped = job.variant != "repacked"
+    llama = Llama(Path(job.path), job.n_ctx, job.n_threads, callback, mapped, job.n_batch)
+    if steering:
+        steering.start([Slices(*values) for values in job.slices])
+    return Opened(lambda tokens: llama.decode(tokens)[-1], lambda: llama.keep(0), dict)
+
+
+def open_edgeinfer(job: Job) -> Opened:
+    from edgeinfer.backends.native import NativeBackend
+    from edgeinfer.models import read_spec
+    from edgeinfer.models.gguf import ModelFile
+    from edgeinfer.types import Device
+
+    file = ModelFile.open(job.path)
+    spec = read_spec(file)
+    backend = NativeBackend(tuned=False)
+    sizes = job.n_ctx, job.n_batch, job.n_threads
+    plan = backend.plan(file, spec, *sizes)
+    before = status("RssAnon")
+    if job.limit is not None:
+        cache = job.limit - MARGIN - before - (plan.use.total - plan.use.experts)
+        limited: Any = backend.plan
+        plan = limited(file, spec, *sizes, expert_cache=cache)
+    model = backend.load(file, spec, plan, Device(job.n_threads))
+    session = model.session()
+
+    def forward(tokens: np.ndarray) -> np.ndarray:
+        row: np.ndarray = session.forward(tokens, logits="last").logits[-1]
+        session.commit(range(len(tokens)))
+        return row
+
+    def facts() -> dict[str, Any]:
+        return {"plan": asdict(plan.use), "expert_cache": plan.expert_cache, "anonymous_before": before}
+
+    return Opened(forward, lambda: session.reuse_prefix([]) and None, facts)
+
+
+VARIANTS: dict[str, Callable[[Job], Opened]] = {
+    "mmap": open_llama,
+    "steered": open_llama,
+    "predicted": open_llama,
+    "repacked": open_llama,
+    "edgeinfer": open_edgeinfer,
+    "edgeinfer, no prefetch": open_edgeinfer,
+}
+
+
+# ---- what the system counts ------------------------------------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    """Bytes of /proc/self/status."""
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) << 10 if found else 0
+
+
+def counters() -> dict[str, float]:
+    """Bytes that this process has read from disk, mapped or not, its major faults, and seconds of CPU of all others."""
+    read = re.search(r"read_bytes: (\d+)", Path("/proc/self/io").read_text())
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    others = user + nice + system + sum(interrupts) - int(fields[11]) - int(fields[12])
+    return {
+        "read_bytes": int(read[1]) if read else 0,
+        "major_faults": int(fields[9]),
+        "others_cpu_seconds": others / os.sysconf("SC_CLK_TCK"),
+    }
+
+
+def run(job: Job) -> dict[str, Any]:
+    started = time.perf_counter()
+    engine = VARIANTS[job.variant](job)
+    loaded = time.perf_counter() - started
+    digests, seconds, anonymous = [], [], 0
+
+    def step(tokens: Sequence[int]) -> float:
+        nonlocal anonymous
+        if job.chunks:
+            engine.reset()
+        batch = np.array(tokens, np.int32)
+        began = time.perf_counter()
+        row = engine.forward(batch)
+        took = time.perf_counter() - began
+        digests.append(hashlib.sha256(np.ascontiguousarray(row)).hexdigest()[:12])
+        anonymous = max(anonymous, status("RssAnon"))
+        return took
+
+    for tokens in job.warm_up:
+        step(tokens)
+    before = counters()
+    for tokens in job.passes:
+        seconds.append(step(tokens))
+        if len(seconds) >= job.least and sum(seconds) > job.seconds:
+            break
+    counted = {name: value - before[name] for name, value in counters().items()}
+    peak = {"anonymous": anonymous, "resident": status("VmHWM")}
+    return {"load_seconds": loaded, "seconds": seconds, "digests": digests, **counted, **peak, **engine.facts()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(Job(**json.load(sys.stdin)))))
