@@ -5,7 +5,7 @@ namespace {
 
 // e^(x - max) times 1 / their sum.
 void softmax(float* x, int n) {
-    const F32 inverse = set_f32(soft_max(x, n));
+    const F32 inverse = set_f32(soft_max(x, n, nullptr));
     for (int i = 0; i < n; i += 16) store_f32(x + i, mul_f32(load_f32(x + i), inverse));
 }
 
