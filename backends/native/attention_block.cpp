@@ -220,6 +220,7 @@ void AttentionBlock::quantize_query(const Pass& pass, int thread, int r, Attenti
     q.q32 += row * dim;
     q.scale32 += row * dim / 32;
     q.sum32 += row * dim / 32;
+    q.centre32 += row * dim / 32;
     pass.kernels.quantize32(q, 0);
     a.codes = q.q32;
     a.scales = q.scale32;

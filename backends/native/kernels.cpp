@@ -127,15 +127,15 @@ constexpr int kStreamsAtOnce = kGroupsAtOnce > 1 ? 4 : 2;
 constexpr int kFewerColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 6 ? 6 : kColumnsAtOnce;
 constexpr int kStillFewer = kGroupsAtOnce > 1 && kColumnsAtOnce > 4 ? 4 : kColumnsAtOnce;
 
-// Where the columns have their activations by 32: codes, scales and sums.
+// Where the columns have their activations by 32: codes, scales and one of sums or centres.
 template <int NC>
-EI_INLINE void columns_by_32(const Inputs& x, Columns at, const int8_t* (&a)[NC], const float* (&ad)[NC],
-                             const int32_t* (&as)[NC]) {
+EI_INLINE void columns_by_32(const Inputs& x, Columns at, const int32_t* sums, const int8_t* (&a)[NC],
+                             const float* (&ad)[NC], const int32_t* (&as)[NC]) {
     const size_t n_in = static_cast<size_t>(x.n_in), n_blocks = n_in / 32;
     for (int c = 0; c < NC; c++) {
         a[c] = x.q32 + at.of(c) * n_in;
         ad[c] = x.scale32 + at.of(c) * n_blocks;
-        as[c] = x.sum32 + at.of(c) * n_blocks;
+        as[c] = sums + at.of(c) * n_blocks;
     }
 }
 
@@ -152,7 +152,7 @@ struct Blocks32 {
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
-        columns_by_32<NC>(x, at, a, ad, as);
+        columns_by_32<NC>(x, at, x.sum32, a, ad, as);
         for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_blocks; b++) {
             if (MIN || b % 2 == 0) {
@@ -612,6 +612,8 @@ void quantize32(const Inputs& x, int c) {
         x.scale32[column * n_blocks + b] =
             quantize<32>(in + 32 * b, x.q32 + column * static_cast<size_t>(x.n_in) + 32 * b, sums);
         x.sum32[column * n_blocks + b] = sums[0] + sums[1];
+        x.centre32[column * n_blocks + b] =
+            centre_32(x.q32 + column * static_cast<size_t>(x.n_in) + 32 * b, sums[0] + sums[1]);
     }
 }
 

@@ -186,7 +186,8 @@ struct Tasks {
 };
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
-// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
+// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q; centre = what a dot product with the integers of MXFP4
+// begins with, as they stand kMxfp4Offset above the true ones.  Int8By256: likewise for each 256, with the sums of
 // each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
 // instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes of no 16 add
 // up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those of the
@@ -202,6 +203,7 @@ struct Inputs {
     int8_t* q32 = nullptr;          // (n, n_in)
     float* scale32 = nullptr;       // (n, n_in / 32)
     int32_t* sum32 = nullptr;       // (n, n_in / 32)
+    int32_t* centre32 = nullptr;    // (n, n_in / 32)
     int8_t* q256 = nullptr;         // (n, n_in)
     float* scale256 = nullptr;      // (n, n_in / 256)
     int32_t* centre16 = nullptr;    // (n, n_in / 16)
@@ -219,6 +221,7 @@ struct Inputs {
         rest.q32 += column * n;
         rest.scale32 += column * (n / 32);
         rest.sum32 += column * (n / 32);
+        rest.centre32 += column * (n / 32);
         rest.q256 += column * n;
         rest.scale256 += column * (n / 256);
         rest.centre16 += column * (n / 16);

@@ -246,8 +246,8 @@ EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
 
 // Dot: sums of products of codes and activations, in whatever the instructions give. One takes kDots<BITS> times dot()
 // with codes of so many bits, or, begun by dot_from() with the centre_16 of its 16 activations, which takes off what the
-// codes stand above the true ones, four times with codes of 6 bits; add_dot and add_dot_times make it part of a sum in 32
-// bits.
+// codes stand above the true ones, four times with codes of 6 bits, or with centre_32 eight times with the integers of
+// MXFP4; add_dot and add_dot_times make it part of a sum in 32 bits.
 #include "simd_dot32.h"
 
 namespace {

@@ -14,7 +14,8 @@ predicted: and on what the next layer will probably choose. repacked: llama.cpp'
 edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. Share 100 is no limit.
 
 Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
-each pass; the most memory in the cgroup, and of the process without mapped files. Hashes of logits must be the same in
+each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); the most memory in the
+cgroup, and of the process without mapped files. Hashes of logits must be the same in
 all runs of an engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout.
 """
 
@@ -147,6 +148,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "load_seconds": round(float(np.median([run["load_seconds"] for run in good])), 2),
         "read_mb_per_pass": round(sum(run["read_bytes"] for run in good) / n / 1e6, 1),
         "major_faults_per_pass": round(sum(run["major_faults"] for run in good) / n, 1),
+        "others_cpu": round(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3), 2),
         "anonymous_mb": round(max(run["anonymous"] for run in good) / 1e6),
         "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
         "limit_mb": round((good[0]["limit"] or 0) / 1e6),

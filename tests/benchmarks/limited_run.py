@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -118,11 +119,17 @@ def status(name: str) -> int:
     return int(found[1]) << 10 if found else 0
 
 
-def counters() -> dict[str, int]:
-    """Bytes that this process has read from disk, mapped or not, and its major faults."""
+def counters() -> dict[str, float]:
+    """Bytes that this process has read from disk, mapped or not, its major faults, and seconds of CPU of all others."""
     read = re.search(r"read_bytes: (\d+)", Path("/proc/self/io").read_text())
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return {"read_bytes": int(read[1]) if read else 0, "major_faults": int(fields[9])}
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    others = user + nice + system + sum(interrupts) - int(fields[11]) - int(fields[12])
+    return {
+        "read_bytes": int(read[1]) if read else 0,
+        "major_faults": int(fields[9]),
+        "others_cpu_seconds": others / os.sysconf("SC_CLK_TCK"),
+    }
 
 
 def run(job: Job) -> dict[str, Any]:
