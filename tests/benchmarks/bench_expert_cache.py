@@ -6,7 +6,7 @@
 Each run is a process of its own in a memory cgroup, one variant after the other in each repeat. The limit is the same
 for all: the model without its experts, that share of its experts, and --rest for all else (KV cache, activations,
 Python). The model's files are dropped from the page cache before each run. All pass the same text token by token:
-16 tokens to warm up, then --least tokens and, while that takes less than --seconds, up to --tokens. With --prefill they
+--warm-up tokens, then --least tokens and, while that takes less than --seconds, up to --tokens. With --prefill they
 pass 512 tokens at once instead, --chunks times, different text each time.
 
 mmap: llama.cpp as it is. steered: with MADV_RANDOM, and MADV_WILLNEED on what each layer chose, see steering.py.
@@ -44,7 +44,7 @@ from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-N_WARM_UP, N_PREFILL, N_DECODE_BATCH = 16, 512, 64
+N_PREFILL, N_DECODE_BATCH = 512, 64
 
 
 def read_ahead_kib(path: Path) -> int | None:
@@ -85,7 +85,7 @@ class Bench:
 
     def job(self, variant: str, share: int) -> Job:
         arguments = self.arguments
-        n_ctx = N_PREFILL if arguments.prefill else N_WARM_UP + arguments.tokens
+        n_ctx = N_PREFILL if arguments.prefill else arguments.warm_up + arguments.tokens
         return Job(
             variant,
             str(self.path),
@@ -104,9 +104,14 @@ class Bench:
         return {"warm_up": [], "passes": chunks, "chunks": True, "least": len(chunks)}
 
     def _decode(self) -> dict[str, Any]:
-        single = [[token] for token in self.tokens[: N_WARM_UP + self.arguments.tokens]]
-        passes = {"warm_up": single[:N_WARM_UP], "passes": single[N_WARM_UP:]}
-        return {**passes, "least": self.arguments.least, "seconds": self.arguments.seconds}
+        n, arguments = self.arguments.warm_up, self.arguments
+        single = [[token] for token in self.tokens[: n + arguments.tokens]]
+        return {
+            "warm_up": single[:n],
+            "passes": single[n:],
+            "least": arguments.least,
+            "seconds": arguments.seconds,
+        }
 
     def run(self, variant: str, share: int) -> dict[str, Any]:
         """What limited_run.py found, and the peak of the group."""
@@ -148,7 +153,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "load_seconds": round(float(np.median([run["load_seconds"] for run in good])), 2),
         "read_mb_per_pass": round(sum(run["read_bytes"] for run in good) / n / 1e6, 1),
         "major_faults_per_pass": round(sum(run["major_faults"] for run in good) / n, 1),
-        "others_cpu": round(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3), 2),
+        "others_cpu": round(float(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3)), 2),
         "anonymous_mb": round(max(run["anonymous"] for run in good) / 1e6),
         "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
         "limit_mb": round((good[0]["limit"] or 0) / 1e6),
@@ -184,6 +189,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shares", type=lambda s: [int(n) for n in s.split(",")], default=[25, 50, 75])
     parser.add_argument("--variants", type=lambda s: s.split(","), default=["mmap", "steered", "edgeinfer"])
     parser.add_argument("--rest", type=int, default=320, help="MiB of the limit beside the model")
+    parser.add_argument("--warm-up", type=int, default=16, help="tokens before those that are timed")
     parser.add_argument("--tokens", type=int, default=96, help="most that are timed in a run")
     parser.add_argument("--least", type=int, default=24, help="fewest that are timed in a run")
     parser.add_argument("--seconds", type=float, default=20, help="of timed tokens in a run, unless these are too few")
@@ -197,7 +203,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    fixed = ("rest", "tokens", "least", "seconds", "prefill", "chunks", "threads")
+    fixed = ("rest", "warm_up", "tokens", "least", "seconds", "prefill", "chunks", "threads")
     settings = {"model": arguments.model.name, **{name: getattr(arguments, name) for name in fixed}}
     records = Records(arguments.records, settings)
     with tempfile.TemporaryDirectory() as folder:
