@@ -39,7 +39,7 @@ from edgeinfer.backends.reference_math import (
     soft_cap,
 )
 from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, TensorRows, check_blocks, read_spec
+from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, TensorRows, check_blocks, dense_of, read_spec
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
@@ -192,7 +192,7 @@ class ReferenceDecoder:
         for index, layer in enumerate(spec.layers):
             added = self._attention(layer.mixer, text, index, x, paths, inputs)
             x = x + scale(added, spec.residual_scale)
-            x = x + scale(self._dense(layer.ffn, x), spec.residual_scale)
+            x = x + scale(self._dense(dense_of(layer), x), spec.residual_scale)
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now

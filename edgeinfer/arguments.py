@@ -1,6 +1,7 @@
 """Checks of arguments of public functions.
 
-Each check returns the value as Python's own type, so numpy's numbers are accepted, or raises InvalidArgument.
+Each check returns the value as Python's own type, so numpy's numbers are accepted, or raises InvalidArgument. Below
+them: how values and bytes are written in messages.
 """
 
 from __future__ import annotations
@@ -88,3 +89,13 @@ def shown(value: object) -> str:
         return f"{value!r:.80}"
     except ValueError:  # Python writes no integers of thousands of digits
         return f"{type(value).__name__} with very many digits"
+
+
+def human_bytes(n_bytes: int) -> str:
+    """Bytes in a unit that leaves one to three digits before the point: "812 B", "3.2 GiB"."""
+    value, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{n_bytes} B" if unit == "B" else f"{value:.1f} {unit}"

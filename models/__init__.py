@@ -23,6 +23,7 @@ from edgeinfer.models.spec import (
     TensorRows,
     Weight,
     check_blocks,
+    dense_of,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "TensorRows",
     "Weight",
     "check_blocks",
+    "dense_of",
     "query_factors",
     "read_spec",
     "supported_architectures",

@@ -399,6 +399,16 @@ def shapes_in_file(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def dense_of(layer: Layer) -> Dense:
+    """The feed-forward network of a layer, for a backend that runs Dense only. Raises UnsupportedModel for others.
+
+    check_blocks refuses them before that, with the name of the layer.
+    """
+    if not isinstance(layer.ffn, Dense):
+        raise UnsupportedModel(f"the feed-forward network must be Dense: found a block {type(layer.ffn).__name__}")
+    return layer.ffn
+
+
 def check_blocks(
     blocks: Iterable[tuple[str, object]], known: Mapping[type, Sequence[str]], backend: str, path: object
 ) -> None:

@@ -9,6 +9,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
     inputs.q32 = cutter.take<int8_t>(n * n_in);
     inputs.scale32 = cutter.take<float>(n * n_in / 32);
     inputs.sum32 = cutter.take<int32_t>(n * n_in / 32);
+    inputs.centre32 = cutter.take<int32_t>(n * n_in / 32);
     inputs.q256 = cutter.take<int8_t>(n * n_in);
     inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
     inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);

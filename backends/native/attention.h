@@ -113,8 +113,9 @@ EI_INLINE int next_seen(const AttentionRow* rows, int* n_seen, int tile) {
     return next;
 }
 
-// Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16.
-EI_INLINE float soft_max(float* scores, int n) {
+// Turns scores[0..n) into exp(score - max) and gives 1 / their sum. Lane i of the sum takes positions i modulo 16. A sink
+// counts in both, and comes last.
+EI_INLINE float soft_max(float* scores, int n, const float* sink) {
     for (int i = n; i % 16 != 0; i++) scores[i] = scores[0];
     F32 lanes = load_f32(scores);
     for (int i = 16; i < n; i += 16) lanes = max_f32(lanes, load_f32(scores + i));
@@ -122,6 +123,7 @@ EI_INLINE float soft_max(float* scores, int n) {
     store_f32(lane_max, lanes);
     float most = lane_max[0];
     for (int i = 1; i < 16; i++) most = most > lane_max[i] ? most : lane_max[i];
+    if (sink) most = most > *sink ? most : *sink;
     F32 sum = set_f32(0.0f);
     const int whole = n / 16 * 16;
     for (int i = 0; i < whole; i += 16) {
@@ -136,7 +138,10 @@ EI_INLINE float soft_max(float* scores, int n) {
         store_f32(scores + whole, load_f32(lane));
         sum = add_f32(sum, load_f32(lane));
     }
-    return 1.0f / sum_lanes(sum);
+    if (!sink) return 1.0f / sum_lanes(sum);
+    float of_sink[16];
+    store_f32(of_sink, exp_f32(set_f32(*sink - most)));
+    return 1.0f / (sum_lanes(sum) + of_sink[0]);
 }
 
 // 16 numbers of the value in a slot, from number d on; values: those of the slot's segment.
@@ -233,7 +238,7 @@ inline void soft_max_rows(const Attention& a, float* scale) {
         for (int i = 0; i < row.n_path; i++)
             row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
         if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
-        scale[r] = soft_max(row.scores + row.first, n - row.first);
+        scale[r] = soft_max(row.scores + row.first, n - row.first, row.sink);
         std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));
     }
 }

@@ -19,7 +19,8 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       q_bias_(weights.vector(name + ".q_bias", config_.n_q())),
       k_bias_(weights.vector(name + ".k_bias", config_.n_kv())),
       v_bias_(weights.vector(name + ".v_bias", config_.n_kv())),
-      output_bias_(weights.vector(name + ".output_bias", config.n_embd)) {
+      output_bias_(weights.vector(name + ".output_bias", config.n_embd)),
+      sinks_(weights.vector(name + ".sinks", config_.n_heads)) {
     if (config_.qk_norm == QKNorm::None) return;
     const bool is_whole = config_.qk_norm == QKNorm::Whole;
     q_norm_ = weights.required_vector(name + ".q_norm", is_whole ? config_.n_q() : config_.head_dim);
@@ -195,6 +196,7 @@ AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Text& text,
     AttentionRow a{};
     a.q = b.q + at;
     a.out = b.attn + at;
+    a.sink = sinks_ ? sinks_ + head : nullptr;
     a.scores = b.scores[own] + row * b.ld_scores;
     a.sum = b.sums[own] + row * b.ld_value;
     a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
@@ -218,6 +220,7 @@ void AttentionBlock::quantize_query(const Pass& pass, int thread, int r, Attenti
     q.q32 += row * dim;
     q.scale32 += row * dim / 32;
     q.sum32 += row * dim / 32;
+    q.centre32 += row * dim / 32;
     pass.kernels.quantize32(q, 0);
     a.codes = q.q32;
     a.scales = q.scale32;

@@ -86,7 +86,8 @@ void bind_enums(nb::module_& m) {
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
         .value("gelu_tanh", Activation::GeluTanh)
-        .value("relu2", Activation::Relu2);
+        .value("relu2", Activation::Relu2)
+        .value("clamped_swiglu", Activation::ClampedSwiglu);
     nb::enum_<QKNorm>(m, "QKNorm")
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)

@@ -46,7 +46,7 @@ public:
         }
         std::vector<int8_t> q(n * n_in + kBehindInputs);
         std::vector<float> scales(n * (n_in / 32 + 1));
-        std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1);
+        std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1), centre32(n * n_in / 32 + 1);
         std::vector<int16_t> sums32(n * n_in / 32 + 1);
         std::vector<uint8_t> fits_int16(n * n_in / 256 + 1);
         Inputs in;
@@ -56,6 +56,7 @@ public:
         in.q32 = in.q256 = in.q_token = q.data();
         in.scale32 = in.scale256 = in.scale_token = scales.data();
         in.sum32 = in.sum_token = sums.data();
+        in.centre32 = centre32.data();
         in.centre16 = centre16.data();
         in.sums32 = sums32.data();
         in.fits_int16 = fits_int16.data();
@@ -95,7 +96,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     Inputs in;
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
-    in.sum32 = in.sum_token = in.centre16 = sums.data();
+    in.sum32 = in.centre32 = in.sum_token = in.centre16 = sums.data();
     in.sums32 = short_sums.data();
     in.fits_int16 = fits_int16.data();
     const auto started = std::chrono::steady_clock::now();

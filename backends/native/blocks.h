@@ -36,7 +36,7 @@ private:
     Matrix q_, k_, v_, output_;
     // Null where the model has none.
     const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
-    const float *q_bias_, *k_bias_, *v_bias_, *output_bias_;
+    const float *q_bias_, *k_bias_, *v_bias_, *output_bias_, *sinks_;
 };
 
 // A gated feed-forward network.

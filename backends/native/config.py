@@ -13,7 +13,7 @@ from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, Ga
 _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-    *("q_bias", "k_bias", "v_bias", "output_bias"),
+    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
 )
 _OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
 BLOCKS: dict[type, Sequence[str]] = {Attention: _OF_ATTENTION, Dense: _OF_DENSE}

@@ -18,9 +18,7 @@ void DenseBlock::run(const Pass& pass, int thread) const {
 void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const {
     const Activations& b = pass.b;
     const Kernels& kernels = pass.kernels;
-    const auto activate = config_.activation == Activation::Silu       ? kernels.swiglu
-                          : config_.activation == Activation::GeluTanh ? kernels.geglu
-                                                                       : kernels.relu2_glu;
+    const auto activate = activation_of(kernels, config_.activation);
     const Tasks tasks(gate_, pass.n, pass.pool.size(), kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);

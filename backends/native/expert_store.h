@@ -34,7 +34,14 @@ public:
     // Any thread, once for each wanted expert: nothing reads its record any more in this pass.
     virtual void done(int layer, int expert) = 0;
     // Experts that a layer will probably want soon, the most probable first. Read when nothing else is.
-    virtual void hint(int layer, std::span<const int32_t> experts) { static_cast<void>(layer), static_cast<void>(experts); }
+    virtual void hint(int layer, std::span<const int32_t> experts) {
+        static_cast<void>(layer), static_cast<void>(experts);
+    }
+    // Between passes: the last one should not have wanted these experts, because only a draft that was rejected did; their
+    // recency is again what it was before.
+    virtual void forget_use(int layer, std::span<const int32_t> experts) {
+        static_cast<void>(layer), static_cast<void>(experts);
+    }
     // Why wait gave null; empty if nothing failed in this pass.
     virtual std::string error() const { return {}; }
 

@@ -16,6 +16,15 @@ struct Groups {
     }
 };
 
+// What the codes of MXFP4 stand for, above zero, and the scales of 16 rows. Below exponent 2 a scale is subnormal, and the
+// larger of the two.
+EI_INLINE U8 mxfp4_codes(U8 codes) { return look_up(codes, kMxfp4Codes); }
+EI_INLINE F32 load_mxfp4_scales(const uint8_t* p) {
+    const I32 e = load_u8_as_i32(p);
+    const I32 normal = shl_i32(add_i32(e, set_i32(-1)), 23), subnormal = shl_i32(add_i32(e, set_i32(1)), 21);
+    return as_f32(max_i32(normal, subnormal));
+}
+
 // A place in each of G row groups that follow each other.
 template <int G>
 struct Places {
@@ -83,6 +92,8 @@ EI_FOR_GROUPS(odd_scale)
 EI_FOR_GROUPS(and_u8)
 EI_FOR_GROUPS(or_u8)
 EI_FOR_GROUPS(codes8)
+EI_FOR_GROUPS(mxfp4_codes)
+EI_FOR_GROUPS(load_mxfp4_scales)
 EI_FOR_GROUPS(dot)
 EI_FOR_GROUPS(dot8)
 EI_FOR_GROUPS(dot2)

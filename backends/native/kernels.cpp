@@ -127,6 +127,18 @@ constexpr int kStreamsAtOnce = kGroupsAtOnce > 1 ? 4 : 2;
 constexpr int kFewerColumns = kGroupsAtOnce > 1 && kColumnsAtOnce > 6 ? 6 : kColumnsAtOnce;
 constexpr int kStillFewer = kGroupsAtOnce > 1 && kColumnsAtOnce > 4 ? 4 : kColumnsAtOnce;
 
+// Where the columns have their activations by 32: codes, scales and one of sums or centres.
+template <int NC>
+EI_INLINE void columns_by_32(const Inputs& x, Columns at, const int32_t* sums, const int8_t* (&a)[NC],
+                             const float* (&ad)[NC], const int32_t* (&as)[NC]) {
+    const size_t n_in = static_cast<size_t>(x.n_in), n_blocks = n_in / 32;
+    for (int c = 0; c < NC; c++) {
+        a[c] = x.q32 + at.of(c) * n_in;
+        ad[c] = x.scale32 + at.of(c) * n_blocks;
+        as[c] = sums + at.of(c) * n_blocks;
+    }
+}
+
 // The formats with blocks of 32. OFFSET is what the stored codes are above the true ones.
 template <int BITS, int OFFSET, bool MIN>
 struct Blocks32 {
@@ -140,12 +152,8 @@ struct Blocks32 {
         const int8_t* a[NC];
         const float* ad[NC];
         const int32_t* as[NC];
-        for (int c = 0; c < NC; c++) {
-            a[c] = x.q32 + at.of(c) * static_cast<size_t>(x.n_in);
-            ad[c] = x.scale32 + at.of(c) * static_cast<size_t>(n_blocks);
-            as[c] = x.sum32 + at.of(c) * static_cast<size_t>(n_blocks);
-            f[c] = set_f32(0.0f);
-        }
+        columns_by_32<NC>(x, at, x.sum32, a, ad, as);
+        for (int c = 0; c < NC; c++) f[c] = set_f32(0.0f);
         for (int b = 0; b < n_blocks; b++) {
             if (MIN || b % 2 == 0) {
                 scales = group;
@@ -427,6 +435,7 @@ EI_INLINE F32 load_row_bf16(const void* p) { return load_bf16(p); }
 
 }  // namespace
 
+#include "mxfp4.h"
 #include "ternary.h"
 
 namespace {
@@ -557,6 +566,7 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, const 
         case Format::I2_S: return matmul_as<TernaryRows<TwoBits>>(w, x, n, first, last, next, y, ldy);
         case Format::I2_S_BASE_THREE: return matmul_as<TernaryRows<BaseThree>>(w, x, n, first, last, next, y, ldy);
         case Format::Q2_0: return matmul_as<TernaryBlocks>(w, x, n, first, last, next, y, ldy);
+        case Format::MXFP4: return matmul_as<BlocksMxfp4>(w, x, n, first, last, next, y, ldy);
     }
 }
 
@@ -602,6 +612,8 @@ void quantize32(const Inputs& x, int c) {
         x.scale32[column * n_blocks + b] =
             quantize<32>(in + 32 * b, x.q32 + column * static_cast<size_t>(x.n_in) + 32 * b, sums);
         x.sum32[column * n_blocks + b] = sums[0] + sums[1];
+        x.centre32[column * n_blocks + b] =
+            centre_32(x.q32 + column * static_cast<size_t>(x.n_in) + 32 * b, sums[0] + sums[1]);
     }
 }
 
@@ -725,6 +737,15 @@ void relu2_glu(float* gate, const float* up, int n) {
     }
 }
 
+void clamped_swiglu(float* gate, const float* up, int n) {
+    const F32 most = set_f32(7.0f), one = set_f32(1.0f);
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = min_f32(most, load_f32(gate + i));
+        const F32 u = max_f32(set_f32(-7.0f), min_f32(most, load_f32(up + i)));
+        store_f32(gate + i, mul_f32(times_sigmoid(g, mul_f32(g, set_f32(1.702f))), add_f32(u, one)));
+    }
+}
+
 // cap * tanh(x / cap), with tanh(y) = (1 - t) / (1 + t) for t = exp(-2 |y|), and the sign of y.
 EI_INLINE F32 soft_cap(F32 x, F32 inverse, F32 cap) {
     const I32 sign_bit = set_i32(static_cast<int32_t>(0x80000000u));
@@ -805,7 +826,7 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,     kGroupsAtOnce,  kStreamsAtOnce, matmul,       quantize32,
-                         quantize256,     quantize_token, rms_norm,       swiglu,       geglu,
-                         relu2_glu,       add_scaled,     silu,           blend,        scale_and_cap,
-                         store_key_value, attention,      read,           multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,   kGroupsAtOnce,   kStreamsAtOnce, matmul, quantize32,
+                         quantize256,   quantize_token,  rms_norm,       swiglu, geglu,
+                         relu2_glu,     clamped_swiglu,  add_scaled,     silu,   blend,
+                         scale_and_cap, store_key_value, attention,      read,   multiply_adds};

@@ -21,9 +21,10 @@ struct AttentionRow {
     int first, n_past;
     const int32_t* path;
     int n_path;
-    float* scores;  // scratch, 16 more than the number of slots
-    float* sum;     // scratch, head_dim rounded up to 16
-    float* out;     // (head_dim,)
+    const float* sink;  // one more score, that has no value; null for none
+    float* scores;      // scratch, 16 more than the number of slots
+    float* sum;         // scratch, head_dim rounded up to 16
+    float* out;         // (head_dim,)
 };
 
 constexpr int kTaskRows = 12;
@@ -58,6 +59,9 @@ struct Kernels {
     void (*geglu)(float* gate, const float* up, int n);
     // gate = max(gate, 0)^2 * up (So et al., arXiv:2109.08668). Arrays padded to 16.
     void (*relu2_glu)(float* gate, const float* up, int n);
+    // gate = g sigmoid(1.702 g) (u + 1), g = min(gate, 7), u = up within -7 .. 7 (gpt-oss, arXiv:2508.10925). Arrays
+    // padded to 16.
+    void (*clamped_swiglu)(float* gate, const float* up, int n);
     // x += scale * y. Arrays padded to 16.
     void (*add_scaled)(float* x, const float* y, int n, float scale);
     // x = x sigmoid(x). Arrays padded to 16.
@@ -68,7 +72,8 @@ struct Kernels {
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
     // Writes a key and a value (head_dim,) into a slot.
     void (*store_key_value)(const KvHead& kv, int slot, const float* key, const float* value);
-    // out = softmax(q keys) values for each row (Vaswani et al., arXiv:1706.03762).
+    // out = softmax(q keys) values for each row (Vaswani et al., arXiv:1706.03762); a sink takes its share of the softmax
+    // (Xiao et al., arXiv:2309.17453).
     void (*attention)(const Attention& a);
     // For measuring this machine: reads n bytes, a multiple of 256; does kMultiplyAdds int8 multiply-adds a round out of
     // 1024 bytes. Both give back something that depends on all they did.

@@ -17,6 +17,10 @@
 //                  bits 5..7 of lines 0, 2, 4 = low bits of w_2, w_5, w_7; bits 5, 6 of lines 1, 3 = high bits of w_2, w_5
 //                  bit 7 of line 1 = bit 3 of w_7, bit 7 of line 3 = bit 4 of w_7
 //   codes, 8 bits: 8 lines; line i, byte 4*row + c = 128 + code at k = 4i + c                       (i = 0..7)
+//   MXFP4:             for each four blocks  u8 e[4][16], e[b][row] = exponent of block b | four times codes, 4 bits
+//                      (Rouhani et al., arXiv:2310.10537). The last ones may be fewer than four, under a whole line of e.
+//                      A weight is (kMxfp4Codes[code] - kMxfp4Offset) * 2^(e - 128): its scale is half of the format's,
+//                      its integer twice the format's number. 2^-128 and 2^-127 are subnormal floats.
 //
 // Tiles of 256 inputs (Q4_K, Q5_K, Q6_K)
 //   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 the six bits each of 256 scales and mins s: sc[8][16] | m[4][32],
@@ -64,6 +68,7 @@ enum class Format : int {
     TQ1_0 = 34,
     TQ2_0 = 35,
     I2_S = 36,
+    MXFP4 = 39,
     Q2_0 = 42,
     TQ_BASE_THREE = 1034,  // of TQ1_0 and TQ2_0
     I2_S_BASE_THREE = 1036
@@ -73,6 +78,11 @@ enum class Format : int {
 enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
+
+// What the sixteen codes of MXFP4 stand for, doubled and above zero: 0, 1/2, 1, 3/2, 2, 3, 4, 6, then the same negative.
+constexpr int kMxfp4Offset = 12;
+constexpr uint8_t kMxfp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr int kMxfp4Together = 4;  // blocks under one line of exponents
 
 // Up to so many tokens, products are tuned for each number of them.
 constexpr int kFewTokens = 8;
@@ -176,7 +186,8 @@ struct Tasks {
 };
 
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
-// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q.  Int8By256: likewise for each 256, with the sums of
+// Int8By32: x = scale * q for each 32; sum = the sum of the 32 q; centre = what a dot product with the integers of MXFP4
+// begins with, as they stand kMxfp4Offset above the true ones.  Int8By256: likewise for each 256, with the sums of
 // each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
 // instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes of no 16 add
 // up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those of the
@@ -192,6 +203,7 @@ struct Inputs {
     int8_t* q32 = nullptr;          // (n, n_in)
     float* scale32 = nullptr;       // (n, n_in / 32)
     int32_t* sum32 = nullptr;       // (n, n_in / 32)
+    int32_t* centre32 = nullptr;    // (n, n_in / 32)
     int8_t* q256 = nullptr;         // (n, n_in)
     float* scale256 = nullptr;      // (n, n_in / 256)
     int32_t* centre16 = nullptr;    // (n, n_in / 16)
@@ -209,6 +221,7 @@ struct Inputs {
         rest.q32 += column * n;
         rest.scale32 += column * (n / 32);
         rest.sum32 += column * (n / 32);
+        rest.centre32 += column * (n / 32);
         rest.q256 += column * n;
         rest.scale256 += column * (n / 256);
         rest.centre16 += column * (n / 16);

@@ -83,16 +83,21 @@ void place_codes(int bits, const Codes& codes, int row, uint8_t* lines) {
     for (int i = 0; i < 4; i++) place((codes[i] & 0x0f0f0f0f) | (codes[4 + i] & 0x0f0f0f0f) << 4);
 }
 
+// 16 bytes: low nibbles 0..15, high nibbles 16..31.
+void codes_of_nibbles(const uint8_t* stored, Codes& codes) {
+    for (int i = 0; i < 4; i++) {
+        codes[i] = word_at(stored + 4 * i) & 0x0f0f0f0f;
+        codes[4 + i] = word_at(stored + 4 * i) >> 4 & 0x0f0f0f0f;
+    }
+}
+
 void codes_of_block32(const Block32& layout, const uint8_t* block, Codes& codes) {
     const uint8_t* stored = block + layout.codes_at();
     if (layout.bits == 8) {
         for (int i = 0; i < 8; i++) codes[i] = word_at(stored + 4 * i) ^ 0x80808080;  // signed to 128 above
         return;
     }
-    for (int i = 0; i < 4; i++) {  // low nibbles 0..15, high nibbles 16..31
-        codes[i] = word_at(stored + 4 * i) & 0x0f0f0f0f;
-        codes[4 + i] = word_at(stored + 4 * i) >> 4 & 0x0f0f0f0f;
-    }
+    codes_of_nibbles(stored, codes);
     if (layout.bits == 5) {
         const uint32_t high = word_at(block + layout.high_at());
         for (int i = 0; i < 8; i++) codes[i] |= ((high >> 4 * i & 15) * 0x00204081 & 0x01010101) << 4;  // a bit a byte
@@ -109,6 +114,29 @@ void pack_row_block32(const Block32& layout, const uint8_t* source, int n_in, in
         if (layout.min) std::memcpy(scales + 32 + 2 * row, source + 2, 2);
         source += layout.n_bytes();
     }
+}
+
+// GGUF's MXFP4: the exponent, 16 bytes of codes as in Q4_0.
+constexpr size_t kBytesMxfp4 = 17, kLinesMxfp4 = 256, kGroupMxfp4 = 64 + kMxfp4Together * kLinesMxfp4;
+
+float scale_of_mxfp4(uint8_t e) {
+    return std::bit_cast<float>(e < 2 ? uint32_t{0x00200000} << e : static_cast<uint32_t>(e - 1) << 23);
+}
+
+void pack_row_mxfp4(const uint8_t* source, int n_in, int row, uint8_t* group) {
+    for (size_t b = 0; b < static_cast<size_t>(n_in) / 32; b++) {
+        Codes codes;
+        codes_of_nibbles(source + 1, codes);
+        uint8_t* exponents = group + b / kMxfp4Together * kGroupMxfp4;
+        exponents[b % kMxfp4Together * kRows + static_cast<size_t>(row)] = source[0];
+        place_codes(4, codes, row, exponents + 64 + b % kMxfp4Together * kLinesMxfp4);
+        source += kBytesMxfp4;
+    }
+}
+
+size_t group_bytes_of_mxfp4(size_t n_in) {
+    const size_t n_blocks = n_in / 32;
+    return (n_blocks + kMxfp4Together - 1) / kMxfp4Together * 64 + n_blocks * kLinesMxfp4;
 }
 
 // GGUF's Q4_K and Q5_K: f16 d, f16 dmin, 12 bytes of 6-bit scales and mins, 32 bytes of fifth bits (Q5_K), 128 nibbles.
@@ -317,6 +345,7 @@ void pack_row(Format of, Format as, const uint8_t* source, int n_in, int row, ui
         case Format::TQ1_0:
         case Format::TQ2_0:
         case Format::Q2_0: return pack_row_ternary(ternary_block(of, as), source, n_in, row, group);
+        case Format::MXFP4: return pack_row_mxfp4(source, n_in, row, group);
         default: return pack_row_block32(block32(of), source, n_in, row, group);
     }
 }
@@ -351,6 +380,18 @@ void dequantize_6k(const uint8_t* block, int n_in, float* out) {
             for (int i = 0; i < 32; i += 8) *out++ = scale * static_cast<float>(static_cast<int>(codes >> i & 63) - 32);
         }
         block += kBytes6K;
+    }
+}
+
+void dequantize_mxfp4(const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 32; b++) {
+        const float scale = scale_of_mxfp4(block[0]);
+        Codes codes;
+        codes_of_nibbles(block + 1, codes);
+        for (int i = 0; i < 32; i++) {
+            *out++ = scale * static_cast<float>(kMxfp4Codes[code_at(codes, i)] - kMxfp4Offset);
+        }
+        block += kBytesMxfp4;
     }
 }
 
@@ -459,6 +500,7 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
         case Format::TQ2_0: n_inputs = 256, n_bytes = kBytesTQ2; return true;
         case Format::I2_S: n_inputs = 128, n_bytes = kBytesI2; return true;
         case Format::Q2_0: n_inputs = 64, n_bytes = kBytesQ2; return true;
+        case Format::MXFP4: n_inputs = 32, n_bytes = kBytesMxfp4; return true;
         case Format::TQ_BASE_THREE:
         case Format::I2_S_BASE_THREE: return false;
     }
@@ -503,6 +545,7 @@ size_t packed_group_bytes(Format format, int n_in) {
             return layout.lines_at(n / 256 - 1) + layout.lines();
         }
         case Format::I2_S: return 64 + 4 * n;
+        case Format::MXFP4: return group_bytes_of_mxfp4(n);
         case Format::I2_S_BASE_THREE: return 64 + base_three_bytes(n_in);
         default: {
             const Block32 layout = block32(format);
@@ -569,6 +612,7 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
         case Format::TQ1_0:
         case Format::TQ2_0:
         case Format::Q2_0: return dequantize_ternary(ternary_block(format), row, n_in, out);
+        case Format::MXFP4: return dequantize_mxfp4(row, n_in, out);
         default: return dequantize_block32(block32(format), row, n_in, out);
     }
 }

@@ -114,3 +114,15 @@ void prepare_inputs(const Kernels& kernels, const Inputs& inputs, int c, std::in
 
 // y[c][row] += bias[row] for the rows of groups first..last-1; bias: null for none.
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy);
+
+// gate = what an activation makes of gate and up; see Kernels.
+using Activate = void (*)(float* gate, const float* up, int n);
+inline Activate activation_of(const Kernels& kernels, Activation activation) {
+    switch (activation) {
+        case Activation::Silu: return kernels.swiglu;
+        case Activation::GeluTanh: return kernels.geglu;
+        case Activation::Relu2: return kernels.relu2_glu;
+        case Activation::ClampedSwiglu: return kernels.clamped_swiglu;
+    }
+    return nullptr;
+}

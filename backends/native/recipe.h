@@ -27,7 +27,7 @@ struct QueryScales {
     float at(int position) const { return values[static_cast<size_t>(position / n_positions)]; }
 };
 
-enum class Activation : int { Silu, GeluTanh, Relu2 };
+enum class Activation : int { Silu, GeluTanh, Relu2, ClampedSwiglu };
 enum class QKNorm : int { None, PerHead, Whole };
 
 // A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none.

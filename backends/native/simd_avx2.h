@@ -141,6 +141,10 @@ EI_INLINE U8 shl_u16(U8 v) {
 }
 
 EI_INLINE __m256i table_256(__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); }
+EI_INLINE U8 look_up(U8 index, const uint8_t* table) {
+    const __m256i twice = table_256(load_128(table));
+    return {_mm256_shuffle_epi8(twice, index.a), _mm256_shuffle_epi8(twice, index.b)};
+}
 // Of numbers below 81, how often 9 goes into each: 57 / 512 of them, even and odd bytes apart.
 EI_INLINE __m256i ninths(__m256i v) {
     const __m256i share = _mm256_set1_epi16(57 << 7), upper = _mm256_set1_epi16(static_cast<short>(0xff00));

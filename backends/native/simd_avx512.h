@@ -114,6 +114,10 @@ EI_INLINE U8 shl_u16(U8 v) {
     return _mm512_slli_epi16(v, N);
 }
 
+EI_INLINE U8 look_up(U8 index, const uint8_t* table) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
+}
+
 #ifdef __AVX512VBMI__
 // What a magnitude 0..121 stands for: the codes of four weights in two bits each, and of the fifth.
 struct BaseThreeTables {

@@ -17,4 +17,14 @@ EI_INLINE int32_t centre_16(const int8_t* a, int32_t sum) {
                                 (static_cast<uint32_t>(-32 * first) & 0xffff));
 }
 
+// The same of 32 activations and codes that stand kMxfp4Offset above: 16 * 12 * 127.
+EI_INLINE int32_t centre_32(const int8_t* a, int32_t) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+    const __m256i products = _mm256_maddubs_epi16(_mm256_set1_epi8(kMxfp4Offset), all);
+    const __m128i four = _mm_add_epi16(_mm256_castsi256_si128(products), _mm256_extracti128_si256(products, 1));
+    const __m128i two = _mm_add_epi16(four, _mm_shuffle_epi32(four, 0x0e));
+    const __m128i one = _mm_add_epi16(two, _mm_shuffle_epi32(two, 0x01));
+    return _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), one));
+}
+
 }  // namespace

@@ -12,6 +12,7 @@ constexpr int kDots = 8;
 EI_INLINE Dot dot_zero() { return set_i32(0); }
 EI_INLINE Dot dot_from(const int32_t* centre) { return set_i32(*centre); }
 EI_INLINE int32_t centre_16(const int8_t*, int32_t sum) { return -32 * sum; }
+EI_INLINE int32_t centre_32(const int8_t*, int32_t sum) { return -kMxfp4Offset * sum; }
 EI_INLINE Dot dot(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }
 EI_INLINE I32 add_dot(I32 sum, Dot d) { return add_i32(sum, d); }
 EI_INLINE I32 add_dot_times(I32 sum, Dot d, Scale scale) { return add_i32(sum, mul_i32(d, scale)); }

@@ -178,6 +178,11 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8x16_t x) { return vshlq_n_u8(x, N); }, v);
 }
 
+EI_INLINE U8 look_up(U8 index, const uint8_t* table) {
+    const uint8x16_t all = vld1q_u8(table);
+    return map<U8>([all](uint8x16_t i) { return vqtbl1q_u8(all, i); }, index);
+}
+
 // The highest digit by comparing, the two pairs of others by a division and tables.
 template <class F>
 EI_INLINE void unpack_base_three(U8 stored, const F& f) {

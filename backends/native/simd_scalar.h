@@ -204,6 +204,11 @@ EI_INLINE U8 shl_u16(U8 v) {
     return map<U8>([](uint8_t x) { return static_cast<uint8_t>(x << N); }, v);
 }
 
+// table[i] of 16 bytes for each byte i, which must be below 16.
+EI_INLINE U8 look_up(U8 index, const uint8_t* table) {
+    return map<U8>([table](uint8_t i) { return table[i]; }, index);
+}
+
 // Bytes of five ternary weights in base three, sign and magnitude: calls f<J>(codes) for J = 0..4 in any order, with the
 // codes, one above the weights, that count 3^J.
 template <class F>
@@ -241,8 +246,8 @@ EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
 
 // Dot: sums of products of codes and activations, in whatever the instructions give. One takes kDots<BITS> times dot()
 // with codes of so many bits, or, begun by dot_from() with the centre_16 of its 16 activations, which takes off what the
-// codes stand above the true ones, four times with codes of 6 bits; add_dot and add_dot_times make it part of a sum in 32
-// bits.
+// codes stand above the true ones, four times with codes of 6 bits, or with centre_32 eight times with the integers of
+// MXFP4; add_dot and add_dot_times make it part of a sum in 32 bits.
 #include "simd_dot32.h"
 
 namespace {

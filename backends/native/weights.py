@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.native import _core
 from edgeinfer.errors import ModelFileError, UnsupportedModel
-from edgeinfer.models import ModelSpec, TensorRows, Weight
+from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.types import TernaryBits
 
 MATRIX_TYPES = frozenset(
-    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0".split()
+    GGMLType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0 MXFP4".split()
 )
 # What packs to 1.6 bits a weight, and the number of that format in matrix.h. Q2_0's blocks are too short to gain.
 BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}
@@ -132,6 +132,10 @@ def _info(model: ModelFile, name: str) -> TensorInfo:
 
 def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
+    if isinstance(weight.tensor, ExpertRows):
+        raise UnsupportedModel(
+            f"{model.path}: tensor {weight.tensor.name} is of experts, which the native engine lacks"
+        )
     ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")

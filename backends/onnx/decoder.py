@@ -29,7 +29,7 @@ from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Constant, Floats, part_of, weights_of
 from edgeinfer.backends.onnx.operations import FLOAT, Operations
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, check_blocks
+from edgeinfer.models import Attention, Dense, ModelSpec, check_blocks, dense_of
 from edgeinfer.models.draft_head import FeatureProjection, GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
@@ -160,7 +160,7 @@ class _DecoderBuilder:
             graph.within(f"layer.{index}.")
             added = self._attention.add(index, layer.mixer, x)
             x = graph.add("Add", x, operations.times(added, spec.residual_scale))
-            x = graph.add("Add", x, operations.times(self._dense(layer.ffn, x), spec.residual_scale))
+            x = graph.add("Add", x, operations.times(self._dense(dense_of(layer), x), spec.residual_scale))
             if taps:
                 graph.output(f"layer_output.{index}", x, 1, "n", spec.n_embd)
         graph.within("")

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vector_of
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, QueryTemperature, RopeSpec, TensorRef, check_blocks
+from edgeinfer.models import Attention, Dense, ModelSpec, QueryTemperature, RopeSpec, TensorRef, check_blocks, dense_of
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.models.spec import weights_of
 
 TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
 MAX_NODES = 128  # of a tree that it chooses
@@ -189,7 +188,7 @@ class ModelParts:
 
 
 def _layers(model: ModelFile, spec: ModelSpec) -> tuple[tuple[AttentionParts, DenseParts], ...]:
-    return tuple((_attention(model, layer.mixer), _dense(model, layer.ffn)) for layer in spec.layers)
+    return tuple((_attention(model, layer.mixer), _dense(model, dense_of(layer))) for layer in spec.layers)
 
 
 def _attention(model: ModelFile, block: Attention) -> AttentionParts:
@@ -211,8 +210,8 @@ def _dense(model: ModelFile, block: Dense) -> DenseParts:
 
 
 def _norms_of(model: ModelFile, block: Any) -> Norms:
-    weights = weights_of("", block)
-    return {each.role: vector_of(model, each.tensor) for each in weights if each.role.endswith("norm")}
+    refs = {role: getattr(block, role) for role in block.shapes() if role.endswith("norm")}
+    return {role: vector_of(model, ref) for role, ref in refs.items() if ref is not None}
 
 
 def _linear(model: ModelFile, refs: Sequence[TensorRef], biases: Sequence[TensorRef | None] = ()) -> LinearParts:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.types import MemoryPlan
+
+__all__ = ["human_bytes", "largest_n_ctx", "plan_within"]
 
 
 def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -> MemoryPlan:
@@ -26,7 +29,8 @@ def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, bu
             return plan
         shortfall = (
             f"{path} needs {human_bytes(use.total)} (weights {human_bytes(use.weights)}, KV cache "
-            f"{human_bytes(use.kv_cache)} at n_ctx {n_ctx}, activations {human_bytes(use.activations)}), available are "
+            f"{human_bytes(use.kv_cache)} at n_ctx {n_ctx}, activations {human_bytes(use.activations)}"
+            f"{f', experts {human_bytes(use.experts)}' if use.experts else ''}), available are "
             f"{human_bytes(budget_bytes)}, {human_bytes(use.total - budget_bytes)} too few"
         )
     fitting = largest_n_ctx(plan_of, n_ctx, budget_bytes)
@@ -54,13 +58,3 @@ def _fits(plan_of: Callable[[int], MemoryPlan], n_ctx: int, budget_bytes: int) -
         return plan_of(n_ctx).use.total <= budget_bytes
     except BudgetExceeded:
         return False
-
-
-def human_bytes(n_bytes: int) -> str:
-    """Bytes in a unit that leaves one to three digits before the point: "812 B", "3.2 GiB"."""
-    value, unit = float(n_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
-            break
-        value, unit = value / 1024, larger
-    return f"{n_bytes} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, TensorRows, check_blocks
+from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, TensorRows, check_blocks, dense_of
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
@@ -141,7 +141,7 @@ class TorchTarget:
             at = positions, None if rope is None else turns[rope]
             added = self._attention(index, layer.mixer, x, *at, mask, cache)
             x = torch.add(x, added, alpha=spec.residual_scale)
-            x = tapped[index] = torch.add(x, self._dense(layer.ffn, x), alpha=spec.residual_scale)
+            x = tapped[index] = torch.add(x, self._dense(dense_of(layer), x), alpha=spec.residual_scale)
         return self._norm(spec.output_norm, x) if isinstance(taps, bool) else torch.cat([tapped[i] for i in taps], -1)
 
     def behind_last_norm(self, rows: torch.Tensor) -> torch.Tensor:

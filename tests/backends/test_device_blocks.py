@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_sessions import KINDS, Kind, backend_of, difference, head_backend_of, some_tokens
+from more_blocks import experts_like
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -67,13 +68,13 @@ def test_a_block_of_an_unknown_kind_is_refused_by_name(kind: Kind, file: ModelFi
         backend.load(file, other, plan, Device(1))
 
 
-@pytest.mark.parametrize("role, field", [("mixer", "sinks"), ("ffn", "clamp")])
+@pytest.mark.parametrize("role, field", [("mixer", "head_gate"), ("ffn", "clamp")])
 def test_an_unknown_field_of_a_known_block_is_refused_by_name(
     kind: Kind, file: ModelFile, role: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, backend = read_spec(file), backend_of(kind)
     block = getattr(spec.layers[1], role)
-    asked, unasked = with_field(block, field, "blk.1.attn_sinks.weight"), with_field(block, field, None)
+    asked, unasked = with_field(block, field, "blk.1.further.weight"), with_field(block, field, None)
     for each in (asked, unasked):  # as if the class itself had got the field
         monkeypatch.setitem(known_to(kind), type(each), known_to(kind)[type(block)])
     plan = backend.plan(file, with_block(spec, role, unasked), 64)
@@ -82,6 +83,17 @@ def test_an_unknown_field_of_a_known_block_is_refused_by_name(
         backend.plan(file, with_block(spec, role, asked), 64)
     with pytest.raises(UnsupportedModel, match=message):
         backend.load(file, with_block(spec, role, asked), plan, Device(1))
+
+
+def test_experts_and_attention_sinks_are_refused_by_name(kind: Kind, file: ModelFile) -> None:
+    spec, backend, name = read_spec(file), backend_of(kind), kind.split()[0]
+    sinks = replace(spec.layers[1].mixer, sinks="blk.1.attn_sinks.weight")
+    for role, block, message in [
+        ("ffn", experts_like(spec.layers[1]), f"layers.1.ffn is a block Experts, which the {name} backend cannot run"),
+        ("mixer", sinks, f"layers.1.mixer has sinks, which the {name} backend does not know"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=message):
+            backend.plan(file, with_block(spec, role, block), 64)
 
 
 def test_attention_from_rows_of_another_length_is_refused(kind: Kind, file: ModelFile) -> None:
@@ -134,6 +146,6 @@ def test_each_layer_has_its_own_heads_rotation_window_and_activation(
     assert difference(plain.forward(tokens[:26], logits="all").logits[20:], found[0][:6]) > 0.1
 
 
-def test_both_kinds_of_block_are_known_in_all_their_fields(kind: Kind) -> None:
+def test_both_kinds_of_block_are_known_in_all_their_fields_but_sinks(kind: Kind) -> None:
     for block in (Attention, Dense):
-        assert set(known_to(kind)[block]) == {field.name for field in fields(block)}
+        assert set(known_to(kind)[block]) == {field.name for field in fields(block)} - {"sinks"}

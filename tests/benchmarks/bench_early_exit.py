@@ -43,7 +43,7 @@ from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.weights import DRAFT_TOKENS
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextState, visible_slots
 from edgeinfer.backends.reference_math import Floats, scale
-from edgeinfer.models import ModelSpec, TensorRows, read_spec
+from edgeinfer.models import ModelSpec, TensorRows, dense_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.cost import CostModel
@@ -111,7 +111,7 @@ class Skipping(ReferenceModel):
         for index in self.kept:
             layer = spec.layers[index]
             x = x + scale(self._attention(layer.mixer, text, index, x, paths, None), spec.residual_scale)
-            x = x + scale(self._dense(layer.ffn, x), spec.residual_scale)
+            x = x + scale(self._dense(dense_of(layer), x), spec.residual_scale)
         assert spec.output is not None  # whole models have one
         return self.linear(spec.output, None, self.norm(spec.output_norm, x)[rows]), x[None]
 

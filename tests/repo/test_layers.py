@@ -20,7 +20,8 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             | {"models.chat_template", "models.template_sandbox", "models.reasoning"}
             | {"models.output_machines", "models.tool_calls"},
             {"models.formats"},
-            {"models.spec", "models.rope", "models.reader", "models.draft_head"},
+            {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
+            | {"models.draft_head"},
             {"record_cache"},
         ],
     ),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import comparisons
+from more_blocks import experts_like
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
@@ -19,10 +20,10 @@ from edgeinfer.types import Device
 
 
 @dataclass(frozen=True)
-class WithSinks(Attention):
+class WithGates(Attention):
     """A kind of block that the engine does not run."""
 
-    sinks: str | None = None
+    head_gate: str | None = None
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def with_layer(spec: ModelSpec, layer: Layer) -> ModelSpec:
 def test_a_block_of_an_unknown_kind_is_refused_by_name(file: ModelFile) -> None:
     spec, backend = read_spec(file), NativeBackend()
     layer = spec.layers[1]
-    other = with_layer(spec, replace(layer, mixer=WithSinks(**vars(layer.mixer), sinks="blk.1.attn_sinks")))
+    other = with_layer(spec, replace(layer, mixer=WithGates(**vars(layer.mixer), head_gate="blk.1.attn_gate")))
     plan = backend.plan(file, spec, 64)
     for run in (lambda: backend.plan(file, other, 64), lambda: backend.load(file, other, plan, Device(1))):
-        with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer is a block WithSinks"):
+        with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer is a block WithGates"):
             run()
 
 
@@ -58,9 +59,20 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
         NativeBackend().plan(file, used, 64)
 
 
-def test_every_field_of_the_blocks_is_named() -> None:
+def test_experts_and_attention_sinks_are_refused_by_name(file: ModelFile) -> None:
+    spec = read_spec(file)
+    layer = spec.layers[1]
+    for other, message in [
+        (replace(layer, ffn=experts_like(layer)), r"layers\.1\.ffn is a block Experts"),
+        (replace(layer, mixer=replace(layer.mixer, sinks="blk.1.attn_sinks.weight")), r"layers\.1\.mixer has sinks"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=message):
+            NativeBackend().plan(file, with_layer(spec, other), 64)
+
+
+def test_every_field_of_the_blocks_but_sinks_is_named() -> None:
     for block in (Attention, Dense):
-        assert set(BLOCKS[block]) == set(block.__dataclass_fields__)
+        assert set(BLOCKS[block]) == set(block.__dataclass_fields__) - {"sinks"}
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from more_blocks import experts_like
 from numpy.testing import assert_allclose, assert_array_equal
 from parts import missing
 from tiny_models import Architecture, write_tiny_model
@@ -92,15 +93,28 @@ def test_unknown_blocks_and_fields_are_refused_by_name(tmp_path: Path, monkeypat
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
         spec = read_spec(file)
         dense = spec.layers[1].ffn
-        kind = make_dataclass("Experts", [("clamp", float | None, None)], bases=(Dense,), frozen=True)
+        kind = make_dataclass("Clamped", [("clamp", float | None, None)], bases=(Dense,), frozen=True)
         block = kind(**vars(dense), clamp=7.0)
         other = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], ffn=block)))
-        with pytest.raises(UnsupportedModel, match="layers.1.ffn is a block Experts, which the training"):
+        with pytest.raises(UnsupportedModel, match="layers.1.ffn is a block Clamped, which the training"):
             TorchTarget(file, other, CPU)
         monkeypatch.setitem(target_module.BLOCKS, kind, target_module.BLOCKS[Dense])  # as if Dense had got the field
         monkeypatch.setitem(target_module._NOT_COMPUTED, kind, target_module._NOT_COMPUTED[Dense])
         with pytest.raises(UnsupportedModel, match=r"layers.1.ffn has clamp, which the training backend does not know"):
             TorchTarget(file, other, CPU)
+
+
+def test_experts_and_attention_sinks_are_refused_by_name(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
+        spec = read_spec(file)
+        layer = spec.layers[1]
+        sinks = replace(layer, mixer=replace(layer.mixer, sinks="blk.1.attn_sinks.weight"))
+        for other, message in [
+            (replace(layer, ffn=experts_like(layer)), "layers.1.ffn is a block Experts, which the training"),
+            (sinks, "layers.1.mixer has sinks, which the training"),
+        ]:
+            with pytest.raises(UnsupportedModel, match=message):
+                TorchTarget(file, replace(spec, layers=(spec.layers[0], other)), CPU)
 
 
 def test_a_head_is_not_made_for_layers_of_several_sizes(tmp_path: Path) -> None:

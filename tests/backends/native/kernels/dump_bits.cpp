@@ -85,7 +85,7 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
 struct InputArrays {
     std::vector<int8_t> q32, q256, q_token;
     std::vector<float> scale32, scale256, scale_token;
-    std::vector<int32_t> sum32, centre16, sum_token;
+    std::vector<int32_t> sum32, centre32, centre16, sum_token;
     std::vector<int16_t> sums32;
     std::vector<uint8_t> fits_int16;
 
@@ -93,7 +93,8 @@ struct InputArrays {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
         q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
-        scale32.resize(size / 32), sum32.resize(size / 32), scale256.resize(size / 256 + 1);
+        scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
+        scale256.resize(size / 256 + 1);
         centre16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
         Inputs in{n_in,
                   x.data(),
@@ -101,6 +102,7 @@ struct InputArrays {
                   q32.data(),
                   scale32.data(),
                   sum32.data(),
+                  centre32.data(),
                   q256.data(),
                   scale256.data(),
                   centre16.data(),

@@ -13,7 +13,7 @@ from edgeinfer.backends.reference import round_activations
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType
 
-BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32}
+BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "MXFP4": 32}
 BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128, "Q2_0": 64}
 BLOCKS |= {"TQ1_0 in base three": 256, "I2_S in base three": 128}
 FORMATS = list(BLOCKS)
