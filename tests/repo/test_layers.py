@@ -200,5 +200,5 @@ def test_every_module_has_one_place_and_every_place_a_module() -> None:
     assert len(names) == len(set(names))
     compiled = {"_sampler", "models._strings"}
     unused = {name for name in names if not any(module == f"edgeinfer.{name}" for module in modules())}
-    assert unused <= compiled | {"offload"}
+    assert unused <= compiled
     assert [module for module in modules() if module != "edgeinfer" and place_of(module) is None] == []
