@@ -10,12 +10,35 @@ from typing import Protocol
 class LayerStats(Protocol):
     """What the expert cache of the native engine counts of a layer, since it was made."""
 
-    lookups: int
-    hits: int
-    bytes_read: int
-    prefetches: int
-    useful: int
-    seconds_waited: float
+    @property
+    def lookups(self) -> int:
+        """Experts that passes wanted."""
+        ...
+
+    @property
+    def hits(self) -> int:
+        """Of these, in memory."""
+        ...
+
+    @property
+    def bytes_read(self) -> int:
+        """From disk."""
+        ...
+
+    @property
+    def prefetches(self) -> int:
+        """Experts read ahead."""
+        ...
+
+    @property
+    def useful(self) -> int:
+        """Of these, wanted before they were evicted."""
+        ...
+
+    @property
+    def seconds_waited(self) -> float:
+        """By threads that compute, added up."""
+        ...
 
 
 class StoreStats(Protocol):
@@ -26,7 +49,10 @@ class StoreStats(Protocol):
         """By layer."""
         ...
 
-    busy_seconds: float
+    @property
+    def busy_seconds(self) -> float:
+        """While at least one read was under way."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
