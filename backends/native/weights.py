@@ -142,12 +142,13 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
     if weight.role in _BIASES_OF_EXPERTS:
         return _biases_of_experts(model, weight)
-    ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
+    ref, name = weight.tensor, weight.tensor if isinstance(weight.tensor, str) else weight.tensor.name
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
-    info = _info(model, name)
+    info = _info(model, name, is_vector=len(weight.shape) == 1)
     packed_as = packing.format_of(info, weight.role)
-    part = Part(weight.block, weight.role, name, info.type, packed_as, info.shape, info.n_bytes)
+    shape = info.shape if isinstance(ref, TensorRows) else weight.shape  # in the file (1, n) may stand for (n,)
+    part = Part(weight.block, weight.role, name, info.type, packed_as, shape, info.n_bytes)
     if info.type == GGMLType.I2_S:
         return part._replace(n_bytes=info.n_bytes - I2_S_TAIL_BYTES, scale=_scale(model, name))
     if isinstance(ref, TensorRows):
