@@ -59,20 +59,16 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
         NativeBackend().plan(file, used, 64)
 
 
-def test_experts_and_attention_sinks_are_refused_by_name(file: ModelFile) -> None:
+def test_experts_are_refused_by_name(file: ModelFile) -> None:
     spec = read_spec(file)
-    layer = spec.layers[1]
-    for other, message in [
-        (replace(layer, ffn=experts_like(layer)), r"layers\.1\.ffn is a block Experts"),
-        (replace(layer, mixer=replace(layer.mixer, sinks="blk.1.attn_sinks.weight")), r"layers\.1\.mixer has sinks"),
-    ]:
-        with pytest.raises(UnsupportedModel, match=message):
-            NativeBackend().plan(file, with_layer(spec, other), 64)
+    other = with_layer(spec, replace(spec.layers[1], ffn=experts_like(spec.layers[1])))
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.ffn is a block Experts"):
+        NativeBackend().plan(file, other, 64)
 
 
-def test_every_field_of_the_blocks_but_sinks_is_named() -> None:
+def test_every_field_of_the_blocks_is_named() -> None:
     for block in (Attention, Dense):
-        assert set(BLOCKS[block]) == set(block.__dataclass_fields__) - {"sinks"}
+        assert set(BLOCKS[block]) == set(block.__dataclass_fields__)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -143,12 +139,14 @@ def test_a_weight_of_another_size_is_named() -> None:
         decoder_of(small_weights(**{"layers.0.ffn.up": (47, 32)}))
     with pytest.raises(ValueError, match="weight output_norm must be 32: found 31"):
         decoder_of(small_weights(output_norm=(31,)))
+    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.sinks must be 4: found 5"):
+        decoder_of(small_weights(**{"layers.0.mixer.sinks": (5,)}))
 
 
 def test_a_weight_that_nobody_uses_is_named() -> None:
-    weights = small_weights(**{"layers.0.mixer.sinks": (4,)})
+    weights = small_weights(**{"layers.0.mixer.gate": (4,)})
     decoder_of(weights)
-    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.sinks is none"):
+    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.gate is none"):
         weights.check_all_are_used()
     weights = small_weights()
     decoder_of(weights)
