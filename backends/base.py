@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
+from edgeinfer.types import CacheType, Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
@@ -191,6 +191,31 @@ class Backend(Protocol):
         self, model: ModelFile, spec: Any, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> Model:
         """Load the weights. Raises UnsupportedModel, BackendUnavailable."""
+        ...
+
+
+@runtime_checkable
+class ExpertBackend(Backend, Protocol):
+    """A backend that can read experts from disk when they are needed, and keep some of them in memory."""
+
+    def expert_sizes(self, model: ModelFile, spec: Any) -> ExpertSizes:
+        """What the experts of a model take."""
+        ...
+
+    def plan(
+        self,
+        model: ModelFile,
+        spec: Any,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_threads: int = 1,
+        cache_type: CacheType = "f16",
+        expert_cache: int | None = None,
+    ) -> MemoryPlan:
+        """As Backend.plan, with a cache of so many bytes, None for all experts in memory.
+
+        Raises InvalidArgument for fewer bytes than a pass needs.
+        """
         ...
 
 

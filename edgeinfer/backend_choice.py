@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from edgeinfer import devices
 from edgeinfer.arguments import MAX_INT32, check_choice, check_integer
-from edgeinfer.backends.base import Backend, Model, Progress
-from edgeinfer.errors import BackendCrashed, BackendUnavailable, UnsupportedModel, warn
+from edgeinfer.backends.base import Backend, ExpertBackend, Model, Progress
+from edgeinfer.errors import BackendCrashed, BackendUnavailable, InvalidArgument, UnsupportedModel, warn
 from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.memory.plan import plan_within
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
+from edgeinfer.offload.cache_size import AUTO, largest_cache, parse, resolve
+from edgeinfer.offload.file_experts import has_experts
+from edgeinfer.offload.size_search import CacheSizeSearch, load_search, search_key
 from edgeinfer.types import Device, MemoryPlan
 
 DEFAULT_N_CTX = 4096  # at most, where the caller says nothing
@@ -85,14 +88,41 @@ def _planned_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Plan
     budget_bytes = devices.available_memory()
 
     def plan_of(backend: Backend) -> Callable[[int], MemoryPlan]:
+        if isinstance(backend, ExpertBackend) and has_experts(file):
+            return _plan_with_cache(backend, file, spec, options, device.n_threads, budget_bytes)
         return lambda n_ctx: backend.plan(file, spec, n_ctx, options.n_batch, device.n_threads, options.cache_type)
 
+    if options.expert_cache != "auto" and has_experts(file) and not isinstance(backend, ExpertBackend):
+        raise InvalidArgument(
+            f'expert_cache must be "auto" with the {backend.name} backend, which has no cache of experts: found '
+            f"{options.expert_cache!r:.80}; only native has one"
+        )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     if backend.name == "native" and options.ternary_bits == "auto" and is_ternary:
         # The plan below measures which bits are faster. A model that fits with neither is refused before that.
         plan_within(file.path, plan_of(open_backend("native", "1.6")), n_ctx, budget_bytes)
     plan = plan_within(file.path, plan_of(backend), n_ctx, budget_bytes)
     return PlannedModel(file, backend, spec, plan, device)
+
+
+def _plan_with_cache(
+    backend: ExpertBackend, file: ModelFile, spec: ModelSizes, options: LoadOptions, n_threads: int, budget_bytes: int
+) -> Callable[[int], MemoryPlan]:
+    """Plans of a model with experts by n_ctx, with the expert cache that the options ask for."""
+    request, sizes = parse(options.expert_cache), backend.expert_sizes(file, spec)
+    search = load_search(search_key(file, n_threads)) if request == AUTO else CacheSizeSearch()
+
+    def plan(n_ctx: int) -> MemoryPlan:
+        arguments = (file, spec, n_ctx, options.n_batch, n_threads, options.cache_type)
+        whole = backend.plan(*arguments)
+        if request == AUTO and whole.use.total <= budget_bytes:
+            return whole
+        others = backend.plan(*arguments, sizes.least).use.total - sizes.least  # with the tables of a cache
+        measured = search.next_size(sizes.least, largest_cache(sizes, budget_bytes, others))
+        n_bytes = resolve(request, sizes, budget_bytes, others, measured)
+        return whole if n_bytes is None else backend.plan(*arguments, n_bytes)
+
+    return plan
 
 
 def _planned_on_llama_cpp(file: ModelFile, options: LoadOptions, refused: UnsupportedModel) -> PlannedModel:

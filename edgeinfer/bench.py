@@ -16,6 +16,7 @@ from edgeinfer.backends.native import MachineLimits, NativeSession
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.offload.file_experts import experts_of, is_of_experts
 from edgeinfer.speculation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -104,11 +105,19 @@ def record_rounds(engine: Engine) -> tuple[Timeline, Speculation]:
 
 
 def work_of_a_token(file: ModelFile, spec: ModelSpec) -> tuple[int, int]:
-    """(bytes of weights read, multiply-adds of the matrices) for one token; an embedding row is not counted."""
+    """(bytes of weights read, multiply-adds of the matrices) for one token; an embedding row is not counted.
+
+    Of the experts only as many as a token uses count.
+    """
     names = {name for name in spec.tensor_shapes() if spec.tied_embeddings or name != spec.token_embd}
-    infos = [file.tensors[name] for name in names]
-    multiply_adds = sum(info.shape[0] * info.shape[1] for info in infos if len(info.shape) == 2)
-    return sum(info.n_bytes for info in infos), multiply_adds
+    experts = experts_of(file)
+    share = 1.0 if experts is None else experts.n_used / experts.n_experts
+    n_bytes = multiply_adds = 0.0
+    for info in map(file.tensors.__getitem__, names):
+        part = share if is_of_experts(info.name) else 1.0
+        n_bytes += part * info.n_bytes
+        multiply_adds += part * info.n_elements if len(info.shape) > 1 else 0
+    return round(n_bytes), round(multiply_adds)
 
 
 def measure(

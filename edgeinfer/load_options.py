@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, TypedDict, cast, get_args
 from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_flag, check_integer, check_text, shown
 from edgeinfer.backends.base import Progress
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.offload.cache_size import parse
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.placement import check_name
@@ -32,6 +33,7 @@ class LoadKeywords(TypedDict, total=False):
     n_batch: int
     cache_type: CacheType
     ternary_bits: TernaryChoice
+    expert_cache: str | int | None
     draft: Draft
     draft_max: int
     draft_device: str
@@ -51,6 +53,10 @@ class LoadOptions:
     cache_type: type of the numbers in the KV cache. "q8_0" takes 53 % of the bytes of "f16" and changes the text.
     ternary_bits: bits of memory for each weight of a ternary model with the native backend. The text is the same.
     "auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.
+    expert_cache: memory for the experts of a mixture-of-experts model with the native backend; others are read from
+    disk when they are needed, with the same text. A size in bytes or as text ("3.5GiB", "800MB"), a share of all
+    experts ("25%"), None for all in memory. "auto" is all where they fit into the available memory, otherwise the size
+    that measured throughput leads to over several runs.
     draft: which drafters propose tokens. Drafts change the speed and never the text; only the native backend verifies
     them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this package has for
     the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
@@ -71,6 +77,7 @@ class LoadOptions:
     n_batch: int = 512
     cache_type: CacheType = "f16"
     ternary_bits: TernaryChoice = "auto"
+    expert_cache: str | int | None = "auto"
     draft: Draft = "auto"
     draft_max: int = DEFAULT_DRAFT_MAX
     draft_device: str = "auto"
@@ -89,6 +96,7 @@ class LoadOptions:
         drafters_named(self.drafter_names())
         check_choice("backend", self.backend, get_args(BackendName))
         check_choice("cache_type", self.cache_type, get_args(CacheType))
+        parse(self.expert_cache)
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
         check_flag("verify", self.verify)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import rope
 from edgeinfer.models.arrays import Array
+from edgeinfer.models.expert_reader import ExpertReader, ExpertRecipe
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.key_reader import KeyReader
 from edgeinfer.models.spec import (
     Attention,
     Dense,
@@ -56,11 +58,12 @@ _SPECIAL = {
     "mixer.k_bias": "attn_k.bias",
     "mixer.v_bias": "attn_v.bias",
     "mixer.output_bias": "attn_output.bias",
+    "mixer.sinks": "attn_sinks.weight",
     "ffn.post_norm": "post_ffw_norm.weight",
     "ffn.sub_norm": "ffn_sub_norm.weight",
 }
 _UNSUPPORTED = {
-    "expert_count": "mixture-of-experts models are not supported yet",
+    "expert_count": "experts are not supported in this architecture",
     "nextn_predict_layers": "layers that predict tokens further ahead are not supported yet",
 }
 # Keys that ask for another recipe, unless they hold one of these values; the first is the default.
@@ -101,11 +104,13 @@ class Architecture:
     """How one GGUF `general.architecture` departs from the common layer: `Attention` with RoPE, then `Dense`.
 
     rope_kind: see RopeSpec.  required / optional: tensors of a layer beyond those that most architectures have, by
-    block and role, such as "mixer.q_bias"; without: those it lacks.  fused: queries, keys and values may be one tensor.
-    fused_ffn: gate and up are one.  output: whether there is an output matrix beside the embeddings.  rope_factors:
-    tensors of factors on the frequencies that there may be.  fixed: keys with the values that are understood, the
-    default first; reads: common ones of these that it reads.  unsupported_keys: metadata that asks for something that
-    no block has, with the reason.  refine: the spec with what the other keys say.
+    block and role, such as "mixer.q_bias"; without: those it lacks; renamed: those that have another name behind
+    "blk.<index>.".  fused: queries, keys and values may be one tensor.  fused_ffn: gate and up are one.  experts: what
+    is special about its experts, None without any.  skips_nextn: layers that predict tokens further ahead, the last of
+    block_count, are left out.  output: whether there is an output matrix beside the embeddings.  rope_factors: tensors
+    of factors on the frequencies that there may be.  fixed: keys with the values that are understood, the default
+    first; reads: common ones of these that it reads.  unsupported_keys: metadata that asks for something that no block
+    has, with the reason.  refine: the spec with what the other keys say.
     """
 
     name: str
@@ -115,6 +120,9 @@ class Architecture:
     without: frozenset[str] = frozenset()
     fused: bool = False
     fused_ffn: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    experts: ExpertRecipe | None = None
+    skips_nextn: bool = False
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None
     rope_factors: frozenset[str] = frozenset()
@@ -128,12 +136,12 @@ class Architecture:
         return Reader(self, file).spec()
 
 
-class Reader:
+class Reader(KeyReader):
     """Reads keys and tensors of one file; keys are named without the architecture in front."""
 
     def __init__(self, architecture: Architecture, file: ModelFile) -> None:
+        super().__init__(architecture.name, file)
         self.architecture = architecture
-        self.file = file
 
     def spec(self) -> ModelSpec:
         """What the file says, all of it checked."""
@@ -143,39 +151,6 @@ class Reader:
         return spec
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
-
-    def integer(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        """An integer key, which must be in least..most; it may be there for each layer, if it is the same for all."""
-        value = self.file.metadata.get(self._key(key), default)
-        if isinstance(value, (Array, list)) and len(value) == self.file.metadata.get(self._key("block_count")):
-            value = value[0] if len(set(value)) == 1 else value
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.refuse(key, f"must be an integer in {least}..{most}: found {value!r:.80}")
-        return value
-
-    def number(self, key: str, above: float, most: float, default: float | None = None) -> float:
-        """A numeric key, which must be greater than above and at most most."""
-        value = self.file.metadata.get(self._key(key), default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= most:
-            self.refuse(key, f"must be a number above {above:g}, at most {most:g}: found {value!r:.80}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A key that is true or false."""
-        value = self.file.metadata.get(self._key(key), default)
-        if not isinstance(value, bool):
-            self.refuse(key, f"must be true or false: found {value!r:.80}")
-        return value
-
-    def scale(self, key: str, default: float) -> float:
-        """A positive factor. Where it is absent, or 0 as llama.cpp writes what it does not know, the default."""
-        if self.file.metadata.get(self._key(key)) in (None, 0):
-            return default
-        return self.number(key, 0.0, 1e6)
-
-    def refuse(self, key: str, reason: str) -> NoReturn:
-        """Raises UnsupportedModel with the whole key."""
-        raise UnsupportedModel(f"{self.file.path}: {self._key(key)} {reason}")
 
     def original_context(self) -> int:
         """The context that the model was first trained with."""
@@ -228,12 +203,10 @@ class Reader:
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
-    def _key(self, name: str) -> str:
-        return f"{self.architecture.name}.{name}"
-
     def _check_keys(self) -> None:
+        is_read = {"expert_count": self.architecture.experts, "nextn_predict_layers": self.architecture.skips_nextn}
         for key, reason in {**_UNSUPPORTED, **self.architecture.unsupported_keys}.items():
-            if self.file.metadata.get(self._key(key)):
+            if self.file.metadata.get(self._key(key)) and not is_read.get(key):
                 raise UnsupportedModel(f"{self.file.path}: {self._key(key)} is set: {reason}")
         for key, values in {**_FIXED, **self.architecture.fixed}.items():
             value = self.file.metadata.get(self._key(key), values[0])
@@ -265,7 +238,13 @@ class Reader:
         return self.integer("context_length", 1, (1 << 32) - 1)
 
     def _n_layers(self) -> int:
-        return self.integer("block_count", 1, 4096)
+        return self.integer("block_count", 1, 4096) - self._n_skipped()
+
+    def _n_skipped(self) -> int:
+        """Layers behind the model's own that predict tokens further ahead, where those are left out."""
+        if not self.architecture.skips_nextn:
+            return 0
+        return self.integer("nextn_predict_layers", 0, self.integer("block_count", 1, 4096) - 1, default=0)
 
     def _n_vocab(self) -> int:
         if "token_embd.weight" not in self.file.tensors:
@@ -291,16 +270,15 @@ class Reader:
 
     def _layers(self, n_embd: int) -> tuple[Layer, ...]:
         """The common layer, once for each; tensors differ by name."""
-        n_ff = self.integer("feed_forward_length", 1, 1 << 20)
         n_heads = self.integer("attention.head_count", 1, 1 << 14)
         n_kv_heads = self.integer("attention.head_count_kv", 1, n_heads, default=n_heads)
         if n_heads % n_kv_heads:
             self.refuse("attention.head_count_kv", f"must divide the {n_heads} heads: found {n_kv_heads}")
         head_dim = self._head_dim(n_embd // n_heads)
-        rope = self.rope(head_dim, self.rope_base())
+        rope, experts = self.rope(head_dim, self.rope_base()), self._experts(n_embd)
         layers = []
         for index in range(self._n_layers()):
-            refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim, n_ff)
+            refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim)
             mixer = Attention(
                 n_embd=n_embd,
                 n_in=n_embd,
@@ -312,14 +290,33 @@ class Reader:
                 qk_norm=self.architecture.qk_norm,
                 **_of_block("mixer", refs),
             )
-            layers.append(Layer(mixer, Dense(n_embd=n_embd, n_ff=n_ff, **_of_block("ffn", refs))))
+            if experts is not None and experts.has_experts(index):
+                layers.append(Layer(mixer, experts.of_layer(index, refs.get("ffn.norm"))))
+            else:
+                layers.append(Layer(mixer, self._dense(index, n_embd, refs)))
         return tuple(layers)
 
-    def _refs(self, index: int, n_q: int, n_kv: int, n_ff: int) -> dict[str, TensorRef]:
+    def _experts(self, n_embd: int) -> ExpertReader | None:
+        """What reads the experts; None for a file without."""
+        recipe = self.architecture.experts
+        is_dense = recipe is None or (not recipe.is_required and not self.file.metadata.get(self._key("expert_count")))
+        return None if recipe is None or is_dense else ExpertReader(recipe, self, n_embd)
+
+    def _dense(self, index: int, n_embd: int, refs: dict[str, TensorRef]) -> Dense:
+        """The feed-forward network of a layer without experts. refs: by block and role."""
+        n_ff = self.integer("feed_forward_length", 1, 1 << 20)
+        if self.architecture.fused_ffn:
+            up = f"blk.{index}.ffn_up.weight"
+            refs = refs | {"ffn.gate": TensorRows(up, 0, n_ff), "ffn.up": TensorRows(up, n_ff, 2 * n_ff)}
+        return Dense(n_embd=n_embd, n_ff=n_ff, **_of_block("ffn", refs))
+
+    def _refs(self, index: int, n_q: int, n_kv: int) -> dict[str, TensorRef]:
         """The tensors of a layer that there are, by block and role."""
         architecture, prefix = self.architecture, f"blk.{index}."
         refs: dict[str, TensorRef] = {
-            role: prefix + suffix for role, suffix in _COMMON.items() if role not in architecture.without
+            role: prefix + suffix
+            for role, suffix in {**_COMMON, **architecture.renamed}.items()
+            if role not in architecture.without
         }
         for role, suffix in _SPECIAL.items():
             there = role in architecture.optional and prefix + suffix in self.file.tensors
@@ -327,10 +324,15 @@ class Reader:
                 refs[role] = prefix + suffix
         if architecture.fused:
             refs |= self._fused_attention(prefix, n_q, n_kv)
-        if architecture.fused_ffn:
-            up = f"{prefix}ffn_up.weight"
-            refs |= {"ffn.gate": TensorRows(up, 0, n_ff), "ffn.up": TensorRows(up, n_ff, 2 * n_ff)}
         return refs
+
+    def _skipped_tensors(self) -> Set[str]:
+        """Those of the layers that _n_skipped counts, which are in the file and change no text."""
+        if not self._n_skipped():
+            return frozenset()
+        first = self._n_layers()
+        prefixes = tuple(f"blk.{layer}." for layer in range(first, first + self._n_skipped()))
+        return {name for name in self.file.tensors if name.startswith(prefixes)}
 
     def _fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
         """Parts of attn_qkv, where the file has that in place of attn_q and the others."""
@@ -350,9 +352,10 @@ class Reader:
             info = self.file.tensors.get(name)
             if info is None:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
-            if info.shape != shape:
+            if info.shape != shape and info.shape != (1, *shape):  # ggml does not tell these apart
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
-        unknown = sorted(self.file.tensors.keys() - expected.keys() - self.architecture.rope_factors - others)
+        others = others | self.architecture.rope_factors | self._skipped_tensors()
+        unknown = sorted(self.file.tensors.keys() - expected.keys() - others)
         if unknown:
             # A tensor that is not read would silently change the text.
             raise UnsupportedModel(

@@ -34,27 +34,17 @@ public:
     // Any thread, once for each wanted expert: nothing reads its record any more in this pass.
     virtual void done(int layer, int expert) = 0;
     // Experts that a layer will probably want soon, the most probable first. Read when nothing else is.
-    virtual void hint(int layer, std::span<const int32_t> experts) { static_cast<void>(layer), static_cast<void>(experts); }
+    virtual void hint(int layer, std::span<const int32_t> experts) {
+        static_cast<void>(layer), static_cast<void>(experts);
+    }
+    // Between passes: the last one should not have wanted these experts, because only a draft that was rejected did; their
+    // recency is again what it was before.
+    virtual void forget_use(int layer, std::span<const int32_t> experts) {
+        static_cast<void>(layer), static_cast<void>(experts);
+    }
     // Why wait gave null; empty if nothing failed in this pass.
     virtual std::string error() const { return {}; }
 
 private:
     std::shared_ptr<const ExpertLayout> layout_;
-};
-
-// All experts in memory, or mapped: records one after the other, as ExpertLayout counts them.
-class ResidentExperts : public ExpertStore {
-public:
-    // records: must outlive this.
-    ResidentExperts(std::shared_ptr<const ExpertLayout> layout, const uint8_t* records)
-        : ExpertStore(std::move(layout)), records_(records) {}
-
-    int begin(int, std::span<int32_t> wanted) override { return static_cast<int>(wanted.size()); }
-    const uint8_t* wait(int layer, int expert, const std::function<bool()>&) override {
-        return records_ + this->layout().layer(layer).first_byte_of(expert);
-    }
-    void done(int, int) override {}
-
-private:
-    const uint8_t* records_;
 };

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <thread>
 
 // Zeroed memory, 64-byte aligned; on huge pages where the system has them, unless little of it may ever be used: the
@@ -20,9 +22,37 @@ public:
     uint8_t* data() const { return data_; }
     size_t size() const { return size_; }
 
+    // What size() will be.
+    static size_t size_of(size_t n_bytes, bool on_huge_pages = true);
+
 private:
     uint8_t* data_ = nullptr;
     size_t size_ = 0;
+};
+
+// A file that is read at any place, by several threads at once, past the system's cache of files where that can be: what
+// is read once would only push other things out of it.
+class DirectFile {
+public:
+    static constexpr size_t kAlignment = 4096;  // of places in the file, of sizes, and of memory
+
+    // Throws std::system_error.
+    explicit DirectFile(const std::string& path);
+    ~DirectFile();
+    DirectFile(const DirectFile&) = delete;
+    DirectFile& operator=(const DirectFile&) = delete;
+
+    // Reads n_bytes, or up to the end of the file; gives how many those are. All three are multiples of kAlignment.
+    // Throws std::system_error.
+    size_t read(uint64_t offset, size_t n_bytes, uint8_t* to) const;
+    // Whether it has the size that it had when it was opened, and nobody has written to it since. A file that got its name
+    // later is another one; this one stays what it is, and readable.
+    bool is_unchanged() const;
+    bool is_direct() const;
+
+private:
+    struct Handle;
+    std::unique_ptr<Handle> handle_;
 };
 
 // Brings these bytes of a mapped file into the page table at once, where the system can: one fault after the other takes

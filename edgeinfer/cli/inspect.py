@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +54,14 @@ def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
 
 def _summary(model: ModelFile) -> dict[str, Any]:
     """The figures of both outputs; what the file does not say is None."""
+    from edgeinfer.offload.file_experts import experts_of
 
     def said(key: str) -> Any:
         value = model.metadata.get(key)
         return None if value is None else _json_value(value)
 
     architecture = said("general.architecture")
+    experts = experts_of(model)
     tokens = model.metadata.get("tokenizer.ggml.tokens")
     return {
         "path": str(model.path),
@@ -72,6 +75,7 @@ def _summary(model: ModelFile) -> dict[str, Any]:
         "n_tensors": len(model.tensors),
         "tensor_bytes": sum(info.n_bytes for info in model.tensors.values()),
         "tensor_types": _types(model),
+        "experts": None if experts is None else asdict(experts),
         "tokenizer": {
             "model": said("tokenizer.ggml.model"),
             "pre": said("tokenizer.ggml.pre"),
@@ -114,6 +118,13 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
         "weights": f"{human_bytes(summary['tensor_bytes'])} in {summary['n_tensors']} tensors, "
         f"{bits:.2f} bits a parameter",
     }
+    if (of := summary["experts"]) is not None:
+        low, high = of["expert_bytes"]
+        size = human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}"
+        fields["experts"] = (
+            f"{of['n_layers']} layers of {of['n_experts']}, {of['n_used']} for a token; {size} an expert, "
+            f"{human_bytes(of['token_bytes'])} a token, {human_bytes(of['total_bytes'])} in all"
+        )
     yield from (f"{label:<16}{text}" for label, text in fields.items())
     for name, of_type in summary["tensor_types"].items():
         yield f"  {name:<14}{of_type['n_tensors']:>5} tensors  {human_bytes(of_type['n_bytes']):>10}"

@@ -70,6 +70,13 @@ _MODEL_OPTIONS = (
         help="Bits per weight of a ternary model in memory, with the same text; auto: the faster one here.",
     ),
     variable_option(
+        "--expert-cache",
+        metavar="auto|SIZE|SHARE%",
+        default="auto",
+        show_default=True,
+        help="Memory for experts (3.5GiB, 25%); the rest is on disk. auto: all if they fit, else the fastest size.",
+    ),
+    variable_option(
         "--verify",
         is_flag=True,
         help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
@@ -183,7 +190,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c --cache-type --ternary-bits --verify -t -md --draft ... --backend; see open_engine."""
+    """Adds -m -c --cache-type --ternary-bits --expert-cache --verify -t -md --draft ... --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -211,6 +218,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             backend=flags["backend"],
             cache_type=flags["cache_type"],
             ternary_bits=flags["ternary_bits"],
+            expert_cache=flags["expert_cache"],
             draft=_draft(flags),
             draft_device=flags["draft_device"],
             verify=flags["verify"],

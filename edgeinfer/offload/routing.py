@@ -45,7 +45,7 @@ class Routing:
     @property
     def n_layers(self) -> int:
         """Number of layers with experts."""
-        return self.chosen.shape[1]
+        return int(self.chosen.shape[1])
 
     def passes(self) -> Iterator[tuple[bool, list[list[int]]]]:
         """Of each pass: whether it is of the prompt, and by layer the experts that its rows want, ascending."""

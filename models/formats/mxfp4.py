@@ -1,4 +1,4 @@
-"""MXFP4 of the OCP Microscaling Formats 1.0 (2023): w = 2^(e - 127) times a number of 4 bits.
+"""MXFP4 (Rouhani et al., arXiv:2310.10537, and OCP Microscaling Formats 1.0): w = 2^(e - 127) times a number of 4 bits.
 
 ::
 

@@ -39,7 +39,7 @@ LACKING: dict[str, tuple[Callable[[Path], Path], str]] = {  # with what is said 
     "gpt2": (write_gpt2, "architecture 'gpt2' is not supported"),
     "mamba": (write_mamba, "architecture 'mamba' is not supported"),
     "lfm2": (write_lfm2, "architecture 'lfm2' is not supported"),
-    "experts": (write_experts, "llama.expert_count is set"),
+    "experts": (write_experts, "granite.expert_count is set"),
     "Q2_K": (write_q2_k, "tensor blk.0.ffn_down.weight (256, 768) has type Q2_K, which the native engine lacks"),
     "IQ4_NL": (write_iq4_nl, "tensor blk.0.ffn_down.weight (96, 288) has type IQ4_NL, which the native engine lacks"),
 }

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tiny_experts import EXPERT_ARCHITECTURES
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
@@ -132,10 +133,11 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama: ModelFile) -> None:
-    assert supported_architectures() == sorted(ARCHITECTURES)
+    known = sorted({*ARCHITECTURES, *EXPERT_ARCHITECTURES})
+    assert supported_architectures() == known
     for name in ["mamba", "spec", "reader", "rope", "", None, 7]:
         message = refusal(changed(tiny_llama, {"general.architecture": name}))
-        assert repr(name) in message and f"supported: {', '.join(sorted(ARCHITECTURES))}" in message
+        assert repr(name) in message and f"supported: {', '.join(known)}" in message
 
 
 @pytest.mark.parametrize("name", ["output_norm.weight", "blk.1.ffn_down.weight", "token_embd.weight"])
@@ -223,7 +225,9 @@ def test_rope_freqs_that_are_no_factors_are_refused(tiny_llama: ModelFile, value
         ("attention.value_length_swa", 8),
         ("rope.dimension_count_swa", 8),
         ("nextn_predict_layers", 1),
-        ("expert_count", 8),
+        ("expert_count", -1),
+        ("expert_count", 1 << 20),
+        ("expert_count", "8"),
     ],
 )
 def test_a_hyper_parameter_out_of_its_range_is_refused_by_its_key(

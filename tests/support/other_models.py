@@ -53,7 +53,7 @@ def write_gpt2(path: Path) -> Path:
 
 
 def write_experts(path: Path) -> Path:
-    """A llama whose feed-forward networks are four experts, two of them for a token."""
+    """A granite, not granitemoe, whose feed-forward networks are four experts, two of them for a token."""
     layer = {
         **{"attn_norm.weight": (64,), "attn_q.weight": (64, 64), "attn_k.weight": (32, 64), "attn_v.weight": (32, 64)},
         **{"attn_output.weight": (64, 64), "ffn_norm.weight": (64,), "ffn_gate_inp.weight": (4, 64)},
@@ -61,8 +61,8 @@ def write_experts(path: Path) -> Path:
     }
     shapes = {"token_embd.weight": (N_VOCAB, 64), "output_norm.weight": (64,), "output.weight": (N_VOCAB, 64)}
     heads = {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-    keys = {"expert_count": 4, "expert_used_count": 2, "rope.dimension_count": 16}
-    return write_model(path, "llama", heads | keys, shapes | of_layers(layer, (0, 1)))
+    keys = {"expert_count": 4, "expert_used_count": 2, "rope.dimension_count": 16, "logit_scale": 1.0}
+    return write_model(path, "granite", heads | keys, shapes | of_layers(layer, (0, 1)))
 
 
 def write_mamba(path: Path) -> Path:

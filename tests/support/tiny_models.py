@@ -107,9 +107,9 @@ def write_tiny_model(
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
-    sizes = _Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
-    writer = _named_writer(path, architecture, tensor_type)
-    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **_size_keys(sizes)}
+    sizes = Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
+    writer = named_writer(path, architecture, tensor_type)
+    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **size_keys(sizes)}
     keys |= _KEYS.get(architecture, {}) | {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab, special or {}, template or CHATML)
@@ -118,7 +118,7 @@ def write_tiny_model(
     return written(writer, path)
 
 
-def _named_writer(path: Path, architecture: Architecture, tensor_type: str) -> gguf.GGUFWriter:
+def named_writer(path: Path, architecture: str, tensor_type: str) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, architecture)
     # llama.cpp looks for Phi-3's special tokens in every model whose name has "phi3" in it.
     writer.add_name(f"tiny {architecture.replace('phi3', 'phi')} {tensor_type}")
@@ -129,7 +129,7 @@ def _named_writer(path: Path, architecture: Architecture, tensor_type: str) -> g
 def _add_matrices(
     writer: gguf.GGUFWriter,
     architecture: Architecture,
-    sizes: _Sizes,
+    sizes: Sizes,
     tied: bool,
     tensor_type: str,
     types: Mapping[str, str],
@@ -138,14 +138,14 @@ def _add_matrices(
     """Add the matrices; see write_tiny_model."""
     tied = tied or architecture in ("gemma2", "bitnet")
     for name, shape in _matrices(architecture, sizes, tied).items():
-        weights = _random(seed, name, shape) * np.float32(_deviation(name, shape[1], tied))
-        add_matrix(writer, f"{name}.weight", _type_of(name, tensor_type, types), weights)
+        weights = normal(seed, name, shape) * np.float32(deviation_of(name, shape[1], tied))
+        add_matrix(writer, f"{name}.weight", type_of(name, tensor_type, types), weights)
 
 
 def _add_vectors(
     writer: gguf.GGUFWriter,
     architecture: Architecture,
-    sizes: _Sizes,
+    sizes: Sizes,
     qkv_biases: bool | None,
     output_biases: bool,
     rope_freqs: bool,
@@ -156,7 +156,7 @@ def _add_vectors(
         qkv_biases = architecture == "qwen2"
     for name, n in _vectors(architecture, sizes, qkv_biases, output_biases).items():
         centre = 1.0 if name.endswith("norm.weight") else 0.0
-        writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _random(seed, name, (n,)))
+        writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * normal(seed, name, (n,)))
     for name, largest in _rope_factors(architecture).items() if rope_freqs else ():
         writer.add_tensor(name, np.geomspace(1.0, largest, sizes.head_dim // 2).astype(np.float32))
 
@@ -171,7 +171,9 @@ def written(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
+    """See write_tiny_model."""
+
     n_embd: int
     n_layers: int
     n_heads: int
@@ -189,7 +191,8 @@ class _Sizes:
         return self.n_kv_heads * self.head_dim
 
 
-def _size_keys(sizes: _Sizes) -> dict[str, Value]:
+def size_keys(sizes: Sizes) -> dict[str, Value]:
+    """The keys of these sizes, without the architecture in front."""
     return {
         "block_count": sizes.n_layers,
         "embedding_length": sizes.n_embd,
@@ -203,7 +206,7 @@ def _size_keys(sizes: _Sizes) -> dict[str, Value]:
     }
 
 
-def _matrices(architecture: str, sizes: _Sizes, tied: bool) -> dict[str, tuple[int, int]]:
+def _matrices(architecture: str, sizes: Sizes, tied: bool) -> dict[str, tuple[int, int]]:
     """(n_out, n_in) of every matrix, by name without `.weight`."""
     shapes = {"token_embd": (sizes.n_vocab, sizes.n_embd)}
     if not tied:
@@ -229,7 +232,7 @@ def _matrices(architecture: str, sizes: _Sizes, tied: bool) -> dict[str, tuple[i
     return shapes
 
 
-def _vectors(architecture: str, sizes: _Sizes, qkv_biases: bool, output_biases: bool) -> dict[str, int]:
+def _vectors(architecture: str, sizes: Sizes, qkv_biases: bool, output_biases: bool) -> dict[str, int]:
     """Length of every norm and bias, by whole name."""
     lengths = {"output_norm.weight": sizes.n_embd}
     of_layer = _norms(architecture, sizes)
@@ -244,7 +247,7 @@ def _vectors(architecture: str, sizes: _Sizes, qkv_biases: bool, output_biases: 
     return lengths
 
 
-def _norms(architecture: str, sizes: _Sizes) -> dict[str, int]:
+def _norms(architecture: str, sizes: Sizes) -> dict[str, int]:
     """Length of every norm of a layer, by name without the layer."""
     lengths: dict[str, int] = {}
     if architecture not in ("olmo2", "exaone4"):
@@ -267,18 +270,20 @@ def _rope_factors(architecture: str) -> dict[str, float]:
     return {"rope_freqs.weight": 8.0}
 
 
-def _random(seed: int, name: str, shape: tuple[int, ...]) -> Floats:
+def normal(seed: int, name: str, shape: tuple[int, ...]) -> Floats:
+    """Normal deviates that depend on (seed, name, shape) only."""
     return np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape, dtype=np.float32)
 
 
-def _deviation(name: str, n_in: int, tied: bool) -> float:
+def deviation_of(name: str, n_in: int, tied: bool) -> float:
     """Standard deviation of a matrix that keeps activations near 1 and gives logits of _LOGITS_DEVIATION."""
     if name == "token_embd" and not tied:
         return 1.0
     return (_LOGITS_DEVIATION if name in ("output", "token_embd") else 1.0) / math.sqrt(n_in)
 
 
-def _type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
+def type_of(name: str, tensor_type: str, types: Mapping[str, str]) -> str:
+    """Type of a matrix, whose name is without `.weight`; see write_tiny_model."""
     if tensor_type == "I2_S" and name in ("token_embd", "output"):
         tensor_type = "F16"
     return types.get(f"{name}.weight", types.get(name.rpartition(".")[2], tensor_type))

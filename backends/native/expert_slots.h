@@ -1,0 +1,46 @@
+// The memory of an expert cache: slots of one record each. Layers whose records are equally large share a pool of slots.
+// A slot is used again without clearing it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "expert_layout.h"
+#include "platform.h"
+
+struct SlotPool {
+    size_t record_bytes = 0;
+    int n_experts = 0;        // of its layers
+    std::vector<int> layers;  // ascending
+    int n_least = 0;          // slots with which a pass can run
+    int n_slots = 0;
+
+    size_t all_bytes() const { return record_bytes * static_cast<size_t>(n_experts); }
+    size_t n_bytes() const { return record_bytes * static_cast<size_t>(n_slots); }
+};
+
+class ExpertSlots {
+public:
+    // How slots of n_bytes together are divided: in proportion to what the experts of a pool take, but n_used and at
+    // least two for each pool. Throws std::invalid_argument if that is more.
+    static std::vector<SlotPool> divide(const ExpertLayout& layout, size_t n_bytes, int n_used);
+    static size_t least_bytes(const ExpertLayout& layout, int n_used);
+    // Of memory that n_bytes of slots take.
+    static size_t memory_bytes(const ExpertLayout& layout, size_t n_bytes, int n_used);
+
+    ExpertSlots(const ExpertLayout& layout, size_t n_bytes, int n_used);
+
+    const std::vector<SlotPool>& pools() const { return pools_; }
+    const SlotPool& pool_of(int layer) const { return pools_[pool_of_layer_[static_cast<size_t>(layer)]]; }
+    bool has_free(int layer) const { return !free_[pool_of_layer_[static_cast<size_t>(layer)]].empty(); }
+    // has_free must hold.
+    uint8_t* take(int layer);
+    void give_back(int layer, uint8_t* slot);
+
+private:
+    std::vector<SlotPool> pools_;
+    Memory memory_;
+    std::vector<size_t> pool_of_layer_;
+    std::vector<std::vector<uint8_t*>> free_;  // by pool; the last one is taken first
+};

@@ -1,0 +1,226 @@
+"""Which of a layer's experts the CPU computes and which the GPU, after HybriMoE (Zhong et al., arXiv:2504.05897).
+
+All of it is arithmetic with times that were measured before: of an expert with some rows on either device, of moving
+one to the GPU, of reading one from disk. The CPU, the GPU, the link between them and the disk work at the same time.
+What is best by this model has been simulated on recorded routing (placement_simulation), not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import InvalidArgument
+
+Seconds = Callable[[int], float]  # of one expert, by the number of rows
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Measured seconds. cpu, gpu: to compute one expert, by its rows.  transfer: to move one from memory to the GPU.
+    read: to bring one from disk into memory.
+    """
+
+    cpu: Seconds
+    gpu: Seconds
+    transfer: float
+    read: float = 0.0
+
+
+@dataclass(frozen=True)
+class WantedExpert:
+    """An expert that a layer needs now.
+
+    rows: that want it.  on_gpu, in_memory: where it is held; on disk it always is.
+    """
+
+    expert: int
+    rows: int
+    on_gpu: bool = False
+    in_memory: bool = True
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who computes what in a layer, by index of expert, each in the order in which it is to be begun.
+
+    gpu: with those that are moved there.  transfers: these.  cpu_seconds, gpu_seconds: when either is expected to be
+    done.
+    """
+
+    cpu: tuple[int, ...]
+    gpu: tuple[int, ...]
+    transfers: tuple[int, ...]
+    cpu_seconds: float
+    gpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """When the layer is done."""
+        return max(self.cpu_seconds, self.gpu_seconds)
+
+
+def interpolated(measured: Mapping[int, float]) -> Seconds:
+    """Seconds by rows between measured numbers of rows, straight on beyond the last two. Raises InvalidArgument.
+
+    measured: seconds by rows.
+    """
+    if not measured or min(measured) < 1 or min(measured.values()) < 0:
+        raise InvalidArgument(f"seconds must be measured for one row or more: found {dict(measured)}")
+    sizes = sorted(measured)
+
+    def seconds(rows: int) -> float:
+        if rows in measured or len(sizes) == 1 or rows < sizes[0]:
+            return measured.get(rows, measured[sizes[0]])
+        above = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        slope = (measured[high] - measured[low]) / (high - low)
+        return max(measured[low] + slope * (rows - low), 0.0)
+
+    return seconds
+
+
+def assign(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """Who computes which of a layer's experts, by a greedy rule.
+
+    At first the GPU has those that it holds and the CPU the others. Then one expert at a time changes sides, that whose
+    change lets the layer end soonest, as long as one does: experts with many rows go to the GPU, which rows slow down
+    less, with the transfer hidden behind what it computes, and those with few rows to a CPU that would be idle. Of
+    equals it is the first one. Never slower, by these times, than the CPU alone.
+    """
+    best = _climb(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
+    alone = on_cpu(wanted, times)
+    return alone if alone.seconds < best.seconds else best
+
+
+def on_cpu(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """All on the CPU."""
+    return timed(frozenset(), wanted, times)
+
+
+def where_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """The GPU computes what it holds and the CPU all else; nothing is moved."""
+    return timed(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
+
+
+def best_of_all(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """The fastest of all 2^n ways to divide n experts, for tests with few of them."""
+    experts = [of.expert for of in wanted]
+    ways = (frozenset(part) for n in range(len(experts) + 1) for part in combinations(experts, n))
+    return min((timed(way, wanted, times) for way in ways), key=lambda found: found.seconds)
+
+
+def timed(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """The assignment in which the GPU computes these experts, with the times that it takes.
+
+    Reads from disk come one after the other, those for the GPU first: they have the longer way. The GPU begins with
+    what it holds, the CPU with what is in memory.
+    """
+    most_rows = sorted(wanted, key=lambda of: (-of.rows, of.expert))
+    moved = [of for of in most_rows if of.expert in on_gpu and not of.on_gpu]
+    held = [of for of in most_rows if of.expert in on_gpu and of.on_gpu]
+    left = [of for of in reversed(most_rows) if of.expert not in on_gpu]
+    near, far = [of for of in left if of.in_memory], [of for of in left if not of.in_memory]
+    disk = link = 0.0
+    gpu = sum(times.gpu(of.rows) for of in held)
+    moved.sort(key=lambda of: not of.in_memory)  # stable: those in memory first
+    for of in moved:
+        disk += 0.0 if of.in_memory else times.read
+        link = max(link, 0.0 if of.in_memory else disk) + times.transfer
+        gpu = max(gpu, link) + times.gpu(of.rows)
+    cpu = sum(times.cpu(of.rows) for of in near)
+    for of in far:
+        disk += times.read
+        cpu = max(cpu, disk) + times.cpu(of.rows)
+    return Assignment(_names(near + far), _names(held + moved), _names(moved), cpu, gpu)
+
+
+def _climb(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """Change sides of one expert after the other, as long as that lets the layer end sooner."""
+    best = timed(on_gpu, wanted, times)
+    while True:
+        ways = (on_gpu ^ {of.expert} for of in _one_of_each(wanted, on_gpu))
+        found = min(((timed(way, wanted, times), way) for way in ways), key=lambda at: _end(at[0]), default=None)
+        if found is None or _end(found[0]) >= _end(best):
+            return best
+        best, on_gpu = found
+
+
+def _end(found: Assignment) -> tuple[float, float]:
+    """What is to be small: the end of the layer, then the time of both devices together."""
+    return found.seconds, found.cpu_seconds + found.gpu_seconds
+
+
+def _one_of_each(wanted: Sequence[WantedExpert], on_gpu: frozenset[int]) -> Iterable[WantedExpert]:
+    """Of experts that differ in nothing but their index, the first one."""
+    kinds: dict[tuple[object, ...], WantedExpert] = {}
+    for of in wanted:
+        kinds.setdefault((of.rows, of.on_gpu, of.in_memory, of.expert in on_gpu), of)
+    return kinds.values()
+
+
+def _names(experts: Sequence[WantedExpert]) -> tuple[int, ...]:
+    return tuple(of.expert for of in experts)
+
+
+class GpuCache:
+    """Which experts the GPU holds: those with the largest decayed scores (HybriMoE, section 4.4).
+
+    n_layers, n_experts: of the model.  capacity: experts in the GPU's memory, of all layers together.  memory: share of
+    a score that stays from one pass to the next.
+    """
+
+    def __init__(self, n_layers: int, n_experts: int, capacity: int, memory: float = 0.9) -> None:
+        if not 0 <= capacity <= n_layers * n_experts or not 0 <= memory < 1:
+            raise InvalidArgument(
+                f"capacity must be 0..{n_layers * n_experts} and memory 0..1: found {capacity}, {memory}"
+            )
+        self.capacity = capacity
+        self._memory = memory
+        self._scores: NDArray[np.float64] = np.zeros((n_layers, n_experts))
+        self._held = np.zeros((n_layers, n_experts), bool)
+
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether the GPU holds an expert."""
+        return bool(self._held[layer, expert])
+
+    def fill(self) -> list[tuple[int, int]]:
+        """Hold the experts with the largest scores; gives the (layer, expert) that are new."""
+        order = np.argsort(-self._scores, axis=None, kind="stable")[: self.capacity]
+        chosen = np.zeros_like(self._held)
+        chosen.reshape(-1)[order] = True
+        new = np.argwhere(chosen & ~self._held)
+        self._held = chosen
+        return [(int(layer), int(expert)) for layer, expert in new]
+
+    def observe(self, layer: int, experts: Sequence[int], scores: Sequence[float] | None = None) -> None:
+        """A pass wanted these experts of a layer. scores: by how much, such as the sum of the router's weights, None
+        for 1 each.
+        """
+        of_layer = self._scores[layer]
+        of_layer *= self._memory
+        of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
+
+    def keep(self, layer: int, expert: int) -> tuple[int, int] | None:
+        """Offer an expert that was moved to the GPU; gives the (layer, expert) that makes room for it.
+
+        That is the expert itself where all others score as much or more, and None where there is room or it is held.
+        """
+        if self._held[layer, expert]:
+            return None
+        if not self.capacity:
+            return layer, expert
+        evicted = None
+        if np.count_nonzero(self._held) >= self.capacity:
+            scores = np.where(self._held, self._scores, np.inf)
+            evicted = tuple(int(index) for index in np.unravel_index(int(scores.argmin()), scores.shape))
+            if self._scores[evicted] >= self._scores[layer, expert]:
+                return layer, expert
+            self._held[evicted] = False
+        self._held[layer, expert] = True
+        return None if evicted is None else (evicted[0], evicted[1])

@@ -1,0 +1,74 @@
+"""Placement of experts simulated on recorded routing: what a text would take by measured times. Nothing is computed.
+
+Transfers of a layer are not hidden behind other layers, and what the GPU holds is also in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from edgeinfer.offload.placement import Assignment, ExpertTimes, GpuCache, WantedExpert, assign, on_cpu, where_held
+from edgeinfer.offload.policies import PassRecency
+from edgeinfer.offload.routing import NONE, Routing
+
+Rule = Callable[[Sequence[WantedExpert], ExpertTimes], Assignment]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds of the experts of all tokens behind the prompt, and what was moved to the GPU for them."""
+
+    seconds: float
+    transfers: int
+
+
+def simulate(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | None = None) -> dict[str, Simulated]:
+    """The text with all experts on the CPU ("cpu"), with those that the GPU holds on the GPU ("static"), and with
+    `assign` and a cache by score ("ours").
+
+    on_gpu, in_memory: experts that fit there, None for all. All three begin with what the prompt used most on the GPU.
+    """
+    return {
+        "cpu": _run(routing, times, 0, in_memory, on_cpu),
+        "static": _run(routing, times, on_gpu, in_memory, where_held),
+        "ours": _run(routing, times, on_gpu, in_memory, assign),
+    }
+
+
+def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | None, rule: Rule) -> Simulated:
+    capacity = min(on_gpu, routing.n_layers * routing.n_experts)
+    gpu, memory = GpuCache(routing.n_layers, routing.n_experts, capacity), PassRecency(in_memory or 1)
+    seconds, transfers, was_prompt = 0.0, 0, True
+    for number, (is_prompt, layers) in enumerate(_passes(routing)):
+        if was_prompt and not is_prompt:
+            gpu.fill()
+        was_prompt = is_prompt
+        for layer, rows in enumerate(layers):
+            wanted = [
+                WantedExpert(expert, n, gpu.holds(layer, expert), in_memory is None or memory.holds(layer, expert))
+                for expert, n in rows.items()
+            ]
+            gpu.observe(layer, list(rows))
+            if in_memory is not None:
+                memory.begin(number, layer, list(rows))
+            if is_prompt:
+                continue
+            found = rule(wanted, times)
+            seconds += found.seconds
+            transfers += len(found.transfers)
+            for expert in found.transfers:
+                gpu.keep(layer, expert)
+    return Simulated(seconds, transfers)
+
+
+def _passes(routing: Routing) -> list[tuple[bool, list[dict[int, int]]]]:
+    """Of each pass: whether it is of the prompt, and by layer the rows of each expert that it wants, ascending."""
+    found, first = [], 0
+    for length in routing.pass_lengths or [1] * routing.n_tokens:
+        rows = routing.chosen[first : first + length]
+        counts = [Counter(rows[:, layer].reshape(-1).tolist()) for layer in routing.layers]
+        found.append((first < routing.n_prompt, [{e: of[e] for e in sorted(of) if e != NONE} for of in counts]))
+        first += length
+    return found

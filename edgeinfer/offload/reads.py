@@ -1,0 +1,99 @@
+"""What an expert cache did for a request: hits, bytes read, and the time that was waited for the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+
+class LayerStats(Protocol):
+    """What the expert cache of the native engine counts of a layer, since it was made."""
+
+    @property
+    def lookups(self) -> int:
+        """Experts that passes wanted."""
+        ...
+
+    @property
+    def hits(self) -> int:
+        """Of these, in memory."""
+        ...
+
+    @property
+    def bytes_read(self) -> int:
+        """From disk."""
+        ...
+
+    @property
+    def prefetches(self) -> int:
+        """Experts read ahead."""
+        ...
+
+    @property
+    def useful(self) -> int:
+        """Of these, wanted before they were evicted."""
+        ...
+
+    @property
+    def seconds_waited(self) -> float:
+        """By threads that compute, added up."""
+        ...
+
+
+class StoreStats(Protocol):
+    """What it counts in all."""
+
+    @property
+    def layers(self) -> Sequence[LayerStats]:
+        """By layer."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """While at least one read was under way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReads:
+    """Figures of an expert cache over some passes.
+
+    cache_bytes: its size.  wanted: experts that passes wanted, each once in a layer of a pass.  hits: those that were
+    in memory.  bytes_read: from disk.  prefetches, useful: experts that were read ahead, and those of them that were
+    wanted.  waited_seconds: of threads that compute, added up.  busy_seconds: in which the disk read.
+    """
+
+    cache_bytes: int
+    wanted: int = 0
+    hits: int = 0
+    bytes_read: int = 0
+    prefetches: int = 0
+    useful: int = 0
+    waited_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over wanted ones, 1 where nothing was wanted."""
+        return self.hits / self.wanted if self.wanted else 1.0
+
+    def since(self, before: ExpertReads) -> ExpertReads:
+        """What was added since other figures of the same cache."""
+        rest = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)[1:]}
+        return ExpertReads(self.cache_bytes, **rest)
+
+
+def reads_of(stats: StoreStats, cache_bytes: int) -> ExpertReads:
+    """The figures of a cache since it was made."""
+    layers = stats.layers
+    return ExpertReads(
+        cache_bytes,
+        sum(of.lookups for of in layers),
+        sum(of.hits for of in layers),
+        sum(of.bytes_read for of in layers),
+        sum(of.prefetches for of in layers),
+        sum(of.useful for of in layers),
+        sum(of.seconds_waited for of in layers),
+        stats.busy_seconds,
+    )
