@@ -7,10 +7,8 @@ same bits for any batch size, and for a branch of a tree as for a chain.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,32 +26,48 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.in_turn import forward_in_turn
 from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.backends.reference_experts import expert_rows
 from edgeinfer.backends.reference_math import (
-    ACTIVATIONS,
     Floats,
     attend,
+    gated,
     rms_norm,
     rotate,
     round_activations,
     scale,
     soft_cap,
 )
-from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError, UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, TensorRows, check_blocks, dense_of, read_spec
-from edgeinfer.models.formats import check_type, dequantize
-from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
+from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.models import (
+    Attention,
+    Dense,
+    Experts,
+    ExpertsRef,
+    ModelSpec,
+    TensorRef,
+    check_blocks,
+    read_spec,
+)
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.spec import FeedForward
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
-Activations = Literal["float32", "int8"]
 _CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32}
 # The fields of blocks that are looked at below; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {
     Attention: (
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
         *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-        *("q_bias", "k_bias", "v_bias", "output_bias"),
+        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
     ),
     Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
+    Experts: (
+        *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
+        *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
+        *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
+        *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
+    ),
 }
 
 
@@ -91,15 +105,16 @@ class ReferenceBackend:
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         check_cache(cache_type, spec)
-        for name in spec.tensor_shapes():
-            _check_type(model, name)
+        shapes = spec.tensor_shapes()
+        check_types(model, shapes)
         n_batch = min(n_batch, n_ctx)
-        n_weights = sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+        n_weights, n_of_experts = count(shapes)
         n_kv = sum(n_ctx * 2 * layer.mixer.n_kv for layer in spec.layers)
         n_activations = n_batch * 2 * spec.n_embd
         n_activations += n_batch * max((layer.mixer.n_q + 2 * layer.mixer.n_kv for layer in spec.layers), default=0)
         n_activations += n_batch * max((2 * layer.ffn.n_ff for layer in spec.layers), default=0)
-        use = MemoryUse(4 * n_weights, _CACHE_DTYPES[cache_type]().itemsize * n_kv, 4 * n_activations)
+        n_cache = _CACHE_DTYPES[cache_type]().itemsize * n_kv
+        use = MemoryUse(4 * n_weights, n_cache, 4 * n_activations, experts=4 * n_of_experts)
         return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
     def load(
@@ -109,32 +124,9 @@ class ReferenceBackend:
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         return ReferenceModel(spec, plan, self.read_weights(model, spec.tensor_shapes(), progress))
 
-    def read_weights(
-        self, model: ModelFile, shapes: Mapping[str, tuple[int, ...]], progress: Progress | None = None
-    ) -> dict[str, Weights]:
+    def read_weights(self, model: ModelFile, shapes: Shapes, progress: Progress | None = None) -> dict[str, Weights]:
         """Some tensors of a file, dequantised. Raises UnsupportedModel."""
-        weights = {}
-        for done, (name, shape) in enumerate(shapes.items(), start=1):
-            _check_type(model, name)
-            kind = model.tensors[name].type
-            weights[name] = Weights(dequantize(kind, model.data(name), shape), self._block(kind, shape))
-            if progress is not None:
-                progress(done / len(shapes))
-        return weights
-
-    def _block(self, kind: GGMLType, shape: tuple[int, ...]) -> int:
-        """Block in which the input of such a matrix is rounded."""
-        if self.activations != "int8":
-            return 1
-        return {GGMLType.I2_S: shape[-1], GGMLType.Q2_0: 32}.get(kind, kind.block_elements)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A matrix (n_out, n_in) or vector (n,), and the block that its input is rounded in, 1 for not at all."""
-
-    values: Floats
-    block: int
+        return read_weights(model, shapes, self.activations, progress)
 
 
 class ReferenceDecoder:
@@ -154,7 +146,8 @@ class ReferenceDecoder:
     def memory(self) -> MemoryUse:
         """Bytes of the weights that are held, and of the activations that were planned."""
         self.check_open()
-        return MemoryUse(sum(each.values.nbytes for each in self._weights.values()), 0, self.plan.use.activations)
+        n_weights, n_of_experts = count({name: each.values.shape for name, each in self._weights.items()})
+        return MemoryUse(4 * n_weights, 0, self.plan.use.activations, experts=4 * n_of_experts)
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -192,7 +185,7 @@ class ReferenceDecoder:
         for index, layer in enumerate(spec.layers):
             added = self._attention(layer.mixer, text, index, x, paths, inputs)
             x = x + scale(added, spec.residual_scale)
-            x = x + scale(self._dense(dense_of(layer), x), spec.residual_scale)
+            x = x + scale(self._network(layer.ffn, x), spec.residual_scale)
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now
@@ -225,11 +218,12 @@ class ReferenceDecoder:
         keys, values = text.keys[layer], text.values[layer]
         slots = [path[-1] for path in paths]
         keys[slots], values[slots] = k, v
+        sinks = None if block.sinks is None else self.values_of(block.sinks)
         y = np.empty_like(q)
         for i, path in enumerate(paths):
             self._poll()
             seen = path if block.window is None else path[-block.window :]
-            y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap)
+            y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap, sinks)
         heads = self.norm(block.sub_norm, y.reshape(len(x), -1))
         return self.norm(block.post_norm, self.linear(block.output, block.output_bias, heads))
 
@@ -245,12 +239,17 @@ class ReferenceDecoder:
             q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
         return q, k, v
 
-    def _dense(self, block: Dense, x: Floats) -> Floats:
+    def _network(self, block: FeedForward, x: Floats) -> Floats:
         """What a feed-forward network adds, (n, n_embd)."""
+        if isinstance(block, Experts):
+            return self.norm(block.post_norm, expert_rows(block, self, self.norm(block.norm, x)))
+        return self._dense(block, x)
+
+    def _dense(self, block: Dense, x: Floats) -> Floats:
         h = self.norm(block.norm, x)
         gate, up = self.linear(block.gate, None, h), self.linear(block.up, None, h)
-        gated = self.norm(block.sub_norm, ACTIVATIONS[block.activation](gate) * up)
-        return self.norm(block.post_norm, self.linear(block.down, None, gated))
+        inner = self.norm(block.sub_norm, gated(block.activation, gate, up))
+        return self.norm(block.post_norm, self.linear(block.down, None, inner))
 
     def norm(self, weight: TensorRef | None, x: Floats) -> Floats:
         """RMS norm over the last axis; x itself where there is no weight."""
@@ -267,12 +266,22 @@ class ReferenceDecoder:
             y[i] = weights.values @ row
         return y if bias is None else y + self.weights_of(bias).values
 
-    def weights_of(self, ref: TensorRef) -> Weights:
-        """A tensor, or some rows of one."""
-        if isinstance(ref, TensorRows):
-            whole = self._weights[ref.name]
-            return Weights(whole.values[ref.first : ref.last], whole.block)
-        return self._weights[ref]
+    def expert_linear(self, matrix: ExpertsRef, expert: int, x: Floats) -> Floats:
+        """The matrix of one expert times x: (n_in,) to (n_out,)."""
+        self._poll()
+        weights = self.weights_of(matrix)
+        if weights.block > 1:
+            x = round_activations(x[None], weights.block)[0]
+        y: Floats = weights.values[expert] @ x
+        return y
+
+    def values_of(self, ref: TensorRef | ExpertsRef) -> Floats:
+        """The numbers of a tensor, or of a part of one."""
+        return self.weights_of(ref).values
+
+    def weights_of(self, ref: TensorRef | ExpertsRef) -> Weights:
+        """A tensor, or some rows of one or of each expert."""
+        return self._weights[ref if isinstance(ref, str) else ref.name].part(ref)
 
     def _poll(self) -> None:
         """Raises Interrupted if `interrupt` was called since the pass began."""
@@ -349,7 +358,7 @@ class TextState:
         """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
         self._check_open()
         use = self._decoder.memory()
-        return MemoryUse(use.weights, sum(cache.nbytes for cache in (*self.keys, *self.values)), use.activations)
+        return replace(use, kv_cache=sum(cache.nbytes for cache in (*self.keys, *self.values)))
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -415,11 +424,3 @@ def visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.in
         before = paths[parent] if parent >= 0 else list(range(n_past))
         paths.append([*before, n_past + row])
     return [np.array(path, dtype=np.intp) for path in paths]
-
-
-def _check_type(model: ModelFile, name: str) -> None:
-    """Raises UnsupportedModel if the tensor cannot be dequantised."""
-    try:
-        check_type(model.tensors[name].type)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{model.path}: tensor {name}: {error}") from None

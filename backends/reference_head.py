@@ -20,13 +20,12 @@ from edgeinfer.backends.checks import (
 from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
     BLOCKS,
-    Activations,
     ReferenceBackend,
     ReferenceDecoder,
     TextState,
-    Weights,
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
+from edgeinfer.backends.reference_weights import Activations, Weights
 from edgeinfer.models import ModelSpec, TensorRef, check_blocks
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile

@@ -36,21 +36,28 @@ def rotate(x: Floats, positions: NDArray[np.intp], rope: RopeSpec) -> Floats:
 
 
 def attend(
-    q: Floats, keys: NDArray[np.floating], values: NDArray[np.floating], score_cap: float | None = None
+    q: Floats,
+    keys: NDArray[np.floating],
+    values: NDArray[np.floating],
+    score_cap: float | None = None,
+    sinks: Floats | None = None,
 ) -> Floats:
     """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, head_dim).
 
     q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer
     heads of keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
+    sinks: (n_heads,), one more score of each head, which has no value.
     """
     n_heads, head_dim = q.shape
     n_kv_heads = keys.shape[1]
     groups = q.reshape(n_kv_heads, n_heads // n_kv_heads, head_dim)
     k, v = keys.astype(np.float32).transpose(1, 2, 0), values.astype(np.float32).transpose(1, 0, 2)
     scores = soft_cap(groups @ k, score_cap)  # (n_kv_heads, group, t)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks.reshape(*scores.shape[:2], 1)], axis=-1)
     weights: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ v).reshape(n_heads, head_dim)
+    return (weights[..., : len(keys)] @ v).reshape(n_heads, head_dim)
 
 
 def scale(x: Floats, factor: float) -> Floats:
@@ -96,7 +103,28 @@ def gelu_tanh(x: Floats) -> Floats:
     return y
 
 
-ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):  # far below zero 1 / inf is right
+        y: Floats = np.ones_like(x) / (1 + np.exp(-x))
+    return y
+
+
+def clamped_swiglu(gate: Floats, up: Floats) -> Floats:
+    """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = up within -7..7 (gpt-oss, arXiv:2508.10925)."""
+    limit = np.float32(7)
+    g: Floats = np.minimum(gate, limit)
+    u: Floats = np.clip(up, -limit, limit)
+    y: Floats = g * sigmoid(g * np.float32(1.702)) * (u + np.float32(1))
+    return y
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+
+
+def gated(activation: Activation, gate: Floats, up: Floats) -> Floats:
+    """What a gated network makes of gate and up; see Activation."""
+    return clamped_swiglu(gate, up) if activation == "clamped_swiglu" else _ACTIVATIONS[activation](gate) * up
 
 
 def round_activations(x: Floats, block: int) -> Floats:

@@ -99,6 +99,10 @@ class BackendLost(EdgeInferError):
     exit_code = 5
 
 
+class ExpertReadError(EdgeInferError):
+    """An expert could not be read from its file during a forward pass; the session is unchanged."""
+
+
 class NumericalError(EdgeInferError):
     """The logits are not numbers: the file is damaged or its hyper-parameters are wrong."""
 

@@ -25,7 +25,7 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
     : ld_embd(padded(c.n_embd)),
       ld_q(padded(c.most([](const LayerConfig& l) { return l.attention.n_q(); }))),
       ld_kv(padded(c.most([](const LayerConfig& l) { return l.attention.n_kv(); }))),
-      ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense.n_ff; }))),
+      ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense() ? l.dense()->n_ff : 0; }))),
       ld_scores(padded(c.n_ctx) + 16),
       ld_value(padded(c.most([](const LayerConfig& l) { return l.attention.head_dim; }))),
       ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)) {
@@ -34,6 +34,7 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
     const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined});
     inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), most_in);
     for (int i = 0; i < n_threads; i++) take_own(c, most_in, cutter);
+    if (c.has_experts()) experts.take(c, n_threads, cutter);
 }
 
 void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
@@ -70,4 +71,39 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
     sums.push_back(cutter.take<float>(kTaskRows * ld_value));
     own_queries.push_back(take_inputs(cutter, kTaskRows, ld_value));
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
+}
+
+void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
+    const auto most = [&](int ExpertsConfig::* number) {
+        return static_cast<size_t>(c.most_of_experts([&](const ExpertsConfig& e) { return e.*number; }));
+    };
+    const size_t n = static_cast<size_t>(c.n_batch), n_experts = most(&ExpertsConfig::n_experts);
+    const size_t n_used = most(&ExpertsConfig::n_used), n_rows = n * n_used, ld_embd = padded(c.n_embd);
+    const size_t n_layers = static_cast<size_t>(
+        std::count_if(c.layers.begin(), c.layers.end(), [](const LayerConfig& l) { return l.experts(); }));
+    chosen_stride = n * n_used;
+    ld_router = round_up(n_experts, 16);
+    ld_ff = round_up(most(&ExpertsConfig::n_ff), 16);
+    ld_shared = round_up(most(&ExpertsConfig::n_ff_shared), 16);
+    chosen = cutter.take<int32_t>(n_layers * chosen_stride);
+    router = cutter.take<float>(n * ld_router);
+    weights = cutter.take<float>(n_rows);
+    column = cutter.take<int32_t>(n_rows);
+    place = cutter.take<int32_t>(n_rows);
+    counts = cutter.take<int32_t>(n_experts);
+    wanted = cutter.take<int32_t>(n_experts);
+    gate = cutter.take<float>(n_rows * ld_ff);
+    out = cutter.take<float>(n_rows * ld_embd);
+    inputs = take_inputs(cutter, n_rows, ld_ff);
+    if (ld_shared) {
+        shared_gate = cutter.take<float>(n * ld_shared);
+        shared_out = cutter.take<float>(n * ld_embd);
+        shared_inputs = take_inputs(cutter, n, ld_shared);
+    }
+    for (int i = 0; i < n_threads; i++) {
+        up.push_back(cutter.take<float>(std::min(n_rows, size_t{kTokensTogether}) * kMostTaskGroups * kRows));
+        scores.push_back(cutter.take<float>(2 * ld_router));
+    }
+    tasks = std::make_unique<ExpertTasks>(static_cast<int>(n_experts));
+    n_routed = std::make_unique<std::atomic<int>>(0);
 }

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "expert_tasks.h"
 #include "matrix.h"
 #include "recipe.h"
 
@@ -30,6 +32,28 @@ private:
 
 // Inputs of matrix products for n tokens of n_in numbers, in every kind.
 Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in);
+
+// What routers and experts compute, in models that have any. Rows of experts: of one expert after the other those of the
+// pass that want it, n_batch * n_used in all; the shared network has n_batch rows of its own.
+struct ExpertRows {
+    void take(const DecoderConfig& config, int n_threads, Cutter& cutter);
+    // The choices of a layer, the index-th of those with experts: (n_batch, n_used), n_used numbers apart.
+    int32_t* chosen_of(int index) const { return chosen + static_cast<size_t>(index) * chosen_stride; }
+
+    size_t chosen_stride, ld_router, ld_ff, ld_shared;
+    int32_t* chosen;           // (n_layers with experts, n_batch, n_used), until the next pass
+    float* router;             // (n_batch, ld_router)
+    float* weights;            // (n_batch, n_used)
+    int32_t* column;           // of each row of experts, its row of the pass
+    int32_t* place;            // (n_batch, n_used): rows of experts
+    int32_t *counts, *wanted;  // (n_experts,): rows of each; those with rows
+    float *gate, *out;         // rows of experts, (ld_ff) and (ld_embd)
+    float *shared_gate, *shared_out;
+    Inputs inputs, shared_inputs;    // of down
+    std::vector<float*> up, scores;  // for each thread: (kTokensTogether, kMostTaskGroups * kRows), and (ld_router,)
+    std::unique_ptr<ExpertTasks> tasks;
+    std::unique_ptr<std::atomic<int>> n_routed;  // tasks of routing that are done in this layer
+};
 
 // Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites. Layers of different sizes share
 // them: rows are as long as those of the largest.
@@ -59,6 +83,7 @@ struct Activations {
     std::vector<float*> own_h, own_head, scores, sums;  // scores and sums: (kTaskRows, ld)
     std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0
     std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
+    ExpertRows experts;
 
 private:
     void take_rows(const DecoderConfig& config, Cutter& cutter);

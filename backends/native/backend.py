@@ -12,9 +12,10 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, decoder_config
+from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.machine import best_isa, build_id
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
-from edgeinfer.backends.native.packed import map_packed, packed_path, read_header, write_packed
+from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_path, read_header, write_packed
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
@@ -100,7 +101,8 @@ class NativeBackend:
         bits = self._ternary_bits(model, spec, n_threads)
         weights = packed_bytes(self._parts(model, spec, bits)) + (0 if embedding is None else embedding.n_bytes)
         activations = config.activation_bytes(_core.FrontConfig(), n_threads)
-        use = MemoryUse(weights, config.kv_bytes(_core.KvType[cache_type], n_ctx), activations)
+        kv_cache, experts = config.kv_bytes(_core.KvType[cache_type], n_ctx), self.experts(model, spec, bits).n_bytes
+        use = MemoryUse(weights, kv_cache, activations, experts=experts)
         return MemoryPlan(n_ctx, n_batch, use, cache_type, bits)
 
     def load(
@@ -112,12 +114,16 @@ class NativeBackend:
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         spec = self._spec(model, spec)
         isa = device.isa or best_isa()
-        parts = self._parts(model, spec, plan.ternary_bits)
+        parts, experts = self._parts(model, spec, plan.ternary_bits), self.experts(model, spec, plan.ternary_bits)
         threads = shared_threads(self.threads, device.n_threads)
-        weights = self._weights(model, parts, plan, threads, progress)
+        packed = self._mapped(model, parts, experts, plan)
+        n_dense = packed_bytes(parts)
+        of_weights, of_experts = split(progress, n_dense, experts.n_bytes)
+        weights = _weights(model, parts, packed, threads, of_weights)
+        store = _store(model, experts, packed, threads, of_experts)
         embedding_bytes = self._set_embedding(model, spec, weights)
         device = Device(device.n_threads, isa)
-        made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, embedding_bytes)
+        made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, embedding_bytes, store)
         weights.check_all_are_used()
         loaded = NativeModel(made, spec, plan)
         if self.tuned:
@@ -126,15 +132,23 @@ class NativeBackend:
 
     def pack(self, model: ModelFile, spec: ModelSpec, target: Path, progress: Progress | None = None) -> int:
         """Write the packed weights to a file; gives its size in bytes. Raises UnsupportedModel, OSError."""
-        device = Device(os.cpu_count() or 1)
-        packer = NativeBackend(ternary_bits=self.ternary_bits, packed=False, tuned=False)
-        bits = packer._ternary_bits(model, spec, device.n_threads)
-        loaded = packer.load(model, spec, MemoryPlan(1, 1, MemoryUse(0, 0, 0), ternary_bits=bits), device, progress)
-        try:
-            write_packed(target, model, loaded.packed_weights(), bits)
-        finally:
-            loaded.close()
+        check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        packer = NativeBackend(ternary_bits=self.ternary_bits, packed=False)
+        threads = _core.Threads(os.cpu_count() or 1)
+        bits = packer._ternary_bits(model, spec, threads.n)
+        parts, experts = packer._parts(model, spec, bits), packer.experts(model, spec, bits)
+        of_weights, of_experts = split(progress, packed_bytes(parts), experts.n_bytes)
+        weights = _weights(model, parts, None, threads, of_weights)
+
+        def write_experts(write: Write) -> None:
+            write_records(experts, model, threads, write, of_experts)
+
+        write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
+
+    def experts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits = "2") -> ModelExperts:
+        """The experts of a model, where they lie and how they are packed. Raises UnsupportedModel."""
+        return experts_of(model, spec, Packing(self.for_drafts, bits))
 
     def _spec(self, model: ModelFile, spec: ModelSpec) -> ModelSpec:
         return of_frequent_tokens(model, spec) if self.for_drafts else spec
@@ -149,22 +163,13 @@ class NativeBackend:
         path = packed_path(model.paths[0])
         return path if os.path.lexists(path) else None
 
-    def _weights(
-        self,
-        model: ModelFile,
-        parts: Sequence[Part],
-        plan: MemoryPlan,
-        threads: _core.Threads,
-        progress: Progress | None,
-    ) -> _core.Weights:
-        n_bytes, path = packed_bytes(parts), self._packed_file(model)
-        if path is None:
-            weights = _core.Weights(n_bytes)
-            pack_weights(weights, model, parts, threads, progress)
-            return weights
-        weights = _core.Weights(n_bytes, map_packed(path, model, n_bytes, plan.ternary_bits, self.verify))
-        map_weights(weights, parts, progress)
-        return weights
+    def _mapped(
+        self, model: ModelFile, parts: Sequence[Part], experts: ModelExperts, plan: MemoryPlan
+    ) -> Packed | None:
+        """What the packed file holds, None where it is packed at load. Raises BadPack."""
+        if (path := self._packed_file(model)) is None:
+            return None
+        return map_packed(path, model, packed_bytes(parts), plan.ternary_bits, self.verify, experts.n_bytes)
 
     def _set_embedding(self, model: ModelFile, spec: ModelSpec, weights: _core.Weights) -> int:
         """Bytes of the embeddings, whose rows are read from the file, or from a copy of it."""
@@ -197,6 +202,47 @@ class NativeBackend:
         if (packed := self._packed_file(model)) is not None:
             return read_header(packed).ternary_bits
         return faster_bits(best_isa(), n_threads, n_weights)
+
+
+def _weights(
+    model: ModelFile,
+    parts: Sequence[Part],
+    packed: Packed | None,
+    threads: _core.Threads,
+    progress: Progress | None,
+) -> _core.Weights:
+    """The weights beside experts, mapped or packed now."""
+    n_bytes = packed_bytes(parts)
+    if packed is None:
+        weights = _core.Weights(n_bytes)
+        pack_weights(weights, model, parts, threads, progress)
+        return weights
+    weights = _core.Weights(n_bytes, packed.weights)
+    map_weights(weights, parts, progress)
+    return weights
+
+
+def _store(
+    model: ModelFile,
+    experts: ModelExperts,
+    packed: Packed | None,
+    threads: _core.Threads,
+    progress: Progress | None,
+) -> _core.ExpertStore | None:
+    """All experts in memory or mapped, None for a model without any."""
+    if not experts.layers:
+        return None
+    if packed is not None:
+        return _core.ResidentExperts(_core.ExpertRecords(experts.layout, packed.records))
+    return _core.ResidentExperts(resident_experts(experts, model, threads, progress))
+
+
+def split(progress: Progress | None, first: int, second: int) -> tuple[Progress | None, Progress | None]:
+    """The progress of two parts of a work, by their sizes."""
+    if progress is None:
+        return None, None
+    share = first / max(1, first + second)
+    return lambda done: progress(share * done), lambda done: progress(share + (1 - share) * done)
 
 
 @cache

@@ -1,4 +1,6 @@
 // Sizes, recipes and the states of texts in Python.
+#include <nanobind/stl/variant.h>
+
 #include "activations.h"
 #include "bindings.h"
 #include "recipe.h"
@@ -23,10 +25,29 @@ int add_query_scales(DecoderConfig& config, std::vector<float> values, int n_pos
     return static_cast<int>(config.query_scales.size()) - 1;
 }
 
+void init_dense(DenseConfig* dense, int n_ff, Activation activation) {
+    if (n_ff < 1) throw nb::value_error("n_ff must be positive");
+    new (dense) DenseConfig{n_ff, activation};
+}
+
+void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
+                  bool is_normalised, float weight_scale, int n_groups, int n_used_groups, Activation activation,
+                  int n_ff_shared) {
+    if (n_ff < 1 || n_ff_shared < 0 || n_used < 1 || n_used > n_experts || n_used > kMostUsed) {
+        throw nb::value_error("sizes must be positive, and n_used at most n_experts and 64");
+    }
+    if (n_groups < 1 || n_groups > kMostExpertGroups || n_experts % n_groups || n_used_groups < 1 ||
+        n_used_groups > n_groups || n_used > n_used_groups * (n_experts / n_groups)) {
+        throw nb::value_error("the experts must be cut into groups of one size, and those in use hold n_used");
+    }
+    new (experts) ExpertsConfig{n_ff,         n_experts, n_used,        router_function, is_normalised,
+                                weight_scale, n_groups,  n_used_groups, activation,      n_ff_shared};
+}
+
 void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope, int query_scales,
-               int window, float soft_cap, QKNorm qk_norm, int n_ff, Activation activation) {
+               int window, float soft_cap, QKNorm qk_norm, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
     const AttentionConfig attention{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm};
-    if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_ff < 1 || n_heads % n_kv_heads) {
+    if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
     if (rope < -1 || rope >= static_cast<int>(config.ropes.size()) || query_scales < 0 || window < 0) {
@@ -35,7 +56,7 @@ void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int
     if (rope >= 0 && 2 * config.ropes[static_cast<size_t>(rope)].frequencies.size() > static_cast<size_t>(head_dim)) {
         throw nb::value_error("the rope has more pairs than a head");
     }
-    config.layers.push_back({attention, {n_ff, activation}});
+    config.layers.push_back({attention, ffn});
 }
 
 void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, int n_ctx, int n_batch,
@@ -88,6 +109,11 @@ void bind_enums(nb::module_& m) {
         .value("gelu_tanh", Activation::GeluTanh)
         .value("relu2", Activation::Relu2)
         .value("clamped_swiglu", Activation::ClampedSwiglu);
+    nb::enum_<RouterFunction>(m, "RouterFunction")
+        .value("softmax", RouterFunction::Softmax)
+        .value("sigmoid", RouterFunction::Sigmoid)
+        .value("softmax_of_top_k", RouterFunction::SoftmaxOfTopK)
+        .value("sqrt_softplus", RouterFunction::SqrtSoftplus);
     nb::enum_<QKNorm>(m, "QKNorm")
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)
@@ -99,10 +125,19 @@ void bind_enums(nb::module_& m) {
         .value("concatenated_input", FrontKind::ConcatenatedInput);
 }
 
+void bind_feed_forward(nb::module_& m) {
+    nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
+        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a);
+    nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
+        .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
+             "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a);
+}
+
 }  // namespace
 
 void bind_config(nb::module_& m) {
     bind_enums(m);
+    bind_feed_forward(m);
     nb::class_<FrontConfig>(m, "FrontConfig", "What a draft head begins with; see head.h.")
         .def(
             "__init__",
@@ -117,7 +152,7 @@ void bind_config(nb::module_& m) {
              "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
         .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
-             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "n_ff"_a, "activation"_a)
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "ffn"_a)
         .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
         .def_rw("residual_scale", &DecoderConfig::residual_scale)
         .def_rw("logit_scale", &DecoderConfig::logit_scale)

@@ -10,7 +10,8 @@
 namespace {
 
 void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConfig& front, const std::string& isa,
-                  std::shared_ptr<Pool> threads, std::shared_ptr<Weights> weights) {
+                  std::shared_ptr<Pool> threads, std::shared_ptr<Weights> weights,
+                  std::shared_ptr<ExpertStore> experts) {
     for (size_t i = 0; i < config.layers.size(); i++) {
         const AttentionConfig& attention = config.layers[i].attention;
         const bool is_joined = i == 0 && front.kind == FrontKind::ConcatenatedInput;
@@ -21,7 +22,7 @@ void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConf
             throw nb::value_error("a layer has query scales that were not added");
         }
     }
-    new (decoder) Decoder(config, front, kernels_of(isa), std::move(threads), std::move(weights));
+    new (decoder) Decoder(config, front, kernels_of(isa), std::move(threads), std::move(weights), std::move(experts));
 }
 
 // ---- forward passes ------------------------------------------------------------------------------------------------
@@ -38,10 +39,18 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
     return valid && (chain || parents.size() <= static_cast<size_t>(config.n_batch));
 }
 
-// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile.
+// Raises edgeinfer.errors.ExpertReadError.
+[[noreturn]] void raise_unreadable(const std::string& reason) {
+    const nb::object error = nb::module_::import_("edgeinfer.errors").attr("ExpertReadError");
+    PyErr_SetString(error.ptr(), reason.c_str());
+    throw nb::python_error();
+}
+
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, and ExpertReadError.
 template <class Run>
 bool interruptible(const Run& run) {
-    bool raised = false, whole;
+    bool raised = false, whole = false;
+    std::string unreadable;
     const auto poll = [&raised] {
         nb::gil_scoped_acquire acquire;
         if (!raised) raised = PyErr_CheckSignals() != 0;  // a handler's exception stays until it is thrown
@@ -49,9 +58,14 @@ bool interruptible(const Run& run) {
     };
     {
         nb::gil_scoped_release release;
-        whole = run(poll);
+        try {
+            whole = run(poll);
+        } catch (const ExpertsUnreadable& error) {
+            unreadable = error.what();
+        }
     }
     if (raised) throw nb::python_error();
+    if (!unreadable.empty()) raise_unreadable(unreadable);
     return whole;
 }
 
@@ -172,6 +186,16 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
     });
 }
 
+// (n_layers, n_rows, n_used) int32.
+auto routing(Decoder& decoder) {
+    Decoder::Routing last = decoder.routing();
+    auto* experts = new std::vector<int32_t>(std::move(last.experts));
+    const nb::capsule owner(experts, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
+    const size_t n_layers = static_cast<size_t>(decoder.config().n_layers());
+    return nb::ndarray<nb::numpy, int32_t, nb::ndim<3>>(
+        experts->data(), {n_layers, static_cast<size_t>(last.n_rows), static_cast<size_t>(last.n_used)}, owner);
+}
+
 // ---- tuning --------------------------------------------------------------------------------------------------------
 
 Prefetch& prefetch_of_tokens(PrefetchPolicy& policy, bool is_ternary, int n) {
@@ -258,7 +282,12 @@ Prefetch prefetch_from(const PrefetchFields& fields) {
 
 void bind_decoder(nb::module_& m) {
     nb::class_<Decoder> decoder(m, "Decoder");
-    decoder.def("__init__", &init_decoder, "config"_a, "front"_a, "isa"_a, "threads"_a, "weights"_a)
+    decoder
+        .def("__init__", &init_decoder, "config"_a, "front"_a, "isa"_a, "threads"_a, "weights"_a,
+             "experts"_a = nb::none())
+        .def("routing", &routing,
+             "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
+             "experts.")
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())

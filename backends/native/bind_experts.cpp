@@ -1,7 +1,9 @@
 // How experts lie in memory and in files, in Python.
 #include "bindings.h"
-#include "expert_layout.h"
+#include "expert_records.h"
 #include "expert_store.h"
+#include "packing.h"
+#include "pool.h"
 
 namespace {
 
@@ -30,6 +32,28 @@ void check_experts(const ExpertLayout& layout, int layer, const std::vector<int3
     for (const int32_t expert : experts) {
         if (expert < 0 || expert >= layout.layer(layer).n_experts) throw nb::value_error("there is no such expert");
     }
+}
+
+// part: 0 gate, 1 up, 2 down. source: the whole matrix. ggml_type: of the source; see can_pack.
+void pack_expert(const ExpertLayout& layout, int layer, int part, int ggml_type, Bytes source, WritableBytes record,
+                 Pool& threads) {
+    check_layer(layout, layer);
+    const ExpertLayer& of_layer = layout.layer(layer);
+    if (part < 0 || part >= kExpertParts) throw nb::index_error("no such part");
+    const Matrix& m = of_layer.parts[part];
+    const Format of = format_of(ggml_type, m.n_in);
+    if (of == Format::I2_S || !can_pack(of, m.format)) {
+        throw nb::value_error("a source of this type cannot be packed as the matrix is");
+    }
+    if (source.size() != matrix_source_bytes(ggml_type, m.n_out, m.n_in) || record.size() != of_layer.record_bytes) {
+        throw nb::value_error("source must be a whole matrix, and record the bytes of an expert");
+    }
+    nb::gil_scoped_release release;
+    threads.run([&](int thread) {
+        threads.for_tasks(thread, m.n_groups(), [&](int g) {
+            pack_expert_group(of_layer, static_cast<ExpertPart>(part), of, source.data(), g, record.data());
+        });
+    });
 }
 
 void bind_layout(nb::module_& m) {
@@ -68,5 +92,31 @@ void bind_layout(nb::module_& m) {
 
 void bind_experts(nb::module_& m) {
     bind_layout(m);
-    nb::class_<ExpertStore>(m, "ExpertStore", "Where a pass finds experts.");
+    nb::class_<ExpertRecords>(m, "ExpertRecords", "The records of all experts, in memory or in a mapped file.")
+        .def(
+            "__init__",
+            [](ExpertRecords* records, std::shared_ptr<ExpertLayout> layout, std::optional<Bytes> mapped) {
+                if (mapped && mapped->size() != layout->n_bytes()) throw nb::value_error("mapped has another size");
+                new (records) ExpertRecords(std::move(layout), mapped ? mapped->data() : nullptr);
+            },
+            "layout"_a, "mapped"_a = nb::none(), nb::keep_alive<1, 3>())
+        .def(
+            "record",
+            [](nb::handle_t<ExpertRecords> self, int layer, int expert) {
+                ExpertRecords& records = nb::cast<ExpertRecords&>(self);
+                check_experts(*records.layout(), layer, {expert});
+                const ExpertLayer& of = records.layout()->layer(layer);
+                if (records.is_mapped()) throw nb::value_error("these experts are packed already");
+                return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(records.record(layer, expert), {of.record_bytes},
+                                                                    self);
+            },
+            "layer"_a, "expert"_a, "The bytes of an expert that is to be packed.")
+        .def_prop_ro(
+            "data",
+            [](const ExpertRecords& records) { return bytes_of(records, records.data(), records.layout()->n_bytes()); },
+            "All of them, read-only, without a copy.");
+    nb::class_<ExpertStore>(m, "ExpertStore", "What a pass asks for the experts of its layers.")
+        .def_prop_ro("n_bytes", [](const ExpertStore& store) { return store.layout().n_bytes(); });
+    nb::class_<ResidentExperts, ExpertStore>(m, "ResidentExperts", "All experts in memory, or mapped.")
+        .def(nb::init<std::shared_ptr<ExpertRecords>>(), "records"_a);
 }

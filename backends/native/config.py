@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec
+from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
@@ -16,7 +16,13 @@ _OF_ATTENTION = (
     *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
 )
 _OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
-BLOCKS: dict[type, Sequence[str]] = {Attention: _OF_ATTENTION, Dense: _OF_DENSE}
+_OF_EXPERTS = (
+    *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
+    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
+    *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
+BLOCKS: dict[type, Sequence[str]] = {Attention: _OF_ATTENTION, Dense: _OF_DENSE, Experts: _OF_EXPERTS}
 # Those of the parts of heads around their decoder.
 PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
@@ -42,7 +48,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        attention, dense = layer.mixer, layer.ffn
+        attention = layer.mixer
         rope = attention.rope
         if rope is not None and rope not in ropes:
             ropes[rope] = _add_rope(config, rope)
@@ -56,8 +62,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             window=attention.window or 0,
             soft_cap=attention.soft_cap or 0.0,
             qk_norm=_core.QKNorm[attention.qk_norm or "none"],
-            n_ff=dense.n_ff,
-            activation=_core.Activation[dense.activation],
+            ffn=_feed_forward(layer.ffn),
         )
     return config
 
@@ -74,6 +79,24 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
     if isinstance(head.front, GatedFusion):
         return _core.FrontConfig(_core.FrontKind.gated_fusion)
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
+
+
+def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
+    activation = _core.Activation[block.activation]
+    if isinstance(block, Dense):
+        return _core.DenseConfig(n_ff=block.n_ff, activation=activation)
+    return _core.ExpertsConfig(
+        n_ff=block.n_ff,
+        n_experts=block.n_experts,
+        n_used=block.n_used,
+        router_function=_core.RouterFunction[block.router_function],
+        is_normalised=block.is_normalised,
+        weight_scale=block.weight_scale,
+        n_groups=block.n_groups,
+        n_used_groups=block.n_used_groups,
+        activation=activation,
+        n_ff_shared=block.n_ff_shared,
+    )
 
 
 def _add_rope(config: _core.DecoderConfig, rope: RopeSpec) -> int:

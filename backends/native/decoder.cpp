@@ -14,11 +14,12 @@ std::string name_of(int layer, const char* block) { return "layers." + std::to_s
 }  // namespace
 
 Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels,
-                 std::shared_ptr<Pool> pool, std::shared_ptr<Weights> weights)
+                 std::shared_ptr<Pool> pool, std::shared_ptr<Weights> weights, std::shared_ptr<ExpertStore> store)
     : config_(config),
       kernels_(kernels),
       pool_(std::move(pool)),
       weights_(std::move(weights)),
+      store_(std::move(store)),
       memory_(Activations::n_bytes(config, front.kind, pool_->size()), false),
       front_(make_front(front, config_, *weights_)),
       output_norm_(weights_->vector("output_norm", config.n_embd)),
@@ -26,9 +27,19 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       embedding_(weights_->embedding(config.n_vocab, config.n_embd)) {
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
-    for (int i = 0; i < config_.n_layers(); i++) {
-        layers_.push_back({AttentionBlock(config_, i, name_of(i, "mixer"), *weights_),
-                           DenseBlock(config_, i, name_of(i, "ffn"), *weights_)});
+    int n_with_experts = 0;
+    for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
+}
+
+void Decoder::add_layer(int index, int& n_with_experts) {
+    AttentionBlock attention(config_, index, name_of(index, "mixer"), *weights_);
+    const std::string name = name_of(index, "ffn");
+    if (config_.layers[static_cast<size_t>(index)].dense()) {
+        layers_.push_back({attention, DenseBlock(config_, index, name, *weights_)});
+    } else if (store_) {
+        layers_.push_back({attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_)});
+    } else {
+        throw std::invalid_argument(name + " has experts, which a store must hold: found none");
     }
 }
 
@@ -50,13 +61,23 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
-    weights_->wait_until_mapped();
+    begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
         return false;  // in this order: an interrupt is seen here, or sets stop_ behind it
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     pool_->run([&](int thread) { run(pass, thread); });
-    return !stop_.load(std::memory_order_relaxed);
+    const bool is_whole = !stop_.load(std::memory_order_relaxed);
+    if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
+    return is_whole;
+}
+
+void Decoder::begin(const Pass& pass) {
+    weights_->wait_until_mapped();
+    n_rows_ = pass.n;
+    if (!store_) return;
+    store_->begin_pass();
+    pass.b.experts.n_routed->store(0, std::memory_order_relaxed);
 }
 
 void Decoder::run(const Pass& pass, int thread) const {
@@ -65,7 +86,7 @@ void Decoder::run(const Pass& pass, int thread) const {
     for (int i = 0; i < config_.n_layers(); i++) {
         const Layer& layer = layers_[static_cast<size_t>(i)];
         layer.attention.run(pass, thread, front_ && i == 0 ? front_->attended(pass) : nullptr);
-        layer.dense.run(pass, thread);
+        layer.run_ffn(pass, thread);
         tap(pass, thread, i);
     }
     tap(pass, thread, config_.n_layers());
@@ -139,6 +160,21 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
     });
 }
 
+Decoder::Routing Decoder::routing() {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    const int n_used = config_.most_of_experts([](const ExpertsConfig& e) { return e.n_used; });
+    const size_t n_rows = static_cast<size_t>(n_rows_), n_each = static_cast<size_t>(n_used);
+    Routing routing{n_rows_, n_used, std::vector<int32_t>(layers_.size() * n_rows * n_each, -1)};
+    for (size_t i = 0; i < layers_.size(); i++) {
+        const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn);
+        for (size_t r = 0; block && r < n_rows; r++) {
+            const int32_t* chosen = block->chosen(*activations_, static_cast<int>(r));
+            std::copy(chosen, chosen + block->n_used(), routing.experts.begin() + (i * n_rows + r) * n_each);
+        }
+    }
+    return routing;
+}
+
 // ---- parts of a pass, for tuning -----------------------------------------------------------------------------------
 
 // A piece of the output matrix, for a pass in n_parts.
@@ -153,14 +189,13 @@ Matrix Decoder::part_of_output(int n_parts, int part) const {
 size_t Decoder::part_bytes(int n_parts, int part) const {
     size_t n_bytes = part_of_output(n_parts, part).n_bytes();
     for (size_t i = static_cast<size_t>(part); i < layers_.size(); i += static_cast<size_t>(n_parts)) {
-        n_bytes += layers_[i].attention.weight_bytes() + layers_[i].dense.weight_bytes();
+        n_bytes += layers_[i].weight_bytes();
     }
     return n_bytes;
 }
 
 double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    weights_->wait_until_mapped();
     const size_t n_tokens = static_cast<size_t>(n);
     std::vector<int32_t> tokens(n_tokens, 0), parents(n_tokens), rows(n_tokens);
     for (int i = 0; i < n; i++) {
@@ -176,13 +211,14 @@ double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) 
     pass.n_rows = n;
     pass.logits = logits.data();
     state.reserve(state.n_past() + n);
+    begin(pass);
     stop_.store(false, std::memory_order_relaxed);
     const auto started = std::chrono::steady_clock::now();
     pool_->run([&](int thread) {
         embed(pass, thread);
         for (int i = part; i < config_.n_layers(); i += n_parts) {
             layers_[static_cast<size_t>(i)].attention.run(pass, thread, nullptr);
-            layers_[static_cast<size_t>(i)].dense.run(pass, thread);
+            layers_[static_cast<size_t>(i)].run_ffn(pass, thread);
         }
         head(pass, thread, output);
     });

@@ -8,9 +8,12 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <stdexcept>
+#include <variant>
 #include <vector>
 
 #include "blocks.h"
+#include "experts_block.h"
 #include "head.h"
 #include "kernels.h"
 #include "pass.h"
@@ -18,25 +21,40 @@
 #include "text_state.h"
 #include "weights.h"
 
+// An expert could not be read, and so the pass has no result.
+class ExpertsUnreadable : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
 class Decoder {
 public:
-    // Throws std::invalid_argument for weights that are missing or have another size.
+    // store: of the experts, null for a model without any. Throws std::invalid_argument for weights that are missing or
+    // have another size.
     Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels, std::shared_ptr<Pool> pool,
-            std::shared_ptr<Weights> weights);
+            std::shared_ptr<Weights> weights, std::shared_ptr<ExpertStore> store = nullptr);
 
     // Runs the rows of several texts, each text once, n_batch tokens at most. rows: (n_rows,) those that logits
     // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
-    // more by now, or while it waits or runs, the pass is stopped.
+    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable.
     bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 
     // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as
     // much of the output matrix; for a decoder without a front. What is committed stays, what is pending is lost.
     double seconds_of_part(TextState& state, int n, int n_parts, int part);
-    // Bytes of the weights that it reads.
+    // Bytes of the weights that it reads, of experts those of one token.
     size_t part_bytes(int n_parts, int part) const;
+
+    // The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order in which they are added
+    // up; -1 in layers without experts, and behind those of layers that use fewer. Not while a pass runs.
+    struct Routing {
+        int n_rows, n_used;
+        std::vector<int32_t> experts;
+    };
+    Routing routing();
 
     void interrupt() {
         interrupts_.fetch_add(1);
@@ -53,9 +71,18 @@ public:
 private:
     struct Layer {
         AttentionBlock attention;
-        DenseBlock dense;
+        std::variant<DenseBlock, ExpertsBlock> ffn;
+
+        void run_ffn(const Pass& pass, int thread) const {
+            std::visit([&](const auto& block) { block.run(pass, thread); }, ffn);
+        }
+        size_t weight_bytes() const {
+            return attention.weight_bytes() + std::visit([](const auto& block) { return block.weight_bytes(); }, ffn);
+        }
     };
 
+    void add_layer(int index, int& n_with_experts);
+    void begin(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;
     void set_angles(const Pass& pass, int c) const;
@@ -67,10 +94,12 @@ private:
     const Kernels& kernels_;
     std::shared_ptr<Pool> pool_;
     std::shared_ptr<Weights> weights_;
+    std::shared_ptr<ExpertStore> store_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
     std::vector<Layer> layers_;
+    int n_rows_ = 0;  // of the last pass
     const float* output_norm_;
     Matrix output_;
     Embedding embedding_;

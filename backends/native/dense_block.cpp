@@ -1,7 +1,7 @@
 #include "blocks.h"
 
 DenseBlock::DenseBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
-    : config_(config.layers[static_cast<size_t>(index)].dense),
+    : config_(*config.layers[static_cast<size_t>(index)].dense()),
       gate_(weights.matrix(name + ".gate", config_.n_ff, config.n_embd)),
       up_(weights.matrix(name + ".up", config_.n_ff, config.n_embd)),
       down_(weights.matrix(name + ".down", config.n_embd, config_.n_ff)),

@@ -75,7 +75,7 @@ void DiskExperts::begin_pass() {
 }
 
 int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     layer_ = layer;
     std::erase_if(wanted_, [this](ExpertId id) { return !entry(id).is_wanted; });
     int n_in_memory = 0;
@@ -87,8 +87,8 @@ int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
     std::sort(wanted.begin(), wanted.end(), [&](int32_t a, int32_t b) {
         const auto place = [&](int32_t expert) {
             const Entry& e = entry({layer, expert});
-            const bool is_read = e.state == State::Reading;
-            return std::tuple(e.state != State::InMemory, !is_read, is_read ? e.read_number : 0, expert);
+            const bool comes = e.state == State::Reading;
+            return std::tuple(e.state != State::InMemory, !comes, comes ? e.read_number : 0, expert);
         };
         return place(a) < place(b);
     });
@@ -97,7 +97,9 @@ int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
     }
     stats_of(layer).lookups += wanted.size();
     stats_of(layer).hits += static_cast<size_t>(n_in_memory);
-    if (!demanded_.empty()) to_read_.notify_all();
+    const bool is_read = has_reads();
+    lock.unlock();
+    if (is_read) to_read_.notify_one();  // which wakes the next one
     return n_in_memory;
 }
 
@@ -172,7 +174,7 @@ void DiskExperts::hint(int layer, std::span<const int32_t> experts) {
             hinted_.push_back(id);
         }
     }
-    if (!hinted_.empty()) to_read_.notify_all();
+    if (!hinted_.empty()) to_read_.notify_one();
 }
 
 // The layer has come: what it wants is read anyway.
@@ -190,7 +192,7 @@ void DiskExperts::warm(std::vector<ExpertId> experts) {
     std::sort(experts.begin(), experts.end(), [&](ExpertId a, ExpertId b) { return place(a) < place(b); });
     const std::lock_guard lock(mutex_);
     warm_.insert(warm_.end(), experts.begin(), experts.end());
-    to_read_.notify_all();
+    to_read_.notify_one();
 }
 
 // ---- reading -------------------------------------------------------------------------------------------------------

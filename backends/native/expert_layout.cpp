@@ -32,9 +32,3 @@ void ExpertLayout::add_layer(int n_experts, const ExpertMatrix& gate, const Expe
     n_bytes_ += layer.record_bytes * static_cast<size_t>(n_experts);
     layers_.push_back(layer);
 }
-
-void ExpertLayout::set_policy(const PrefetchPolicy* policy) {
-    for (ExpertLayer& layer : layers_) {
-        for (Matrix& m : layer.parts) m.policy = policy;
-    }
-}

@@ -45,8 +45,6 @@ public:
     const ExpertLayer& layer(int index) const { return layers_[static_cast<size_t>(index)]; }
     // Of the records of all layers.
     size_t n_bytes() const { return n_bytes_; }
-    // How products read the matrices; see Weights::policy.
-    void set_policy(const PrefetchPolicy* policy);
 
 private:
     std::vector<ExpertLayer> layers_;

@@ -48,20 +48,3 @@ public:
 private:
     std::shared_ptr<const ExpertLayout> layout_;
 };
-
-// All experts in memory, or mapped: records one after the other, as ExpertLayout counts them.
-class ResidentExperts : public ExpertStore {
-public:
-    // records: must outlive this.
-    ResidentExperts(std::shared_ptr<const ExpertLayout> layout, const uint8_t* records)
-        : ExpertStore(std::move(layout)), records_(records) {}
-
-    int begin(int, std::span<int32_t> wanted) override { return static_cast<int>(wanted.size()); }
-    const uint8_t* wait(int layer, int expert, const std::function<bool()>&) override {
-        return records_ + this->layout().layer(layer).first_byte_of(expert);
-    }
-    void done(int, int) override {}
-
-private:
-    const uint8_t* records_;
-};

@@ -16,10 +16,13 @@ from edgeinfer.backends.native.passes import TextRows
 from edgeinfer.backends.native.session import NativeText
 from edgeinfer.backends.native.weights import embedding_of, pack_weights, packed_bytes, parts_of
 from edgeinfer.errors import InvalidArgument, ShapeError
-from edgeinfer.models import check_blocks
+from edgeinfer.models import Experts, check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
+
+# A head with experts would need a store of its own.
+_BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not Experts}, **PARTS_OF_HEADS}
 
 
 def plan_head(head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int, n_threads: int) -> MemoryPlan:
@@ -70,7 +73,7 @@ def load_head(
 def _check(head: ModelFile, spec: HeadSpec) -> None:
     """Raises UnsupportedModel for a part that the engine lacks."""
     parts = [("front", spec.front)] if spec.features is None else [("front", spec.front), ("features", spec.features)]
-    check_blocks([*parts, *spec.decoder.blocks()], {**BLOCKS, **PARTS_OF_HEADS}, "native", head.path)
+    check_blocks([*parts, *spec.decoder.blocks()], _BLOCKS, "native", head.path)
 
 
 class NativeHeadModel(NativeDecoder):

@@ -24,10 +24,15 @@ EI_INLINE void for_each(const F& f) {
 }
 
 // Which of n columns a strip multiplies: its c-th is column first + c or, past the last one, that again, and dropped.
+// which: see Inputs::columns.
 struct Columns {
     int first, last;
+    const int32_t* which;
 
-    EI_INLINE size_t of(int c) const { return static_cast<size_t>(c && first + c > last ? last : first + c); }
+    EI_INLINE size_t of(int c) const {
+        const int column = c && first + c > last ? last : first + c;
+        return static_cast<size_t>(which ? which[column] : column);
+    }
 };
 
 // Where the lines are that a strip has asked for before it comes to them: so many bytes further on or, where that is past
@@ -459,7 +464,7 @@ void columns(const Matrix& w, const uint8_t* group, int row, const Inputs& x, in
     for (int c = 0; c0 > 0 && c < NC; c++) {
         for (int g = 0; g < G; g++) __builtin_prefetch(y + static_cast<size_t>(c0 + c) * ldy + row + g * kRows, 1);
     }
-    const Columns which{c0 < n ? c0 : n - 1, n - 1};
+    const Columns which{c0 < n ? c0 : n - 1, n - 1, x.columns};
     FORMAT::template strip<NC, G>(places<G>(group, w.group_bytes), x, which, ahead, f);
     for (int c = 0; c < NC && c0 + c < n; c++) {
         for (int g = 0; g < G; g++) {
@@ -772,6 +777,7 @@ void scale_and_cap(float* x, int n, float scale, float cap) {
 }  // namespace
 
 #include "attention.h"
+#include "router_math.h"
 
 namespace {
 
@@ -826,7 +832,7 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,   kGroupsAtOnce,   kStreamsAtOnce, matmul, quantize32,
-                         quantize256,   quantize_token,  rms_norm,       swiglu, geglu,
-                         relu2_glu,     clamped_swiglu,  add_scaled,     silu,   blend,
-                         scale_and_cap, store_key_value, attention,      read,   multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,    kGroupsAtOnce, kStreamsAtOnce,  matmul,        quantize32, quantize256,
+                         quantize_token, rms_norm,      swiglu,          geglu,         relu2_glu,  clamped_swiglu,
+                         add_scaled,     silu,          blend,           scale_and_cap, softmax,    sigmoid,
+                         sqrt_softplus,  weighted_sum,  store_key_value, attention,     read,       multiply_adds};

@@ -131,6 +131,14 @@ struct Matrix {
 
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
     size_t n_bytes() const { return group_bytes * static_cast<size_t>(n_groups()); }
+
+    // Its row groups from `first` on.
+    Matrix from(int first) const {
+        Matrix rest = *this;
+        rest.n_out -= first * kRows;
+        rest.data += static_cast<size_t>(first) * group_bytes;
+        return rest;
+    }
 };
 
 // How its product with n tokens reads it.
@@ -199,6 +207,8 @@ enum class Int16Scaling { None, Singles, Pairs };  // how an instruction set use
 struct Inputs {
     int n_in = 0;
     const float* x = nullptr;  // (n, ldx)
+    const int32_t* columns =
+        nullptr;  // null, or which columns those of a product are: a product of some rows of a pass
     size_t ldx = 0;
     int8_t* q32 = nullptr;          // (n, n_in)
     float* scale32 = nullptr;       // (n, n_in / 32)
@@ -212,6 +222,13 @@ struct Inputs {
     int8_t* q_token = nullptr;      // (n, n_in)
     float* scale_token = nullptr;   // (n,)
     int32_t* sum_token = nullptr;   // (n,)
+
+    // These columns of them, wherever they are.
+    Inputs of(const int32_t* which) const {
+        Inputs some = *this;
+        some.columns = which;
+        return some;
+    }
 
     // The columns from c on; all arrays must be there.
     Inputs from(int c) const {

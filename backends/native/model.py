@@ -30,6 +30,7 @@ class DecoderParts:
     weights: _core.Weights
     threads: _core.Threads
     embedding_bytes: int
+    experts: _core.ExpertStore | None = None
 
 
 def assemble(
@@ -40,12 +41,13 @@ def assemble(
     weights: _core.Weights,
     threads: _core.Threads,
     embedding_bytes: int,
+    experts: _core.ExpertStore | None = None,
 ) -> DecoderParts:
     """A decoder of weights that are all there. Raises ValueError for one that is missing, by its name."""
     config = decoder_config(spec, plan.n_ctx, plan.n_batch)
     add_query_scales(config, spec, plan.n_ctx)
-    decoder = _core.Decoder(config, front, device.isa or best_isa(), threads, weights)
-    return DecoderParts(decoder, config, weights, threads, embedding_bytes)
+    decoder = _core.Decoder(config, front, device.isa or best_isa(), threads, weights, experts)
+    return DecoderParts(decoder, config, weights, threads, embedding_bytes, experts)
 
 
 def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
@@ -72,6 +74,7 @@ class NativeDecoder:
         self._weights: _core.Weights | None = parts.weights
         self._threads: _core.Threads | None = parts.threads
         self._embedding_bytes = parts.embedding_bytes
+        self._experts = parts.experts
 
     @property
     def isa(self) -> str:
@@ -88,7 +91,8 @@ class NativeDecoder:
     def memory(self) -> MemoryUse:
         """See Model.memory: packed weights and the embeddings of this model, and the activations of a pass."""
         decoder = self.decoder()
-        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, 0, decoder.activation_bytes)
+        experts = 0 if self._experts is None else self._experts.n_bytes
+        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, 0, decoder.activation_bytes, experts=experts)
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -97,7 +101,7 @@ class NativeDecoder:
 
     def close(self) -> None:
         """Give the memory and the threads back. Further calls raise, those of sessions too."""
-        self._decoder = self._weights = self._threads = None
+        self._decoder = self._weights = self._threads = self._experts = None
 
     def decoder(self) -> _core.Decoder:
         """The C++ decoder. Raises EdgeInferError if this model is closed."""
@@ -160,6 +164,13 @@ class NativeModel(NativeDecoder):
         sessions: list[NativeSession] = [rows.session for rows in batch]
         return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
 
+    def routing(self) -> NDArray[np.int32]:
+        """The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order of their sum.
+
+        -1 in layers without experts, and behind the experts of layers that use fewer than others.
+        """
+        return self.decoder().routing()
+
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""
         return self.weights().data
@@ -177,7 +188,7 @@ class TunedDecoder:
         self._state = state
         self.streams_at_once = decoder.streams_at_once
         self.groups_at_once = decoder.groups_at_once
-        self.weight_bytes = decoder.weight_bytes
+        self.weight_bytes = decoder.part_bytes(1, 0)
 
     def prefetch(self, is_ternary: bool, n: int) -> Fields:
         """See Tunable.prefetch."""

@@ -1,8 +1,9 @@
 """Packed weights in a file of their own, which is mapped at load instead of packing.
 
 Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
-the decoder has them in memory. The header has the version of the packed layout, the bits of a ternary weight, the
-SHA-256 of the packed weights, and for each file of the model its size, its SHA-256 and a hash of samples. Names and
+the decoder has them in memory; of a model with experts, zeros to a multiple of 4096 and the records of all experts
+(expert_layout.h). The header has the version of the packed layout, the bits of a ternary weight, the
+SHA-256 of the packed weights and records, and for each file of the model its size, its SHA-256 and a hash of samples. Names and
 times do not count: a model may be moved with its pack. Each load compares sizes and samples; with `verify` all bytes.
 """
 
@@ -16,11 +17,11 @@ import re
 import shlex
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast, get_args
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,10 @@ from edgeinfer.files import written_whole
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import TernaryBits
 
+Write: TypeAlias = Callable[[NDArray[np.uint8]], None]
+
 MAGIC = b"edgeinfer-packed"
-LAYOUT = 6  # to be raised whenever matrix.h, the order of the weights or what is sampled changes
+LAYOUT = 7  # to be raised whenever matrix.h, the order of the weights or what is sampled changes
 SUFFIX = ".packed"
 _ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 1 << 20
@@ -53,13 +56,25 @@ class Source:
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself. n_bytes, sha256: of the packed weights.  sources: the model's files."""
+    """What a packed file says of itself. n_bytes: of the packed weights.  n_expert_bytes: of the records of experts.
+
+    sha256: of both.  sources: the model's files.
+    """
 
     layout: int
     n_bytes: int
+    n_expert_bytes: int
     ternary_bits: TernaryBits
     sha256: str
     sources: tuple[Source, ...]
+
+
+class Packed(NamedTuple):
+    """What a packed file holds, mapped. records: of all experts.  records_at: their first byte in the file."""
+
+    weights: NDArray[np.uint8]
+    records: NDArray[np.uint8]
+    records_at: int
 
 
 def packed_path(model: Path) -> Path:
@@ -67,36 +82,61 @@ def packed_path(model: Path) -> Path:
     return model.with_name(model.name + SUFFIX)
 
 
-def sha256_of(contents: NDArray[np.uint8]) -> str:
+def sha256_of(*contents: NDArray[np.uint8]) -> str:
     """SHA-256 of bytes, in hex."""
     digest = hashlib.sha256()
-    for first in range(0, len(contents), _HASHED_AT_ONCE):
-        digest.update(contents[first : first + _HASHED_AT_ONCE].data)
+    for each in contents:
+        for first in range(0, len(each), _HASHED_AT_ONCE):
+            digest.update(each[first : first + _HASHED_AT_ONCE].data)
     return digest.hexdigest()
 
 
-def write_packed(target: Path, model: ModelFile, weights: NDArray[np.uint8], ternary_bits: TernaryBits) -> None:
-    """Write packed weights atomically: the target is whole or untouched, whatever happens."""
+def write_packed(
+    target: Path,
+    model: ModelFile,
+    weights: NDArray[np.uint8],
+    ternary_bits: TernaryBits,
+    n_expert_bytes: int = 0,
+    write_experts: Callable[[Write], None] | None = None,
+) -> None:
+    """Write packed weights atomically: the target is whole or untouched, whatever happens.
+
+    write_experts: gives the records of all experts, n_expert_bytes in all, to the function that it is called with.
+    """
     sources = tuple(
         Source(len(contents), samples_of(model, part), sha256_of(contents))
         for part, contents in enumerate(model.contents(part) for part in range(len(model.paths)))
     )
-    header = Header(LAYOUT, weights.nbytes, ternary_bits, sha256_of(weights), sources)
-    text = json.dumps(asdict(header)).encode()
-    start = MAGIC + struct.pack("<Q", len(text)) + text
+    header = Header(LAYOUT, weights.nbytes, n_expert_bytes, ternary_bits, "0" * 64, sources)
+    digest = hashlib.sha256()
+
+    def write(contents: NDArray[np.uint8]) -> None:
+        digest.update(contents.data)
+        file.write(contents.data)
+
     with written_whole(target) as file:
-        file.write(start + bytes(-len(start) % _ALIGNMENT))
-        file.write(weights.data)
+        file.write(_start_of(header))
+        write(weights)
+        if write_experts is not None:
+            file.write(bytes(-weights.nbytes % _ALIGNMENT))
+            write_experts(write)
+        file.seek(0)
+        file.write(_start_of(replace(header, sha256=digest.hexdigest())))
     _read_in_huge_pages(target)
 
 
 def map_packed(
-    path: Path, model: ModelFile, n_bytes: int, ternary_bits: TernaryBits, verify: bool = False
-) -> NDArray[np.uint8]:
+    path: Path,
+    model: ModelFile,
+    n_bytes: int,
+    ternary_bits: TernaryBits,
+    verify: bool = False,
+    n_expert_bytes: int = 0,
+) -> Packed:
     """The packed weights of a file, mapped read-only; pages are shared between processes.
 
-    n_bytes, ternary_bits: as wanted.  verify: all bytes of the model and of the weights are read and compared.
-    Raises BadPack with the reason and the command that mends it.
+    n_bytes, n_expert_bytes, ternary_bits: as wanted.  verify: all bytes of the model and of the weights are read and
+    compared. Raises BadPack with the reason and the command that mends it.
     """
     with _opened(path) as file:
         header, start = _read_header(path, file)
@@ -107,18 +147,21 @@ def map_packed(
                 f"{_remedy(path)} --ternary-bits {ternary_bits}"
             )
         found = os.fstat(file.fileno()).st_size - start
-        if header.n_bytes != n_bytes or found != n_bytes:
-            raise BadPack(f"{path}: {n_bytes} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
-        weights = np.frombuffer(_mapped(file), dtype=np.uint8, offset=start)
+        wanted = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
+        if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != wanted:
+            raise BadPack(f"{path}: {wanted} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
+        mapped = np.frombuffer(_mapped(file), dtype=np.uint8)
+    records_at = start + wanted - n_expert_bytes
+    packed = Packed(mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes], records_at)
     if verify:
-        _verify(path, header, model, weights)
-    return weights
+        _verify(path, header, model, packed)
+    return packed
 
 
 def verify_packed(path: Path, model: ModelFile) -> None:
     """Raises BadPack unless all bytes of the model and of its packed weights are those that were packed."""
     header = read_header(path)
-    map_packed(path, model, header.n_bytes, header.ternary_bits, verify=True)
+    map_packed(path, model, header.n_bytes, header.ternary_bits, True, header.n_expert_bytes)
 
 
 def read_header(path: Path) -> Header:
@@ -172,12 +215,12 @@ def _check_sources(path: Path, sources: tuple[Source, ...], model: ModelFile) ->
             raise BadPack(f"{path}: stale, {name} {stale}")
 
 
-def _verify(path: Path, header: Header, model: ModelFile, weights: NDArray[np.uint8]) -> None:
+def _verify(path: Path, header: Header, model: ModelFile, packed: Packed) -> None:
     """Raises BadPack unless all bytes of model and weights are those that were packed."""
     for part, (name, source) in enumerate(zip(model.paths, header.sources, strict=True)):
         if sha256_of(model.contents(part)) != source.sha256:
             raise BadPack(f"{path}: {name} is not what was packed, its SHA-256 differs; {_remedy(path)}")
-    if sha256_of(weights) != header.sha256:
+    if sha256_of(packed.weights, packed.records) != header.sha256:
         raise BadPack(f"{path}: damaged, the SHA-256 of its weights is not that of its header; {_remedy(path)}")
 
 
@@ -222,7 +265,18 @@ def _read_in_huge_pages(path: Path) -> None:
             np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()
 
 
+def _aligned(n_bytes: int) -> int:
+    return (n_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
 # ---- the header ------------------------------------------------------------------------------------------------------
+
+
+def _start_of(header: Header) -> bytes:
+    """What a file has before the weights; its length depends on no hash."""
+    text = json.dumps(asdict(header)).encode()
+    start = MAGIC + struct.pack("<Q", len(text)) + text
+    return start + bytes(-len(start) % _ALIGNMENT)
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[Header, int]:
@@ -243,7 +297,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[Header, int]:
         header = _header(fields)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadPack(f"{path}: broken header of packed weights; {_remedy(path)}") from error
-    return header, (len(MAGIC) + 8 + len(text) + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    return header, _aligned(len(MAGIC) + 8 + len(text))
 
 
 def _header(fields: dict[str, Any]) -> Header:
@@ -253,7 +307,8 @@ def _header(fields: dict[str, Any]) -> Header:
         Source(_integer(each["size"]), _hash(each["samples"]), _hash(each["sha256"]))
         for each in cast(list[dict[str, Any]], fields["sources"])
     )
-    return Header(LAYOUT, _integer(fields["n_bytes"]), bits, _hash(fields["sha256"]), sources)
+    n_bytes, n_expert_bytes = _integer(fields["n_bytes"]), _integer(fields["n_expert_bytes"])
+    return Header(LAYOUT, n_bytes, n_expert_bytes, bits, _hash(fields["sha256"]), sources)
 
 
 def _integer(value: object) -> int:

@@ -55,12 +55,19 @@ public:
     bool alone() const { return n == 1; }
     const Text& text_of(int c) const { return texts[static_cast<size_t>(b.text[c])]; }
 
+    bool is_stopped() const { return stop_.load(std::memory_order_relaxed); }
+    void stop() const { stop_.store(true, std::memory_order_relaxed); }
+    // The same as is_stopped, for tasks that wait for something: polls too.
+    bool gives_up(int thread) const {
+        if (thread == 0 && poll_()) stop();
+        return is_stopped();
+    }
+
     // Tasks of a pass that was stopped are counted, but not done.
     template <class Task>
     void for_tasks(int thread, int n_tasks, const Task& task) const {
         pool.for_tasks(thread, n_tasks, [&](int i) {
-            if (thread == 0 && poll_()) stop_.store(true, std::memory_order_relaxed);
-            if (!stop_.load(std::memory_order_relaxed)) task(i);
+            if (!gives_up(thread)) task(i);
         });
     }
 

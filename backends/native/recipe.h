@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <variant>
 #include <vector>
 
 #include "text_state.h"
@@ -47,9 +48,28 @@ struct DenseConfig {
     Activation activation = Activation::Silu;
 };
 
+enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus };
+
+constexpr int kMostExpertGroups = 64, kMostUsed = 64;  // groups of experts, and experts of a row
+
+// n_ff_shared: 0 without a shared network.
+struct ExpertsConfig {
+    int n_ff, n_experts, n_used;
+    RouterFunction function = RouterFunction::Softmax;
+    bool is_normalised = false;
+    float weight_scale = 1;
+    int n_groups = 1, n_used_groups = 1;
+    Activation activation = Activation::Silu;
+    int n_ff_shared = 0;
+};
+
 struct LayerConfig {
     AttentionConfig attention;
-    DenseConfig dense;
+    std::variant<DenseConfig, ExpertsConfig> ffn;
+
+    // Null for a layer of the other kind.
+    const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
+    const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
 
 // Scales of 1 and caps of 0 change nothing. n_ctx: the longest text; n_batch: tokens of a pass at most.
@@ -69,6 +89,15 @@ struct DecoderConfig {
         int largest = 0;
         for (const LayerConfig& layer : layers) largest = std::max(largest, number(layer));
         return largest;
+    }
+
+    // The same over the layers that have experts.
+    template <class Number>
+    int most_of_experts(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.experts() ? number(*layer.experts()) : 0; });
+    }
+    bool has_experts() const {
+        return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
     }
 
     // Whether a text of these sizes is one of this model.

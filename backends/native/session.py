@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class NativeText:
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""
         use = self._decoder.memory()
-        return MemoryUse(use.weights, self._open().used_bytes, use.activations)
+        return replace(use, kv_cache=self._open().used_bytes)
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any text of the model."""

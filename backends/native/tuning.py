@@ -73,7 +73,7 @@ class Tunable(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all packed weights."""
+        """Of the weights that a token reads."""
         ...
 
     def prefetch(self, is_ternary: bool, n: int) -> Fields:
@@ -89,7 +89,7 @@ class Tunable(Protocol):
         ...
 
     def part_bytes(self, n_parts: int, part: int) -> int:
-        """Bytes of weights that it reads."""
+        """Bytes of weights that it reads, of experts those of one token."""
         ...
 
 

@@ -32,24 +32,7 @@ std::string shape_of(int n_out, int n_in) {
 
 Weights::Weights(size_t n_bytes, const uint8_t* packed, std::shared_ptr<const Weights> parent)
     : n_bytes_(n_bytes), memory_(packed ? 0 : n_bytes), packed_(packed), parent_(std::move(parent)) {
-    if (packed) mapping_ = std::thread([this] { map(); });
-}
-
-Weights::~Weights() {
-    closing_ = true;
-    if (mapping_.joinable()) mapping_.join();
-}
-
-// Goes by pieces: meanwhile no other thread can map or unmap memory.
-void Weights::map() const {
-    constexpr size_t kPiece = size_t{1} << 20;
-    for (size_t at = 0; at < n_bytes_ && !closing_; at += kPiece) {
-        map_now(packed_ + at, std::min(kPiece, n_bytes_ - at));
-    }
-}
-
-void Weights::wait_until_mapped() {
-    if (mapping_.joinable()) mapping_.join();
+    if (packed) mapping_ = std::make_unique<MappedBytes>(packed, n_bytes);
 }
 
 // ---- filling in ----------------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 // The weights of a model, packed, by the name of their block and their role in it (models/spec.py): "layers.3.mixer.q".
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 
+#include "mapped_bytes.h"
 #include "matrix.h"
 #include "platform.h"
 #include "pool.h"
@@ -27,7 +26,6 @@ public:
     // outlive these, set_vector gets no sources, and nothing is packed. parent: null, or the weights of a draft head's
     // target, whose embeddings and output matrix it takes where it has none of its own.
     Weights(size_t n_bytes, const uint8_t* packed, std::shared_ptr<const Weights> parent);
-    ~Weights();
     Weights(const Weights&) = delete;
     Weights& operator=(const Weights&) = delete;
 
@@ -56,7 +54,9 @@ public:
     void check_all_are_used() const;
 
     // Waits until packed weights are mapped, which a thread does from the start.
-    void wait_until_mapped();
+    void wait_until_mapped() {
+        if (mapping_) mapping_->wait();
+    }
 
     // How products read the matrices, which changes no bits; it may be changed between passes.
     PrefetchPolicy& policy() { return policy_; }
@@ -73,7 +73,6 @@ private:
 
     size_t take(size_t n_bytes);
     void check_new(const std::string& name) const;
-    void map() const;
 
     size_t n_bytes_, n_taken_ = 0;
     Memory memory_;
@@ -84,6 +83,5 @@ private:
     std::map<std::string, Vector> vectors_;
     mutable std::map<std::string, bool> used_;
     Embedding embedding_;
-    std::atomic<bool> closing_{false};
-    std::thread mapping_;
+    std::unique_ptr<MappedBytes> mapping_;
 };

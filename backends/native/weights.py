@@ -29,6 +29,7 @@ MADE_BYTES = 1 << 20  # the same of one that is made as it is read, which is mem
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
 DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
+_BIASES_OF_EXPERTS = frozenset(("gate_bias", "up_bias", "down_bias"))  # (n_experts, n), kept as one vector
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,21 @@ class Packing:
     rounded: bool = False
     ternary_bits: TernaryBits = "2"
 
-    def format_of(self, info: TensorInfo) -> int:
-        """The number of a tensor's packed format in matrix.h."""
+    def format_of(self, info: TensorInfo, role: str = "") -> int:
+        """The number of a tensor's packed format in matrix.h. Routers, which are small, stay as they are."""
         if self.ternary_bits == "1.6" and info.type in BASE_THREE:
             return BASE_THREE[info.type]
         bits = 8 * info.type.block_bytes / info.type.block_elements
-        is_large = len(info.shape) == 2 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
-        return int(GGMLType.Q4_0 if self.rounded and is_large else info.type)
+        is_large = len(info.shape) > 1 and bits > DRAFT_BITS and info.shape[-1] % GGMLType.Q4_0.block_elements == 0
+        return int(GGMLType.Q4_0 if self.rounded and is_large and role != "router" else info.type)
 
 
 class Part(NamedTuple):
     """A tensor of the file, or some of its rows, and the block and role that it has in the decoder.
 
     shape: (n_out, n_in) or (n,).  n_bytes: as GGUF stores it, from first_byte of the tensor on.  scale: of I2_S, whose
-    bytes are without it.  packed_as: see Packing.format_of.
+    bytes are without it.  packed_as: see Packing.format_of.  n_runs, distance: of a vector that is several runs of
+    bytes, which begin so far from each other.
     """
 
     block: str
@@ -66,6 +68,8 @@ class Part(NamedTuple):
     n_bytes: int
     first_byte: int = 0
     scale: float = 1.0
+    n_runs: int = 1
+    distance: int = 0
 
     def data(self, model: ModelFile, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
         """Bytes first..last-1 of it."""
@@ -78,8 +82,11 @@ class Part(NamedTuple):
 
 
 def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Packing()) -> list[Part]:  # noqa: B008
-    """What is packed of these weights, in their order. Raises UnsupportedModel, ModelFileError."""
-    return [_part(model, weight, packing) for weight in weights]
+    """What is packed of these weights, in their order, without the matrices of experts: see experts.py.
+
+    Raises UnsupportedModel, ModelFileError.
+    """
+    return [_part(model, weight, packing) for weight in weights if len(weight.shape) < 3]
 
 
 def packed_bytes(parts: Sequence[Part]) -> int:
@@ -119,10 +126,10 @@ def is_mostly_ternary(parts: Sequence[Part]) -> bool:
     return 2 * n_ternary > sum(part.n_bytes for part in parts)
 
 
-def _info(model: ModelFile, name: str) -> TensorInfo:
+def _info(model: ModelFile, name: str, is_vector: bool = False) -> TensorInfo:
     """A tensor. Raises UnsupportedModel for a type that the engine lacks."""
     info = model.tensors[name]
-    known = MATRIX_TYPES if len(info.shape) == 2 else VECTOR_TYPES
+    known = MATRIX_TYPES if len(info.shape) == 2 and not is_vector else VECTOR_TYPES
     if info.type not in known:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "
@@ -133,15 +140,14 @@ def _info(model: ModelFile, name: str) -> TensorInfo:
 
 def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
-    if isinstance(weight.tensor, ExpertRows):
-        raise UnsupportedModel(
-            f"{model.path}: tensor {weight.tensor.name} is of experts, which the native engine lacks"
-        )
+    if weight.role in _BIASES_OF_EXPERTS:
+        return _biases_of_experts(model, weight)
     ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
     info = _info(model, name)
-    part = Part(weight.block, weight.role, name, info.type, packing.format_of(info), info.shape, info.n_bytes)
+    packed_as = packing.format_of(info, weight.role)
+    part = Part(weight.block, weight.role, name, info.type, packed_as, info.shape, info.n_bytes)
     if info.type == GGMLType.I2_S:
         return part._replace(n_bytes=info.n_bytes - I2_S_TAIL_BYTES, scale=_scale(model, name))
     if isinstance(ref, TensorRows):
@@ -149,6 +155,19 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
         shape = (n_rows, *info.shape[1:])
         return part._replace(shape=shape, n_bytes=n_rows * row_bytes, first_byte=ref.first * row_bytes)
     return part
+
+
+def _biases_of_experts(model: ModelFile, weight: Weight) -> Part:
+    """Biases (n_experts, n) as one vector."""
+    ref, n_experts, n = weight.tensor, *weight.shape
+    info = _info(model, ref if isinstance(ref, str) else ref.name, is_vector=True)
+    part = Part(weight.block, weight.role, info.name, info.type, int(info.type), (n_experts * n,), info.n_bytes)
+    if not isinstance(ref, ExpertRows):
+        return part
+    each = info.n_bytes // (n_experts * info.shape[1])
+    return part._replace(
+        n_bytes=n_experts * n * each, first_byte=ref.first * each, n_runs=n_experts, distance=info.shape[1] * each
+    )
 
 
 def _scale(model: ModelFile, name: str) -> float:
@@ -214,4 +233,7 @@ def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: 
 def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
     """A norm or a bias as float32."""
     kind = "<f4" if part.type == GGMLType.F32 else "<f2"
-    return np.frombuffer(part.data(model).tobytes(), dtype=kind).astype(np.float32, copy=False)
+    n_bytes = part.n_bytes // part.n_runs
+    firsts = (run * part.distance for run in range(part.n_runs))
+    data = b"".join(part.data(model, first, first + n_bytes).tobytes() for first in firsts)
+    return np.frombuffer(data, dtype=kind).astype(np.float32, copy=False)

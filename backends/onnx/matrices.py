@@ -38,6 +38,7 @@ _RUNS: dict[GGMLType, tuple[int, int]] = {
     GGMLType.TQ2_0: (256, 4),
     GGMLType.Q2_0: (64, 4),
     GGMLType.I2_S: (128, 4),
+    GGMLType.MXFP4: (32, 8),
 }
 _WITH_MINIMUMS = (GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q4_K, GGMLType.Q5_K)
 

@@ -50,6 +50,7 @@ _CODES_OF: dict[GGMLType, Callable[[Bytes], Codes]] = {
     GGMLType.Q4_K: q4_k.codes_of,
     GGMLType.Q5_K: q5_k.codes_of,
     GGMLType.Q6_K: q6_k.codes_of,
+    GGMLType.MXFP4: mxfp4.codes_of,
     GGMLType.TQ1_0: tq1_0.codes_of,
     GGMLType.TQ2_0: tq2_0.codes_of,
     GGMLType.Q2_0: q2_0.codes_of,
@@ -62,6 +63,7 @@ _BYTES_OF: dict[GGMLType, Callable[[Floats], Bytes]] = {
     GGMLType.Q8_0: q8_0.quantize,
     GGMLType.Q4_0: q4_0.quantize,
     GGMLType.Q6_K: q6_k.quantize,
+    GGMLType.MXFP4: mxfp4.quantize,
 }
 # Each turns a ternary matrix, with the name of its tensor for messages, into the bytes of the tensor.
 PACK: dict[GGMLType, Callable[[str, TernaryMatrix], Bytes]] = {
@@ -104,13 +106,13 @@ def quantize(type: GGMLType, weights: NDArray[np.float32]) -> NDArray[np.uint8]:
     """The bytes of a tensor that approximates weights (..., n_in), n_in a multiple of the block: (n_bytes,).
 
     Raises UnsupportedModel for a type that cannot be written, ShapeError, and that too for weights that are not finite
-    or too large for the half floats of the format.
+    or too large for the format.
     """
     if type not in _BYTES_OF:
         raise UnsupportedModel(f"tensor type {type.name} cannot be written; these can: {_names(_BYTES_OF)}")
     if weights.shape[-1] % type.block_elements:
         raise ShapeError(f"rows of {type.name} must be a multiple of {type.block_elements}: found {weights.shape}")
-    limit = np.finfo(np.float32 if type == GGMLType.F32 else np.float16).max
+    limit = np.finfo(np.float32 if type in (GGMLType.F32, GGMLType.MXFP4) else np.float16).max
     if not (np.abs(weights) <= limit).all():  # False for NaN
         raise ShapeError(f"weights of {type.name} must be finite and at most {limit:g}: found {np.abs(weights).max()}")
     blocks = np.ascontiguousarray(weights, dtype=np.float32).reshape(-1, type.block_elements)

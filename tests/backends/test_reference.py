@@ -482,8 +482,8 @@ def test_the_plan_is_what_the_session_holds(tiny_llama: Path) -> None:
 
 
 def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"blk.1.ffn_up.weight": "MXFP4"})
-    message = r"m\.gguf: tensor blk\.1\.ffn_up\.weight: .*MXFP4.*Q6_K"
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"blk.1.ffn_up.weight": "IQ4_NL"})
+    message = r"m\.gguf: tensor blk\.1\.ffn_up\.weight: .*IQ4_NL.*Q6_K"
     with ModelFile.open(path) as model:
         spec = read_spec(model)
         with pytest.raises(UnsupportedModel, match=message):

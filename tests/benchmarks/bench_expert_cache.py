@@ -6,7 +6,7 @@
 Each run is a process of its own in a memory cgroup, one variant after the other in each repeat. The limit is the same
 for all: the model without its experts, that share of its experts, and --rest for all else (KV cache, activations,
 Python). The model's files are dropped from the page cache before each run. All pass the same text token by token:
-16 tokens to warm up, then --least tokens and, while that takes less than --seconds, up to --tokens. With --prefill they
+--warm-up tokens, then --least tokens and, while that takes less than --seconds, up to --tokens. With --prefill they
 pass 512 tokens at once instead, --chunks times, different text each time.
 
 mmap: llama.cpp as it is. steered: with MADV_RANDOM, and MADV_WILLNEED on what each layer chose, see steering.py.
@@ -14,19 +14,23 @@ predicted: and on what the next layer will probably choose. repacked: llama.cpp'
 edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. Share 100 is no limit.
 
 Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
-each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); the most memory in the
-cgroup, and of the process without mapped files. Hashes of logits must be the same in
-all runs of an engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout.
+each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); GB of the files that
+were in the page cache before, because other processes have them mapped (these are no part of the limit); the most
+memory in the cgroup, and of the process without mapped files. Hashes of logits must be the same in all runs of an
+engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -44,7 +48,8 @@ from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-N_WARM_UP, N_PREFILL, N_DECODE_BATCH = 16, 512, 64
+N_PREFILL, N_DECODE_BATCH = 512, 64
+PAGE, LEFT_BYTES = 4096, 32 << 20  # so much of a file may stay in the page cache: its header, which is read before
 
 
 def read_ahead_kib(path: Path) -> int | None:
@@ -57,13 +62,32 @@ def read_ahead_kib(path: Path) -> int | None:
     return None
 
 
-def drop(paths: Sequence[Path]) -> None:
-    """Take files out of the page cache."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+def drop(paths: Sequence[Path], patience: float = 60) -> float:
+    """Take files out of the page cache; gives the GB of them that stay, which other processes have mapped."""
+    until = time.monotonic() + patience
+    while True:
+        left = 0
+        for path in paths:
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                left += cached_bytes(file.fileno())
+        if left < LEFT_BYTES or time.monotonic() > until:
+            return left / 1e9
+        time.sleep(2)
+
+
+def cached_bytes(descriptor: int) -> int:
+    """Of a file, in the page cache."""
+    n_bytes = os.fstat(descriptor).st_size
+    with mmap.mmap(descriptor, n_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+        flags = (ctypes.c_ubyte * -(-n_bytes // PAGE))()
+        start = ctypes.addressof(view := ctypes.c_char.from_buffer(mapping))
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), flags)
+        del view
+    if failed:
+        raise SystemExit("mincore failed")
+    return PAGE * int((np.frombuffer(flags, np.uint8) & 1).sum())
 
 
 class Bench:
@@ -85,7 +109,7 @@ class Bench:
 
     def job(self, variant: str, share: int) -> Job:
         arguments = self.arguments
-        n_ctx = N_PREFILL if arguments.prefill else N_WARM_UP + arguments.tokens
+        n_ctx = N_PREFILL if arguments.prefill else arguments.warm_up + arguments.tokens
         return Job(
             variant,
             str(self.path),
@@ -104,15 +128,20 @@ class Bench:
         return {"warm_up": [], "passes": chunks, "chunks": True, "least": len(chunks)}
 
     def _decode(self) -> dict[str, Any]:
-        single = [[token] for token in self.tokens[: N_WARM_UP + self.arguments.tokens]]
-        passes = {"warm_up": single[:N_WARM_UP], "passes": single[N_WARM_UP:]}
-        return {**passes, "least": self.arguments.least, "seconds": self.arguments.seconds}
+        n, arguments = self.arguments.warm_up, self.arguments
+        single = [[token] for token in self.tokens[: n + arguments.tokens]]
+        return {
+            "warm_up": single[:n],
+            "passes": single[n:],
+            "least": arguments.least,
+            "seconds": arguments.seconds,
+        }
 
     def run(self, variant: str, share: int) -> dict[str, Any]:
         """What limited_run.py found, and the peak of the group."""
         job = self.job(variant, share)
         packed = packed_path(self.files[0])
-        drop([*self.files, *([packed] if packed.exists() else [])])
+        left = drop([*self.files, *([packed] if packed.exists() else [])])
         group = MemoryGroup(job.limit) if job.limit is not None else None
         try:
             done = subprocess.run(
@@ -125,7 +154,7 @@ class Bench:
             if done.returncode:
                 return {"failed": done.returncode, "error": done.stderr[-300:], "limit": job.limit}
             peak = group.peak if group else None
-            return {**json.loads(done.stdout), "limit": job.limit, "group_peak": peak}
+            return {**json.loads(done.stdout), "limit": job.limit, "group_peak": peak, "cached_before": left}
         finally:
             if group:
                 group.remove()
@@ -148,7 +177,8 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "load_seconds": round(float(np.median([run["load_seconds"] for run in good])), 2),
         "read_mb_per_pass": round(sum(run["read_bytes"] for run in good) / n / 1e6, 1),
         "major_faults_per_pass": round(sum(run["major_faults"] for run in good) / n, 1),
-        "others_cpu": round(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3), 2),
+        "others_cpu": round(float(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3)), 2),
+        "cached_before_gb": round(max(run["cached_before"] for run in good), 2),
         "anonymous_mb": round(max(run["anonymous"] for run in good) / 1e6),
         "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
         "limit_mb": round((good[0]["limit"] or 0) / 1e6),
@@ -184,6 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shares", type=lambda s: [int(n) for n in s.split(",")], default=[25, 50, 75])
     parser.add_argument("--variants", type=lambda s: s.split(","), default=["mmap", "steered", "edgeinfer"])
     parser.add_argument("--rest", type=int, default=320, help="MiB of the limit beside the model")
+    parser.add_argument("--warm-up", type=int, default=16, help="tokens before those that are timed")
     parser.add_argument("--tokens", type=int, default=96, help="most that are timed in a run")
     parser.add_argument("--least", type=int, default=24, help="fewest that are timed in a run")
     parser.add_argument("--seconds", type=float, default=20, help="of timed tokens in a run, unless these are too few")
@@ -197,7 +228,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    fixed = ("rest", "tokens", "least", "seconds", "prefill", "chunks", "threads")
+    fixed = ("rest", "warm_up", "tokens", "least", "seconds", "prefill", "chunks", "threads")
     settings = {"model": arguments.model.name, **{name: getattr(arguments, name) for name in fixed}}
     records = Records(arguments.records, settings)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,23 +72,19 @@ def open_llama(job: Job) -> Opened:
 
 
 def open_edgeinfer(job: Job) -> Opened:
-    from edgeinfer.backends.native import NativeBackend
-    from edgeinfer.models import read_spec
-    from edgeinfer.models.gguf import ModelFile
-    from edgeinfer.types import Device
+    from expert_sessions import expert_sizes, open_model, plan_model
 
-    file = ModelFile.open(job.path)
-    spec = read_spec(file)
-    backend = NativeBackend(tuned=False)
+    path, before = Path(job.path), status("RssAnon")
     sizes = job.n_ctx, job.n_batch, job.n_threads
-    plan = backend.plan(file, spec, *sizes)
-    before = status("RssAnon")
+    cache = None
     if job.limit is not None:
-        cache = job.limit - MARGIN - before - (plan.use.total - plan.use.experts)
-        limited: Any = backend.plan
-        plan = limited(file, spec, *sizes, expert_cache=cache)
-    model = backend.load(file, spec, plan, Device(job.n_threads))
-    session = model.session()
+        least = expert_sizes(path).least
+        cache = job.limit - MARGIN - before - (plan_model(path, *sizes, least).use.total - least)
+    plan = plan_model(path, *sizes, cache)
+    prefetch = 0.0 if job.variant.endswith("no prefetch") else None
+    stack = ExitStack()
+    model = stack.enter_context(open_model(path, *sizes, cache, prefetch))
+    session = stack.enter_context(closing(model.session()))
 
     def forward(tokens: np.ndarray) -> np.ndarray:
         row: np.ndarray = session.forward(tokens, logits="last").logits[-1]
@@ -95,9 +92,9 @@ def open_edgeinfer(job: Job) -> Opened:
         return row
 
     def facts() -> dict[str, Any]:
-        return {"plan": asdict(plan.use), "expert_cache": plan.expert_cache, "anonymous_before": before}
+        return {"planned": plan.use.total, "expert_cache": cache, "anonymous_before": before}
 
-    return Opened(forward, lambda: session.reuse_prefix([]) and None, facts)
+    return Opened(forward, lambda: session.truncate(0), facts)
 
 
 VARIANTS: dict[str, Callable[[Job], Opened]] = {

@@ -13,6 +13,7 @@ import numpy as np
 VERSION = "0.3.36"  # of llama-cpp-python
 N_BATCH = 512
 _SIZES, _STRIDES, _DATA, _NAME = 16, 48, 248, 256  # bytes into struct ggml_tensor of that version
+_QUIET = llama_cpp.llama_log_callback(lambda *_: None)  # llama.cpp calls it as long as the process lives
 
 
 class Node:
@@ -69,8 +70,7 @@ class Llama:
     ) -> None:
         if llama_cpp.__version__ != VERSION:
             raise SystemExit(f"llama-cpp-python {VERSION} is needed; found {llama_cpp.__version__}")
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_log_set(_QUIET, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE

@@ -30,7 +30,8 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     (
         "backends",
         [
-            {"backends.reference", "backends.reference_head", "backends.reference_math"},
+            {"backends.reference", "backends.reference_head", "backends.reference_math"}
+            | {"backends.reference_experts", "backends.reference_weights"},
             {"backends.native"},
             {"backends.llama_cpp"},
             {"backends.opencl"},

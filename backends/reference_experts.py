@@ -1,0 +1,119 @@
+"""Mixtures of experts in plain numpy, written like the equations of `Experts`. All in float32, one token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.reference_math import Floats, gated, sigmoid
+from edgeinfer.models import Experts, RouterFunction
+from edgeinfer.models.spec import ExpertsRef, TensorRef
+
+SMALLEST_SUM = np.float32(2.0**-14)  # that weights are divided by: the smallest normal half float, as in llama.cpp
+
+
+class Products(Protocol):
+    """What computes with the tensors of a model."""
+
+    def linear(self, matrix: TensorRef, bias: TensorRef | None, x: Floats) -> Floats:
+        """Matrix times each row of x, plus bias: (n, n_in) to (n, n_out)."""
+
+    def expert_linear(self, matrix: ExpertsRef, expert: int, x: Floats) -> Floats:
+        """The matrix of one expert times x: (n_in,) to (n_out,)."""
+
+    def values_of(self, ref: ExpertsRef | TensorRef) -> Floats:
+        """A tensor, or a part of one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of a token in the order in which they are added up, and what each is multiplied by, (n_used,)."""
+
+    experts: NDArray[np.intp]
+    weights: Floats
+
+
+def chances(z: Floats, function: RouterFunction) -> Floats:
+    """What a router makes of its products z (n_experts,)."""
+    if function == "softmax":
+        return _softmax(z)
+    if function == "sigmoid":
+        return sigmoid(z)
+    if function == "sqrt_softplus":
+        root: Floats = np.sqrt(np.logaddexp(np.float32(0), z))
+        return root
+    return z  # softmax_of_top_k: those of the chosen ones become weights
+
+
+def choose(block: Experts, z: Floats, selection_bias: Floats | None = None) -> Choice:
+    """The experts of a token with the router's products z (n_experts,); of equal ones those with the lower index."""
+    p = chances(z, block.router_function)
+    scores = p if selection_bias is None else p + selection_bias
+    if block.n_groups > 1:
+        scores = _within_groups(scores, block.n_groups, block.n_used_groups)
+    experts = np.argsort(-scores, kind="stable")[: block.n_used]
+    weights = _softmax(p[experts]) if block.router_function == "softmax_of_top_k" else p[experts]
+    if block.is_normalised:
+        weights = weights / np.maximum(weights.sum(), SMALLEST_SUM)
+    return Choice(experts, weights * np.float32(block.weight_scale))
+
+
+def expert_rows(block: Experts, products: Products, h: Floats) -> Floats:
+    """The sum over the chosen experts and the shared network of each row of h, (n, n_embd) to the same."""
+    z = products.linear(block.router, block.router_bias, h)
+    bias = None if block.selection_bias is None else products.values_of(block.selection_bias)
+    rows = [_row(block, products, choose(block, each, bias), row) for each, row in zip(z, h, strict=True)]
+    y = np.array(rows, dtype=np.float32).reshape(h.shape)
+    return y if block.shared_down is None else y + _shared(block, products, h)
+
+
+def _row(block: Experts, products: Products, choice: Choice, x: Floats) -> Floats:
+    """The weighted sum of a token, x (n_embd,)."""
+    y = np.zeros_like(x)
+    for expert, weight in zip(choice.experts.tolist(), choice.weights, strict=True):
+        y = y + weight * _expert(block, products, expert, x)
+    return y
+
+
+def _expert(block: Experts, products: Products, expert: int, x: Floats) -> Floats:
+    """What one expert makes of x (n_embd,)."""
+
+    def product(role: str, vector: Floats) -> Floats:
+        matrix, factor, bias = (getattr(block, role + ending) for ending in ("", "_scale", "_bias"))
+        y = products.expert_linear(matrix, expert, vector)
+        y = y if factor is None else y * products.values_of(factor)[expert]
+        return y if bias is None else y + products.values_of(bias)[expert]
+
+    return product("down", gated(block.activation, product("gate", x), product("up", x)))
+
+
+def _shared(block: Experts, products: Products, h: Floats) -> Floats:
+    """What the shared network adds to each row of h (n, n_embd)."""
+    assert block.shared_gate is not None and block.shared_up is not None and block.shared_down is not None
+    gate, up = (products.linear(matrix, None, h) for matrix in (block.shared_gate, block.shared_up))
+    y = products.linear(block.shared_down, None, gated(block.activation, gate, up))
+    if block.shared_router is None:
+        return y
+    router = products.values_of(block.shared_router)
+    shares = sigmoid(np.array([row @ router for row in h], dtype=np.float32))
+    scaled: Floats = shares[:, None] * y
+    return scaled
+
+
+def _within_groups(scores: Floats, n_groups: int, n_used_groups: int) -> Floats:
+    """Scores (n_experts,), minus infinity outside the groups whose two best add up to most."""
+    groups = scores.reshape(n_groups, -1)
+    of_groups = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+    used = np.argsort(-of_groups, kind="stable")[:n_used_groups]
+    within = np.full_like(groups, -np.inf)
+    within[used] = groups[used]
+    return within.reshape(-1)
+
+
+def _softmax(z: Floats) -> Floats:
+    e: Floats = np.exp(z - z.max())
+    e /= e.sum()
+    return e

@@ -1,0 +1,73 @@
+"""Models of the native engine with experts in memory or in a cache, as benchmarks open them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.backends.native import NativeBackend, NativeModel
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device, MemoryPlan
+
+SWITCH = "set_expert_prefetch"  # of NativeModel: the share of a token's experts that is read ahead, 0 for none
+HAS_PREFETCH = hasattr(NativeModel, SWITCH)
+
+
+def expert_sizes(path: Path) -> Any:
+    """ExpertSizes of a model."""
+    backend: Any = NativeBackend(tuned=False)
+    with ModelFile.open(path) as file:
+        return backend.expert_sizes(file, read_spec(file))
+
+
+def cache_bytes(path: Path, cache: str) -> int | None:
+    """Bytes of a cache that is "memory", "least" or a percentage of the experts."""
+    if cache == "memory":
+        return None
+    sizes = expert_sizes(path)
+    return int(sizes.least if cache == "least" else max(sizes.least, sizes.total * int(cache) // 100))
+
+
+def plan_model(path: Path, n_ctx: int, n_batch: int, n_threads: int, expert_cache: int | None = None) -> MemoryPlan:
+    """What a model would take. expert_cache: bytes, None for all experts in memory."""
+    backend: Any = NativeBackend(tuned=False)
+    with ModelFile.open(path) as file:
+        return planned(backend, file, n_ctx, n_batch, n_threads, expert_cache)
+
+
+def planned(backend: Any, file: ModelFile, *sizes: int | None) -> MemoryPlan:
+    """The plan of an open file. sizes: n_ctx, n_batch, n_threads, and bytes of the cache or None."""
+    *of_session, expert_cache = sizes
+    limit = {} if expert_cache is None else {"expert_cache": expert_cache}
+    plan: MemoryPlan = backend.plan(file, read_spec(file), *of_session, **limit)
+    return plan
+
+
+@contextmanager
+def open_model(
+    path: Path,
+    n_ctx: int,
+    n_batch: int,
+    n_threads: int,
+    expert_cache: int | None = None,
+    prefetch: float | None = None,
+    packed: bool = True,
+) -> Iterator[NativeModel]:
+    """A model in memory until the end of the block.
+
+    expert_cache: bytes, None for all experts in memory.  prefetch: see SWITCH, None as the engine has it.  packed:
+    whether what `edgeinfer pack` wrote is used.
+    """
+    backend: Any = NativeBackend(tuned=False, packed=packed)
+    with ModelFile.open(path) as file:
+        plan = planned(backend, file, n_ctx, n_batch, n_threads, expert_cache)
+        model = backend.load(file, read_spec(file), plan, Device(n_threads))
+        try:
+            if prefetch is not None and HAS_PREFETCH:
+                getattr(model, SWITCH)(prefetch)
+            yield model
+        finally:
+            model.close()
