@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.backends.base import Watcher
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
 from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
 from edgeinfer.offload.size_search import load_search, save_search, search_key
 from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
 from edgeinfer.types import ExpertSizes
-
-Result = TypeVar("Result")
 
 _COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something
 
@@ -51,6 +50,18 @@ class ExpertCache(Protocol):
         ...
 
 
+@runtime_checkable
+class ExpertModel(Protocol):
+    """A loaded model that may have an expert cache. watcher: see backends.base.Watcher."""
+
+    watcher: Watcher | None
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """None where all experts are in memory."""
+        ...
+
+
 class ExpertControl:
     """Watches the passes of a model with an expert cache (`run`), and decides what is read ahead.
 
@@ -62,7 +73,8 @@ class ExpertControl:
     def __init__(
         self, cache: ExpertCache, sizes: ExpertSizes, n_threads: int, keys: tuple[str, str] | None = None
     ) -> None:
-        self._cache, self._n_threads, self._keys = cache, n_threads, keys
+        self._n_threads, self._keys = n_threads, keys
+        self._cache: ExpertCache | None = cache
         self.share = cache.n_bytes / max(sizes.total, 1)
         n_layers = len(cache.record_bytes)
         self._first = next((layer for layer, n_bytes in enumerate(cache.record_bytes) if n_bytes), 0)
@@ -74,7 +86,7 @@ class ExpertControl:
         self._window = cache.stats()
         self._window_began = time.perf_counter()
         self._n_passes, self._seconds = 0, 0.0  # of one row
-        self._final: ExpertReads | None = None
+        self._final = ExpertReads(cache.n_bytes)
 
     @property
     def amounts(self) -> Sequence[int]:
@@ -83,37 +95,41 @@ class ExpertControl:
 
     def begin(self) -> None:
         """Have the experts read that were used most before."""
-        most = self._usage.most_used(self._cache.record_bytes, self._cache.n_bytes)
-        if most:
+        if self._cache is None:
+            return
+        if most := self._usage.most_used(self._cache.record_bytes, self._cache.n_bytes):
             self._cache.warm(most)
 
     def reads(self) -> ExpertReads:
         """What the cache did so far, or had done when this was closed."""
-        return reads_of(self._cache.stats(), self._cache.n_bytes) if self._final is None else self._final
+        return self._final if self._cache is None else reads_of(self._cache.stats(), self._cache.n_bytes)
 
-    def run(self, tokens: Sequence[int], forward: Callable[[], Result]) -> Result:
-        """Run a pass of these tokens, and learn from it."""
+    def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
+        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
+        if self._cache is None:
+            return forward()
         if self._amounts[self._first]:
             self._cache.hint(self._first, self._table.predict(tokens))
         started = time.perf_counter()
-        result = forward()
-        self._learn(tokens, time.perf_counter() - started)
-        return result
+        is_whole = forward()
+        if is_whole:
+            self._learn(self._cache, tokens, time.perf_counter() - started)
+        return is_whole
 
     def close(self) -> None:
-        """Keep what was learnt. The cache is not asked for anything any more."""
-        self._final = self.reads()
+        """Keep what was learnt, and let the cache go."""
+        self._final, self._cache = self.reads(), None
         if self._keys is None:
             return
         save_usage(self._keys[0], self._usage)
         n_counted = self._n_passes - _COLD
         if n_counted > 0 and self._seconds > 0:
             search = load_search(self._keys[1])
-            if search.tell(self._cache.n_bytes, n_counted / self._seconds, self._final.hit_rate, n_counted):
+            if search.tell(self._final.cache_bytes, n_counted / self._seconds, self._final.hit_rate, n_counted):
                 save_search(self._keys[1], search)
 
-    def _learn(self, tokens: Sequence[int], seconds: float) -> None:
-        routing = self._cache.routing()
+    def _learn(self, cache: ExpertCache, tokens: Sequence[int], seconds: float) -> None:
+        routing = cache.routing()
         n_rows = routing.shape[1]
         self._usage.add(routing.transpose(1, 0, 2))
         self._table.learn(tokens[len(tokens) - n_rows :], routing[self._first].tolist())
@@ -121,10 +137,10 @@ class ExpertControl:
             self._n_passes += 1
             self._seconds += seconds if self._n_passes > _COLD else 0.0
         if self._prefetch.after_pass(seconds, len(tokens)):
-            self._end_window()
+            self._end_window(cache)
 
-    def _end_window(self) -> None:
-        now, stats, before = time.perf_counter(), self._cache.stats(), self._window
+    def _end_window(self, cache: ExpertCache) -> None:
+        now, stats, before = time.perf_counter(), cache.stats(), self._window
         of_layers = list(zip(stats.layers, before.layers, strict=True))
         seconds = max(now - self._window_began, 1e-9)
         waited = sum(after.seconds_waited - old.seconds_waited for after, old in of_layers)
@@ -138,15 +154,20 @@ class ExpertControl:
         )
         self._window, self._window_began = stats, now
         if changed:
-            self._set(self._prefetch.amounts)
-
-    def _set(self, amounts: Sequence[int]) -> None:
-        for layer, (n, before) in enumerate(zip(amounts, self._amounts, strict=True)):
-            if n != before and self._cache.record_bytes[layer]:
-                self._cache.set_prefetch(layer, n)
-        self._amounts = list(amounts)
+            for layer, (n, set_before) in enumerate(zip(self._prefetch.amounts, self._amounts, strict=True)):
+                if n != set_before and cache.record_bytes[layer]:
+                    cache.set_prefetch(layer, n)
+            self._amounts = self._prefetch.amounts
 
 
-def control_of(file: ModelFile, cache: ExpertCache, sizes: ExpertSizes, n_threads: int) -> ExpertControl:
-    """The control of a model that has just been loaded; what is known of earlier runs is used."""
-    return ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
+def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_threads: int) -> ExpertControl | None:
+    """The control of a model that has just been loaded, which it watches from now on; None without an expert cache.
+
+    What is known of earlier runs is used.
+    """
+    if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
+        return None
+    control = ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
+    model.watcher = control.run
+    control.begin()
+    return control

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.offload import control
-from edgeinfer.offload.control import ExpertControl
+from edgeinfer.offload.control import ExpertControl, control_experts
 from edgeinfer.offload.size_search import load_search
 from edgeinfer.offload.usage import load_usage
 from edgeinfer.types import ExpertSizes
@@ -62,7 +62,7 @@ class FakeCache:
     def warm(self, experts: Sequence[tuple[int, int]]) -> None:
         self.warmed += experts
 
-    def forward(self, n_rows: int = 1) -> str:
+    def forward(self, n_rows: int = 1) -> bool:
         self.n_rows = n_rows
         is_on = any(self.prefetch.values())
         faster = is_on == self.is_of_use
@@ -71,7 +71,7 @@ class FakeCache:
         self.counts = Stats(
             (OfLayer(), *(_sum(of, counted) for of in self.counts.layers[1:])), self.counts.busy_seconds + 0.4
         )
-        return "done"
+        return True
 
 
 def _sum(of: OfLayer, added: OfLayer) -> OfLayer:
@@ -88,7 +88,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCache:
 
 def run(cache: FakeCache, watched: ExpertControl, n: int, token: int = 7) -> None:
     for _ in range(n):
-        assert watched.run([token], cache.forward) == "done"
+        assert watched.run([token], cache.forward)
 
 
 def test_prefetch_comes_on_where_passes_are_faster_with_it(cache: FakeCache) -> None:
@@ -141,3 +141,20 @@ def test_passes_of_several_rows_are_learnt_from_and_not_timed(cache: FakeCache) 
     assert load_usage("usage", 3, 4).counts[2, 0] > 250
     cache.counts = Stats()  # as of another cache: nothing is asked of it any more
     assert watched.reads().wanted == 404 and watched.reads().hit_rate == 0.5
+
+
+def test_a_pass_that_was_stopped_or_not_begun_says_nothing(cache: FakeCache) -> None:
+    watched = ExpertControl(cache, SIZES, 2, ("usage", "search"))
+    for result in (None, False):
+        assert watched.run([1], lambda result=result: result) is result  # type: ignore[misc]
+    watched.close()
+    assert not load_usage("usage", 3, 4).counts.any()
+    assert watched.run([1], lambda: True) is True  # closed: there is nothing to learn from
+
+
+def test_a_model_without_a_cache_is_not_watched(cache: FakeCache) -> None:
+    model = SimpleNamespace(watcher=None, expert_cache=None)
+    assert control_experts(model, SimpleNamespace(tensors={}), SIZES, 2) is None and model.watcher is None
+    model.expert_cache = cache
+    watched = control_experts(model, SimpleNamespace(tensors={}), SIZES, 2)
+    assert watched is not None and model.watcher == watched.run
