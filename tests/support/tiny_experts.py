@@ -127,7 +127,8 @@ def write_tiny_experts(
     n_kv_heads: 2, but n_heads in olmoe, where llama.cpp wants as many keys as queries.  n_ff: of one expert, 256 where
     there are blocks of 256, else 64; twice that in a dense layer.  types: of matrices, by role ("ffn_down_exps") or
     whole name.  fused: gate and up are one tensor, of the same numbers.  scales: with a factor for each expert on its
-    products.  qk_norms: with norms of queries and keys, which are optional in glm4moe.  twins: two experts with the same row in every router, so that they tie for every token.
+    products.  qk_norms: with norms of queries and keys, which are optional in glm4moe.  twins: two experts with the
+    same row in every router, so that they tie for every token.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
     n_embd, n_ff, recipe = n_embd or (256 if is_wide else 96), n_ff or (256 if is_wide else 64), _RECIPES[architecture]
