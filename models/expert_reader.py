@@ -25,7 +25,7 @@ _SHARED = {
     "shared_up": "ffn_up_shexp.weight",
     "shared_down": "ffn_down_shexp.weight",
 }
-_SHARED_ROUTER = "ffn_gate_inp_shexp.weight"
+SHARED_ROUTER = "ffn_gate_inp_shexp.weight"
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class ExpertReader:
         names |= {role: name for role, name in _SPECIAL.items() if role in recipe.required}
         names |= {role: name for role, name in _SPECIAL.items() if role in recipe.optional and prefix + name in there}
         names |= _SHARED if self._n_ff_shared else {}
-        names |= {"shared_router": _SHARED_ROUTER} if recipe.shared_router else {}
+        names |= {"shared_router": SHARED_ROUTER} if recipe.shared_router else {}
         names |= {role: name for role, name in _SCALES.items() if prefix + name in there}
         return {role: prefix + name for role, name in names.items()} | self._gate_and_up(prefix)
 

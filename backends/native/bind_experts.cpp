@@ -86,6 +86,8 @@ void bind_layout(nb::module_& m) {
                 return std::vector<size_t>(offsets, offsets + kExpertParts);
             },
             "layer"_a, "Of the gate, up and down matrices in a record.");
+    m.def("pack_expert", &pack_expert, "layout"_a, "layer"_a, "part"_a, "ggml_type"_a, "source"_a, "record"_a,
+          "threads"_a, "Pack the gate (0), up (1) or down (2) matrix of an expert into its record.");
 }
 
 }  // namespace

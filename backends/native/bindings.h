@@ -55,7 +55,6 @@ void bind_experts(nb::module_& m);
 void bind_disk_experts(nb::module_& m);
 void bind_config(nb::module_& m);
 void bind_text_state(nb::module_& m);
-void bind_experts(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_head(nb::module_& m);
 void bind_kernels(nb::module_& m);

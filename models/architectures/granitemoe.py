@@ -8,5 +8,6 @@ from edgeinfer.models.expert_reader import ExpertRecipe
 ARCHITECTURE = replace(
     granite.ARCHITECTURE,
     name="granitemoe",
+    fixed={"rope.scaling.finetuned": (True,)},  # llama.cpp does not look at it here
     experts=ExpertRecipe(n_ff_shared="length or none", is_normalised=True),
 )

@@ -31,6 +31,7 @@ ExpertArchitecture = Literal[
     "qwen3moe", "olmoe", "llama", "qwen2moe", "granitemoe", "gpt-oss", "ernie4_5-moe", "glm4moe"
 ]
 EXPERT_ARCHITECTURES: tuple[ExpertArchitecture, ...] = get_args(ExpertArchitecture)
+_WHOLE_WIDTHS = ("llama", "olmoe", "granitemoe")  # whose experts are as wide as feed_forward_length says
 _ROUTER_DEVIATION = 2.0  # of its products: some experts lead clearly, none takes all
 
 
@@ -128,20 +129,11 @@ def write_tiny_experts(
     products.  twins: two experts with the same row in every router, so that they tie for every token.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
-    n_embd, n_ff = n_embd or (256 if is_wide else 96), n_ff or (256 if is_wide else 64)
-    recipe = _RECIPES[architecture]
-    sizes = _ExpertSizes(
-        n_embd=n_embd,
-        n_layers=n_layers or recipe.n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads or (n_heads if architecture == "olmoe" else 2),
-        head_dim=head_dim or n_embd // n_heads,
-        n_ff=n_ff if architecture in ("llama", "olmoe", "granitemoe") else 2 * n_ff,
-        n_vocab=n_vocab,
-        n_experts=n_experts,
-        n_used=n_used,
-        n_ff_expert=n_ff,
-    )
+    n_embd, n_ff, recipe = n_embd or (256 if is_wide else 96), n_ff or (256 if is_wide else 64), _RECIPES[architecture]
+    n_kv_heads = n_kv_heads or (n_heads if architecture == "olmoe" else 2)
+    n_dense = n_ff if architecture in _WHOLE_WIDTHS else 2 * n_ff
+    heads = n_heads, n_kv_heads, head_dim or n_embd // n_heads
+    sizes = _ExpertSizes(n_embd, n_layers or recipe.n_layers, *heads, n_dense, n_vocab, n_experts, n_used, n_ff)
     writer = named_writer(path, architecture, tensor_type)
     keys = {"context_length": n_ctx_train, "rope.freq_base": 10000.0, **_keys(sizes, recipe), **recipe.keys}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
