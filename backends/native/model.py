@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
+from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
@@ -61,7 +62,7 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.
+    decoder_spec: of the layers.  watcher: what runs each pass, None for nothing beside it.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -75,6 +76,8 @@ class NativeDecoder:
         self._threads: _core.Threads | None = parts.threads
         self._embedding_bytes = parts.embedding_bytes
         self._experts = parts.experts
+        self._expert_cache_bytes = plan.expert_cache
+        self.watcher: Watcher | None = None
 
     @property
     def isa(self) -> str:
@@ -129,7 +132,10 @@ class NativeDecoder:
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for text in texts:
             text.drop_pending()
-        joint.run(self.n_batch)
+        if self.watcher is None:
+            joint.run(self.n_batch)
+        else:
+            self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
         for text, rows in zip(texts, batch, strict=True):
             text.set_pending(rows)
         return joint.outputs()
@@ -170,6 +176,19 @@ class NativeModel(NativeDecoder):
         -1 in layers without experts, and behind the experts of layers that use fewer than others.
         """
         return self.decoder().routing()
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """The cache of experts, None where all are in memory. Raises EdgeInferError if this model is closed."""
+        decoder = self.decoder()
+        if self._expert_cache_bytes is None or not isinstance(self._experts, _core.DiskExperts):
+            return None
+        return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
+
+    def expert_stats(self) -> _core.ExpertStats | None:
+        """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
+        cache = self.expert_cache
+        return None if cache is None else cache.stats()
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""

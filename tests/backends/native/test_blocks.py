@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import comparisons
-from more_blocks import experts_like
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
 from edgeinfer.backends.native.config import BLOCKS
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
-from edgeinfer.models import Attention, Dense, Layer, ModelSpec, TensorRows, read_spec
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
@@ -59,15 +58,8 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
         NativeBackend().plan(file, used, 64)
 
 
-def test_experts_are_refused_by_name(file: ModelFile) -> None:
-    spec = read_spec(file)
-    other = with_layer(spec, replace(spec.layers[1], ffn=experts_like(spec.layers[1])))
-    with pytest.raises(UnsupportedModel, match=r"layers\.1\.ffn is a block Experts"):
-        NativeBackend().plan(file, other, 64)
-
-
 def test_every_field_of_the_blocks_is_named() -> None:
-    for block in (Attention, Dense):
+    for block in (Attention, Dense, Experts):
         assert set(BLOCKS[block]) == set(block.__dataclass_fields__)
 
 
@@ -118,8 +110,7 @@ def small_config() -> _core.DecoderConfig:
         window=0,
         soft_cap=0.0,
         qk_norm=_core.QKNorm.none,
-        n_ff=48,
-        activation=_core.Activation.silu,
+        ffn=_core.DenseConfig(n_ff=48, activation=_core.Activation.silu),
     )
     return config
 
