@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.errors import ExpertReadError
+from edgeinfer.errors import ExpertReadError, ModelFileError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import Device
+from edgeinfer.types import Device, ExpertSizes
 
 N_PROMPT, N_TOKENS = 24, 12
 
@@ -33,13 +33,23 @@ def sha256_of_text(model: NativeModel, number: int) -> str:
     return digest.hexdigest()
 
 
+def sizes_of(path: Path) -> ExpertSizes:
+    """Sizes of a model's experts."""
+    with ModelFile.open(path) as file:
+        return NativeBackend().expert_sizes(file, read_spec(file))
+
+
 def texts(path: Path, cache_bytes: int | None, n_threads: int, n_texts: int) -> Iterator[dict[str, str]]:
     """See the module. cache_bytes: None for all experts in memory."""
     backend = NativeBackend(tuned=False)
     with ModelFile.open(path) as file:
         spec = read_spec(file)
         plan = backend.plan(file, spec, N_PROMPT + N_TOKENS, 10, n_threads, expert_cache=cache_bytes)
-        model = backend.load(file, spec, plan, Device(n_threads))
+        try:
+            model = backend.load(file, spec, plan, Device(n_threads))
+        except ModelFileError as error:
+            yield {"error": str(error)}
+            return
         for number in range(n_texts):
             try:
                 yield {"sha256": sha256_of_text(model, number)}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from split_models import split_model
 from tiny_experts import ExpertArchitecture, write_tiny_experts
 from tiny_models import write_tiny_model
+from try_texts import sizes_of
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.backends.native.packed import packed_path
@@ -61,11 +62,6 @@ def opened(path: Path, cache: int | None, n_threads: int = 1, n_batch: int = 16)
             yield model
         finally:
             model.close()
-
-
-def sizes_of(path: Path) -> ExpertSizes:
-    with ModelFile.open(path) as file:
-        return NativeBackend().expert_sizes(file, read_spec(file))
 
 
 def all_logits(model: NativeModel) -> NDArray[np.float32]:
