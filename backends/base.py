@@ -19,6 +19,8 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
+Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
+"""Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
 Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from edgeinfer.models.reasoning import ToolCall
+from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Speculation
 
@@ -49,6 +50,7 @@ class Timings:
     prompt_seconds: from the start to the first token.  decode_seconds: for all tokens after it, a stop token included.
     prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens after the
     first. Rates are 0 if there were no such tokens.  speculation: figures of speculative decoding, None without it.
+    prompt_experts, decode_experts: what the expert cache did in these times, None where all experts are in memory.
     """
 
     prompt_seconds: float
@@ -56,6 +58,8 @@ class Timings:
     prompt_tokens_per_second: float
     decode_tokens_per_second: float
     speculation: Speculation | None = None
+    prompt_experts: ExpertReads | None = None
+    decode_experts: ExpertReads | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.offload.control import ExpertControl
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
@@ -50,7 +51,8 @@ class Engine:
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
-    which may be set between requests, decodes without speculation.
+    which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
+    None where all experts are in memory.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         backend: str,
         opened: ExitStack,
         speculator: Speculator | None = None,
+        experts: ExpertControl | None = None,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
@@ -77,6 +80,7 @@ class Engine:
         self._opened = opened
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
         self.speculator = speculator
+        self.experts = experts
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
@@ -135,6 +139,7 @@ class Engine:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output)
+        record.expert_reads = None if self.experts is None else self.experts.reads
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
     @cached_property

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Unpack
 from edgeinfer import devices
 from edgeinfer.arguments import check_file_name, shown
 from edgeinfer.backend_choice import PlannedModel, plan_model
-from edgeinfer.backends.base import Session
+from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.offload.control import ExpertControl, control_experts
 from edgeinfer.sampling_defaults import default_params
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         planned = replace(planned, plan=replace(planned.plan, use=use))
     model = planned.load(options.progress)
     opened.callback(model.close)
+    experts = _control_experts(model, planned)
+    if experts is not None:
+        opened.callback(experts.close)
     session = model.session()
     opened.callback(session.close)
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
@@ -80,9 +84,16 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if drafters is not None:
         speculator = _open_drafters(drafters, planned, session, options.draft_max)
         opened.callback(speculator.close)
-    return Engine(
-        session, tokenizer, file, planned.plan, planned.device, planned.backend.name, opened.pop_all(), speculator
-    )
+    name = planned.backend.name
+    return Engine(session, tokenizer, file, planned.plan, planned.device, name, opened.pop_all(), speculator, experts)
+
+
+def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:
+    """What decides about the expert cache of a loaded model, None where it has none."""
+    if planned.plan.expert_cache is None or not isinstance(planned.backend, ExpertBackend):
+        return None
+    sizes = planned.backend.expert_sizes(planned.file, planned.spec)
+    return control_experts(model, planned.file, sizes, planned.device.n_threads)
 
 
 def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -> DraftPlan | None:

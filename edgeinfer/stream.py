@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, cast
 
@@ -12,6 +12,7 @@ from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
@@ -117,6 +118,8 @@ class Record:
         self.repeats = False  # whether the tokens so far end in a loop
         self.completion: Completion | None = None
         self.stats: StatsCounter | None = None  # of speculation, once the prompt is read
+        self.expert_reads: Callable[[], ExpertReads] | None = None  # of the model's cache, until now
+        self._reads: list[ExpertReads] = []  # at the beginning, and after the first token
         self._n_prompt = n_prompt
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
@@ -128,6 +131,8 @@ class Record:
 
     def timed_next(self, tokens: Iterator[int]) -> int:
         """The next token, its time noted."""
+        if self.expert_reads is not None and len(self._seconds) < 2:
+            self._reads.append(self.expert_reads())
         start = time.perf_counter()
         token = next(tokens)
         self._seconds.append(time.perf_counter() - start)
@@ -169,12 +174,15 @@ class Record:
 
     def _timings(self) -> Timings:
         prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])
+        reads = self._reads if self.expert_reads is None else [*self._reads, self.expert_reads()]
         return Timings(
             prompt_seconds,
             decode_seconds,
             (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
             (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
             None if self.stats is None else self.stats.figures(),
+            reads[1].since(reads[0]) if len(reads) > 1 else None,
+            reads[-1].since(reads[1]) if len(reads) > 1 else None,
         )
 
 

@@ -1,9 +1,13 @@
 // How experts lie in memory and in files, in Python.
+#include <algorithm>
+
+#include "activations.h"
 #include "bindings.h"
 #include "expert_records.h"
 #include "expert_store.h"
 #include "packing.h"
 #include "pool.h"
+#include "router.h"
 
 namespace {
 
@@ -56,6 +60,22 @@ void pack_expert(const ExpertLayout& layout, int layer, int part, int ggml_type,
     });
 }
 
+// (experts, weights), (n_used,) each. products: (n_experts,).
+std::pair<std::vector<int32_t>, std::vector<float>> route_one(const ExpertsConfig& config, const std::string& isa,
+                                                              Floats products, std::optional<Floats> selection_bias) {
+    const size_t n = static_cast<size_t>(config.n_experts), n_used = static_cast<size_t>(config.n_used);
+    if (products.size() != n || (selection_bias && selection_bias->size() != n)) {
+        throw nb::value_error("a product, and a bias, for each expert is wanted");
+    }
+    std::vector<float> padded(round_up(n, kRows)), scores(n), weights(round_up(n_used, kRows));
+    std::copy(products.data(), products.data() + n, padded.begin());
+    std::vector<int32_t> chosen(n_used);
+    route(config, kernels_of(isa), padded.data(), selection_bias ? selection_bias->data() : nullptr, scores.data(),
+          chosen.data(), weights.data());
+    weights.resize(n_used);
+    return {std::move(chosen), std::move(weights)};
+}
+
 void bind_layout(nb::module_& m) {
     nb::class_<ExpertLayout>(m, "ExpertLayout", "How experts lie in memory and in packed files: a record each.")
         .def(nb::init<>())
@@ -88,6 +108,8 @@ void bind_layout(nb::module_& m) {
             "layer"_a, "Of the gate, up and down matrices in a record.");
     m.def("pack_expert", &pack_expert, "layout"_a, "layer"_a, "part"_a, "ggml_type"_a, "source"_a, "record"_a,
           "threads"_a, "Pack the gate (0), up (1) or down (2) matrix of an expert into its record.");
+    m.def("route", &route_one, "config"_a, "isa"_a, "products"_a, "selection_bias"_a = nb::none(),
+          "The experts of a row with these products of a router, in the order of their sum, and their weights.");
 }
 
 }  // namespace

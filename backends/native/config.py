@@ -61,7 +61,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             query_scales=scales.index(_scales_of(attention)),
             window=attention.window or 0,
             soft_cap=attention.soft_cap or 0.0,
-            qk_norm=_core.QKNorm[attention.qk_norm or "none"],
+            qk_norm=_core.QKNorm[attention.qk_norm if attention.q_norm and attention.qk_norm else "none"],
             ffn=_feed_forward(layer.ffn),
         )
     return config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
@@ -62,7 +62,7 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.
+    decoder_spec: of the layers.  watcher: what runs each pass, None for nothing beside it.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -77,6 +77,7 @@ class NativeDecoder:
         self._embedding_bytes = parts.embedding_bytes
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
+        self.watcher: Watcher | None = None
 
     @property
     def isa(self) -> str:
@@ -131,7 +132,10 @@ class NativeDecoder:
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for text in texts:
             text.drop_pending()
-        joint.run(self.n_batch)
+        if self.watcher is None:
+            joint.run(self.n_batch)
+        else:
+            self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
         for text, rows in zip(texts, batch, strict=True):
             text.set_pending(rows)
         return joint.outputs()

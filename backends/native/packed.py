@@ -3,8 +3,8 @@
 Layout: 16 bytes magic, u64 length of the header, the header in JSON, zeros to a multiple of 4096, the packed weights as
 the decoder has them in memory; of a model with experts, zeros to a multiple of 4096 and the records of all experts
 (expert_layout.h). The header has the version of the packed layout, the bits of a ternary weight, the SHA-256 of the
-packed weights and records, and for each file of the model its size, its SHA-256 and a hash of samples. Names and
-times do not count: a model may be moved with its pack. Each load compares sizes and samples; with `verify` all bytes.
+packed weights and records, and for each file of the model its size, its SHA-256 and a hash of samples. Names and times
+do not count: a model may be moved with its pack. Each load compares sizes and samples; with `verify` all bytes.
 """
 
 from __future__ import annotations

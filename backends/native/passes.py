@@ -97,8 +97,8 @@ class JointPass:
             np.empty((len(rows.taps), len(rows.tokens) if rows.taps else 0, n_embd), dtype=np.float32) for rows in batch
         ]
 
-    def run(self, n_batch: int) -> None:
-        """One pass after the other. Raises Interrupted."""
+    def run(self, n_batch: int) -> bool:
+        """One pass after the other; gives True. Raises Interrupted."""
         passes = list(cut([(len(rows.tokens), rows.is_chain) for rows in self._batch], n_batch))
         for pieces in passes:
             arguments, wanted, offset = [], [], 0
@@ -117,6 +117,7 @@ class JointPass:
                 raise interrupted()
             if out is not self._logits:
                 self._put(out, [each[:2] for each in wanted])
+        return True
 
     def outputs(self) -> list[Output]:
         """One a text."""

@@ -134,7 +134,12 @@ class NativeText:
         tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
         state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
         before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
-        whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
+        watcher = self._decoder.watcher
+        if watcher is None:
+            whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
+        else:
+            arguments = (state, few, parents, pending, out, taps, tapped, features)
+            whole = watcher(few, lambda: decoder.forward_lists(*arguments))
         if whole is None:
             self._parents = kept
             return None

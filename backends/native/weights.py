@@ -143,7 +143,9 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
     if weight.role in _BIASES_OF_EXPERTS:
         return _biases_of_experts(model, weight)
-    ref, name = weight.tensor, weight.tensor.name if isinstance(weight.tensor, TensorRows) else weight.tensor
+    ref = weight.tensor
+    assert not isinstance(ref, ExpertRows)  # of matrices of experts and of their biases only
+    name = ref.name if isinstance(ref, TensorRows) else ref
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
     info = _info(model, name)

@@ -18,6 +18,7 @@ from edgeinfer.errors import Interrupted
 if TYPE_CHECKING:
     from edgeinfer.completion import Completion, Piece, Timings
     from edgeinfer.engine import Engine
+    from edgeinfer.offload.reads import ExpertReads
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
 
@@ -129,6 +130,9 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
 def _as_dict(timings: Timings) -> dict[str, object]:
     """The timings as JSON can hold them."""
     record = dataclasses.asdict(timings)
+    for name in ("prompt_experts", "decode_experts"):
+        if (reads := getattr(timings, name)) is not None:
+            record[name]["hit_rate"] = reads.hit_rate
     if timings.speculation is not None:
         of = timings.speculation
         record["speculation"] |= {"tokens_per_step": of.tokens_per_step, "rejected": of.rejected, "speedup": of.speedup}
@@ -143,6 +147,7 @@ def figures(engine: Engine, completion: Completion) -> str:
         f"{timings.prompt_tokens_per_second:.1f} tok/s | "
         f"answer {usage.completion_tokens} tokens, {timings.decode_tokens_per_second:.1f} tok/s | "
         f"{_drafts(timings.speculation)}"
+        f"{_experts(timings.decode_experts, usage.completion_tokens)}"
         f"context {usage.prompt_tokens + usage.completion_tokens}/{engine.n_ctx}]"
     )
 
@@ -163,6 +168,32 @@ def _drafts(speculation: Speculation | None) -> str:
         return ""
     accepted = ", ".join(f"{name} {of.accepted}/{of.drafted}" for name, of in speculation.by_drafter.items())
     return f"{speculation.tokens_per_step:.2f} tokens a step, {accepted}, about {speculation.speedup:.2f}x plain | "
+
+
+def _experts(reads: ExpertReads | None, n_tokens: int) -> str:
+    """The part of `figures` about experts read from disk for an answer, empty where all are in memory."""
+    if reads is None:
+        return ""
+    from edgeinfer.arguments import human_bytes
+
+    a_token = human_bytes(round(reads.bytes_read / max(n_tokens - 1, 1)))  # the first token is the prompt's
+    return f"experts {reads.hit_rate:.0%} hits, {a_token} read a token | "
+
+
+def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
+    """Lines with what the expert cache did for an answer of so many tokens."""
+    from edgeinfer.arguments import human_bytes
+
+    lines = []
+    for name, reads, n in (("prompt", timings.prompt_experts, 0), ("answer", timings.decode_experts, n_tokens - 1)):
+        if reads is not None:
+            a_token = f", {human_bytes(round(reads.bytes_read / n))} a token" if n > 0 else ""
+            ahead = f", {reads.useful} of {reads.prefetches} experts read ahead were of use" if reads.prefetches else ""
+            lines.append(
+                f"experts  {name}: {reads.hit_rate:.1%} hits, {human_bytes(reads.bytes_read)} read{a_token}, "
+                f"{reads.waited_seconds:.2f} s waited for the disk{ahead}"
+            )
+    return lines
 
 
 def speculation_table(speculation: Speculation) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgeinfer.cli.expert_table import check_together, show_caches
 from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
 from edgeinfer.cli.streams import Command, check_stdout
@@ -31,6 +32,8 @@ _ROUNDS = 8  # of a timeline
 @threads_option
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Repetitions of each measurement.")
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="Measure llama-cpp-python too, alternating.")
+@click.option("--expert-cache", metavar="SIZES", help="Measure expert caches of these sizes instead: 25%,50%,4GiB.")
+@click.option("--prove", is_flag=True, help="With --expert-cache: compare all logits with those of the whole model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
 @click.option("--plot", type=FileName(), help="Plot the cost curves to a PNG file.")
@@ -42,6 +45,8 @@ def bench(
     n_threads: int | None,
     rounds: int,
     against: str | None,
+    expert_cache: str | None,
+    prove: bool,
     as_json: bool,
     as_csv: bool,
     plot: Path | None,
@@ -53,13 +58,18 @@ def bench(
 
     Without MODEL it is the default model. The cost curve c(n) is the time of a forward pass of n tokens over the time
     of a pass of one: the cost of verifying a draft. The memory bandwidth and the int8 peak of this machine are
-    measured in the same run. --timeline plots some passes of a short answer.
+    measured in the same run. --timeline plots some passes of a short answer. --expert-cache shows for each size of
+    the cache the speed, the bytes read and the hit rate, beside the best hit rate that any policy could have (Belady).
     """
     check_stdout()
+    check_together(expert_cache, prove, {"--against": against, "--csv": as_csv, "--plot": plot, "--timeline": timeline})
     check_plot(plot)
     check_plot(timeline)
     if timeline is not None:
         _draw_timeline(model, n_threads, model_draft, draft_device, timeline)
+    if expert_cache is not None:
+        show_caches(_named(model), expert_cache, n_threads, prove, as_json)
+        return
     result = _run(model, n_threads, rounds, against)
     if plot is not None:
         _draw(result, plot)
@@ -71,14 +81,20 @@ def bench(
         show(visible(_table(result)))
 
 
+def _named(model: Path | None) -> Path:
+    """The file that is measured."""
+    from edgeinfer.loading import default_model
+
+    return default_model() if model is None else model
+
+
 def _run(model: Path | None, threads: int | None, rounds: int, against: str | None) -> Report:
     from edgeinfer import bench as benchmark
     from edgeinfer.backends.native import best_isa
-    from edgeinfer.loading import default_model
     from edgeinfer.models.gguf import ModelFile
 
     with ExitStack() as opened, ProgressBar("loading") as bar:
-        file = opened.enter_context(ModelFile.open(default_model() if model is None else model))
+        file = opened.enter_context(ModelFile.open(_named(model)))
         engines = _engines(file, threads, against)
         sessions = {}
         for name, planned in engines.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.answering import (
+    expert_lines,
     figures,
     finish_one_shot,
     note_calls,
@@ -301,9 +302,14 @@ class Repl:
         note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
         note(
             f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "
-            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}; drafters up to "
+            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}"
+            f"{f', experts {human_bytes(use.experts)}' if use.experts else ''}; drafters up to "
             f"{human_bytes(self.engine.memory_plan.use.drafters)}"
         )
+        if (n_bytes := self.engine.memory_plan.expert_cache) is not None:
+            experts = self.engine.experts
+            share = f", {experts.share:.0%} of all experts" if experts is not None else ""
+            note(f"experts  cache of {human_bytes(n_bytes)}{share}")
         speculation = None if self._last is None else self._last.timings.speculation
         for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placements).items():
             is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}
@@ -311,6 +317,8 @@ class Repl:
             note(f"drafts   {name} on {placed.device}{why}")
         if self._last is not None:
             note(f"last     {figures(self.engine, self._last)} seed {self._last.params.seed}")
+            for line in expert_lines(self._last.timings, self._last.usage.completion_tokens):
+                note(line)
             note(f"sampling {sampling_line(self._last.params)}")
             for line in [] if speculation is None else speculation_table(speculation):
                 note(line)

@@ -50,6 +50,11 @@ class StoreStats(Protocol):
         ...
 
     @property
+    def n_slots(self) -> int:
+        """Experts that fit into the cache."""
+        ...
+
+    @property
     def busy_seconds(self) -> float:
         """While at least one read was under way."""
         ...

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from tiny_models import write_tiny_model
 
+import edgeinfer
 from edgeinfer import backend_choice, devices
 from edgeinfer.backend_choice import plan_model
+from edgeinfer.cli.answering import as_record, expert_lines, figures
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 from edgeinfer.offload.file_experts import FileExperts, experts_of, has_experts
+from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.offload.size_search import CacheSizeSearch, save_search, search_key
 from edgeinfer.types import ExpertSizes, MemoryPlan, MemoryUse
 
@@ -64,13 +67,13 @@ def file_of(tensors, **metadata):
 
 
 @pytest.fixture
-def file():
+def file(backends):
     parts = [tensor(f"blk.{layer}.ffn_{part}_exps.weight", 80) for layer in (1, 2) for part in ("gate", "up", "down")]
     others = [tensor("blk.1.ffn_gate_inp.weight", 32), tensor("blk.1.ffn_up_exps.bias", 32)]
     return file_of([*parts, *others], **{"a.expert_count": 4, "a.expert_used_count": 3})
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def backends(monkeypatch, tmp_path):
     made = {"native": CachingBackend, "auto": CachingBackend, "reference": PlainBackend, "llama.cpp": PlainBackend}
     monkeypatch.setattr(backend_choice, "open_backend", lambda name, *a: made[name]())
@@ -136,7 +139,7 @@ def test_the_fallback_to_llama_cpp_refuses_it_too(file, monkeypatch, backends):
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_a_model_without_experts_has_no_use_for_a_cache(tmp_path, monkeypatch, backend):
+def test_a_model_without_experts_has_no_use_for_a_cache(tmp_path, monkeypatch, backends, backend):
     with ModelFile.open(write_tiny_model(tmp_path / "tiny.gguf", n_ctx_train=256)) as dense:
         assert planned(dense, monkeypatch, 4000, backend=backend, expert_cache="25%").expert_cache is None
         assert not has_experts(dense) and experts_of(dense) is None
@@ -153,6 +156,38 @@ def test_the_experts_of_a_file_are_counted(file):
 def test_a_file_that_does_not_say_how_many_are_used_has_no_figures(file, metadata):
     file.metadata = {"general.architecture": "a"} | metadata
     assert experts_of(file) is None and has_experts(file)
+
+
+class CountingControl:
+    """An expert cache that reads 100 bytes whenever somebody looks."""
+
+    share = 0.5
+
+    def __init__(self):
+        self.n = 0
+
+    def reads(self):
+        self.n += 1
+        return ExpertReads(
+            4096, wanted=4 * self.n, hits=3 * self.n, bytes_read=100 * self.n, waited_seconds=0.5 * self.n
+        )
+
+
+def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_behind_it(tmp_path):
+    with edgeinfer.load(write_tiny_model(tmp_path / "tiny.gguf"), draft="none", backend="native") as engine:
+        assert engine.generate("a", max_tokens=3).timings.decode_experts is None
+        engine.experts = CountingControl()
+        completion = engine.generate("some text", max_tokens=3, temperature=0.0)
+        timings = completion.timings
+        assert timings.prompt_experts == timings.decode_experts == ExpertReads(4096, 4, 3, 100, waited_seconds=0.5)
+        assert "experts 75% hits, 50 B read a token" in figures(engine, completion)
+        assert expert_lines(timings, 3) == [
+            "experts  prompt: 75.0% hits, 100 B read, 0.50 s waited for the disk",
+            "experts  answer: 75.0% hits, 100 B read, 50 B a token, 0.50 s waited for the disk",
+        ]
+        record = as_record(engine, completion)["timings"]["decode_experts"]
+        assert record["hit_rate"] == 0.75 and record["cache_bytes"] == 4096
+        assert engine.generate("some text", max_tokens=1).timings.decode_experts.wanted == 0
 
 
 def test_options_check_the_cache_before_the_file_is_looked_for():

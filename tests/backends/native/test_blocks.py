@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import comparisons
-from more_blocks import experts_like
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
 from edgeinfer.backends.native.config import BLOCKS
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
-from edgeinfer.models import Attention, Dense, Layer, ModelSpec, TensorRows, read_spec
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
@@ -59,20 +58,9 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
         NativeBackend().plan(file, used, 64)
 
 
-def test_experts_and_attention_sinks_are_refused_by_name(file: ModelFile) -> None:
-    spec = read_spec(file)
-    layer = spec.layers[1]
-    for other, message in [
-        (replace(layer, ffn=experts_like(layer)), r"layers\.1\.ffn is a block Experts"),
-        (replace(layer, mixer=replace(layer.mixer, sinks="blk.1.attn_sinks.weight")), r"layers\.1\.mixer has sinks"),
-    ]:
-        with pytest.raises(UnsupportedModel, match=message):
-            NativeBackend().plan(file, with_layer(spec, other), 64)
-
-
-def test_every_field_of_the_blocks_but_sinks_is_named() -> None:
-    for block in (Attention, Dense):
-        assert set(BLOCKS[block]) == set(block.__dataclass_fields__) - {"sinks"}
+def test_every_field_of_the_blocks_is_named() -> None:
+    for block in (Attention, Dense, Experts):
+        assert set(BLOCKS[block]) == set(block.__dataclass_fields__)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -122,8 +110,7 @@ def small_config() -> _core.DecoderConfig:
         window=0,
         soft_cap=0.0,
         qk_norm=_core.QKNorm.none,
-        n_ff=48,
-        activation=_core.Activation.silu,
+        ffn=_core.DenseConfig(n_ff=48, activation=_core.Activation.silu),
     )
     return config
 
@@ -143,12 +130,14 @@ def test_a_weight_of_another_size_is_named() -> None:
         decoder_of(small_weights(**{"layers.0.ffn.up": (47, 32)}))
     with pytest.raises(ValueError, match="weight output_norm must be 32: found 31"):
         decoder_of(small_weights(output_norm=(31,)))
+    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.sinks must be 4: found 5"):
+        decoder_of(small_weights(**{"layers.0.mixer.sinks": (5,)}))
 
 
 def test_a_weight_that_nobody_uses_is_named() -> None:
-    weights = small_weights(**{"layers.0.mixer.sinks": (4,)})
+    weights = small_weights(**{"layers.0.mixer.gate": (4,)})
     decoder_of(weights)
-    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.sinks is none"):
+    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.gate is none"):
         weights.check_all_are_used()
     weights = small_weights()
     decoder_of(weights)

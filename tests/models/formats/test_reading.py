@@ -21,6 +21,7 @@ F16_FIELDS = {  # bytes at which a block has float16 numbers
     "Q6_K": [208],
     "TQ1_0": [52],
     "TQ2_0": [64],
+    "MXFP4": [],
 }
 
 

@@ -44,7 +44,7 @@ void report(const Kernels& kernels, const std::string& what, const std::vector<T
 
 constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
                                Format::Q4_1, Format::Q5_0,  Format::Q5_1,  Format::Q4_K, Format::Q5_K,
-                               Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S};
+                               Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S, Format::MXFP4};
 constexpr Format kBaseThree[] = {Format::TQ_BASE_THREE, Format::I2_S_BASE_THREE};
 
 // A matrix of random codes as GGUF stores it, with every f16 and float in it small and finite.
@@ -67,6 +67,7 @@ std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numb
             }
             case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
             case Format::Q6_K: small_f16(p + 208); break;
+            case Format::MXFP4: p[0] = static_cast<uint8_t>(0x70 | (p[0] & 0x0f)); break;  // 2^-16 .. 2^-1
             case Format::I2_S:
             case Format::TQ_BASE_THREE:
             case Format::I2_S_BASE_THREE: break;
@@ -96,21 +97,12 @@ struct InputArrays {
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
         centre16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
-        Inputs in{n_in,
-                  x.data(),
-                  static_cast<size_t>(n_in),
-                  q32.data(),
-                  scale32.data(),
-                  sum32.data(),
-                  centre32.data(),
-                  q256.data(),
-                  scale256.data(),
-                  centre16.data(),
-                  sums32.data(),
-                  fits_int16.data(),
-                  q_token.data(),
-                  scale_token.data(),
-                  sum_token.data()};
+        Inputs in;
+        in.n_in = n_in, in.x = x.data(), in.ldx = static_cast<size_t>(n_in);
+        in.q32 = q32.data(), in.scale32 = scale32.data(), in.sum32 = sum32.data(), in.centre32 = centre32.data();
+        in.q256 = q256.data(), in.scale256 = scale256.data(), in.centre16 = centre16.data();
+        in.sums32 = sums32.data(), in.fits_int16 = fits_int16.data();
+        in.q_token = q_token.data(), in.scale_token = scale_token.data(), in.sum_token = sum_token.data();
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);
             kernels.quantize256(in, c);
@@ -179,6 +171,9 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     kernels.relu2_glu(y.data(), w.data(), 1024);
     report(kernels, "relu2_glu", y);
     y = x;
+    kernels.clamped_swiglu(y.data(), w.data(), 1024);
+    report(kernels, "clamped_swiglu", y);
+    y = x;
     kernels.add_scaled(y.data(), x.data(), 1024, 0.22f);
     report(kernels, "add_scaled", y);
     kernels.scale_and_cap(y.data(), 1019, 0.3f, 7.0f);
@@ -188,6 +183,18 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     report(kernels, "silu", y);
     kernels.blend(x.data(), y.data(), w.data(), 1024, out.data());
     report(kernels, "blend", out);
+    y = x;
+    kernels.softmax(y.data(), 1003);
+    report(kernels, "softmax", y);
+    y = x;
+    kernels.sigmoid(y.data(), 1024);
+    report(kernels, "sigmoid", y);
+    y = x;
+    kernels.sqrt_softplus(y.data(), 1024);
+    report(kernels, "sqrt_softplus", y);
+    const float* rows[] = {x.data(), y.data(), w.data()};
+    kernels.weighted_sum(rows, w.data(), 3, 1024, out.data());
+    report(kernels, "weighted_sum", out);
     kernels.swiglu(x.data(), w.data(), 1024);
     report(kernels, "swiglu", x);
     // Halves of every size, subnormal ones and infinities among them.
@@ -245,6 +252,7 @@ private:
             config.logit_soft_cap = 5;
         }
         if (format == Format::I2_S) dense.activation = Activation::Relu2;
+        if (format == Format::MXFP4) dense.activation = Activation::ClampedSwiglu;
         Rope rope{format != Format::Q4_K, {}, 1.0, {}};
         for (int i = 0; i < attention.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
         config.ropes = {rope};
@@ -263,6 +271,7 @@ private:
             vector(mixer + "q_norm", attention.head_dim), vector(mixer + "k_norm", attention.head_dim);
             vector(mixer + "post_norm", 256), vector(ffn + "post_norm", 256);
         }
+        if (format_ == Format::MXFP4) vector(mixer + "sinks", attention.n_heads);
         if (format_ == Format::I2_S) vector(mixer + "sub_norm", 288), vector(ffn + "sub_norm", 512);
         matrix(mixer + "q", 288, 256), matrix(mixer + "k", 96, 256), matrix(mixer + "v", 96, 256);
         matrix(mixer + "output", 256, 288), matrix(ffn + "gate", 512, 256);

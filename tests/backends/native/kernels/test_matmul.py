@@ -125,7 +125,7 @@ def test_zeros_and_extremes_come_through(format: str, isa: str, rng: np.random.G
 
 # Bytes of a block, and where its half floats stand.
 HALVES = {"Q8_0": (34, [0]), "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q5_0": (22, [0]), "Q5_1": (24, [0, 2])}
-HALVES |= {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208])}
+HALVES |= {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208]), "MXFP4": (17, [])}
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -157,6 +157,33 @@ def test_activations_that_just_fit_into_pairs_and_those_that_do_not(format: str,
     np.testing.assert_allclose(alone, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("n_in", [32, 96, 128, 160, 2880])  # one line of exponents serves four blocks
+def test_rows_of_mxfp4_may_have_any_number_of_blocks(n_in: int, isa: str, rng: np.random.Generator) -> None:
+    matrix, weights = packed("MXFP4", rng.standard_normal((50, n_in), dtype=np.float32))
+    n_blocks = n_in // 32
+    assert matrix.data.nbytes == 4 * (-(-n_blocks // 4) * 64 + n_blocks * 256)
+    x = rng.standard_normal((17, n_in), dtype=np.float32)
+    seen = round_activations(x, 32)
+    tolerance = 4e-7 * (np.abs(seen).astype(np.float64) @ np.abs(weights).astype(np.float64).T)
+    y = multiply(matrix, isa, x, 50)
+    assert np.all(np.abs(y - seen.astype(np.float64) @ weights.astype(np.float64).T) <= tolerance)
+    np.testing.assert_array_equal(y.view(np.uint32), multiply(matrix, "scalar", x, 50).view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_every_code_and_exponent_of_mxfp4_is_exact(isa: str, rng: np.random.Generator) -> None:
+    blocks = rng.integers(0, 256, (240, 17), dtype=np.uint8)  # in every place many codes; above, sums are infinite
+    blocks[:, 0] = np.arange(240)
+    data = blocks.reshape(-1)
+    weights = dequantize(GGMLType.MXFP4, data, (240, 32)).astype(np.float64)
+    assert (weights[:2] != 0).any() and (np.abs(weights[:2]) <= 12 * 2.0**-127).all()  # subnormal scales
+    matrix = _core.PackedMatrix(int(GGMLType.MXFP4), 240, 32, data)
+    x = np.eye(32, dtype=np.float32)  # rounded to 127 and a scale
+    expected = (127 * weights.T * np.float64(np.float32(1) / np.float32(127))).astype(np.float32)
+    np.testing.assert_array_equal(multiply(matrix, isa, x, 240), expected)
+
+
 def of_extremes(format: str, n_in: int) -> tuple[_core.PackedMatrix, np.ndarray]:
     """A matrix of four rows of the largest and the smallest codes, and its weights as float64."""
     n_bytes, halves = HALVES[format]
@@ -168,6 +195,9 @@ def of_extremes(format: str, n_in: int) -> tuple[_core.PackedMatrix, np.ndarray]
         blocks[:, :, at : at + 2] = np.frombuffer(np.float16(0.25 if at == 2 else 0.5).tobytes(), dtype=np.uint8)
     if format == "Q6_K":
         blocks[3, :, 192:208] = 0x80  # the smallest codes, the largest scale
+    if format == "MXFP4":
+        blocks[:, :, 0] = 128  # a scale of 1
+        blocks[3, :, 1:] = 0x77  # the largest number in every place
     kind = GGMLType[format]
     data = blocks.reshape(-1)
     matrix = _core.PackedMatrix(int(kind), 4, n_in, data)

@@ -1,0 +1,173 @@
+"""What is decided about the experts of a loaded model while it runs: told of each pass, it sets prefetch and learns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.base import Watcher
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
+from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
+from edgeinfer.offload.size_search import load_search, save_search, search_key
+from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
+from edgeinfer.types import ExpertSizes
+
+_COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something
+
+
+class ExpertCache(Protocol):
+    """The experts of a loaded model, of which a cache holds some; layers are those of the model.
+
+    n_bytes: of the cache.  record_bytes: by layer, of an expert in memory, 0 for a layer without experts.
+    """
+
+    n_bytes: int
+    record_bytes: Sequence[int]
+
+    def stats(self) -> StoreStats:
+        """What the cache did since it was made."""
+        ...
+
+    def routing(self) -> NDArray[np.int32]:
+        """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
+        ...
+
+    def set_prefetch(self, layer: int, n: int) -> None:
+        """Read so many experts of a layer ahead, as its router predicts them from the input of the layer before."""
+        ...
+
+    def hint(self, layer: int, experts: Sequence[int]) -> None:
+        """A layer will probably want these, the most probable first."""
+        ...
+
+    def warm(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Read these (layer, expert) in the background into room that is free."""
+        ...
+
+
+@runtime_checkable
+class ExpertModel(Protocol):
+    """A loaded model that may have an expert cache. watcher: see backends.base.Watcher."""
+
+    watcher: Watcher | None
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """None where all experts are in memory."""
+        ...
+
+
+class ExpertControl:
+    """Watches the passes of a model with an expert cache (`run`), and decides what is read ahead.
+
+    It also counts which experts are used, for the next load, and how fast tokens are, for the size of the next cache.
+    keys: of the usage and of the size search on disk, None to keep nothing.  share: of all experts that fit into the
+    cache.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, sizes: ExpertSizes, n_threads: int, keys: tuple[str, str] | None = None
+    ) -> None:
+        self._n_threads, self._keys = n_threads, keys
+        self._cache: ExpertCache | None = cache
+        self.share = cache.n_bytes / max(sizes.total, 1)
+        n_layers = len(cache.record_bytes)
+        self._first = next((layer for layer, n_bytes in enumerate(cache.record_bytes) if n_bytes), 0)
+        shape = n_layers, sizes.n_experts
+        self._usage = ExpertUsage(*shape) if keys is None else load_usage(keys[0], *shape)
+        self._prefetch = PrefetchControl(n_layers, sizes.n_used)
+        self._amounts = [0] * n_layers
+        self._table = FirstLayerTable()
+        self._window = cache.stats()
+        self._window_began = time.perf_counter()
+        self._n_passes, self._seconds = 0, 0.0  # of one row
+        self._final = ExpertReads(cache.n_bytes)
+
+    @property
+    def amounts(self) -> Sequence[int]:
+        """By layer, how many experts are read ahead now."""
+        return self._amounts
+
+    def begin(self) -> None:
+        """Have the experts read that were used most before."""
+        if self._cache is None:
+            return
+        if most := self._usage.most_used(self._cache.record_bytes, self._cache.n_bytes):
+            self._cache.warm(most)
+
+    def reads(self) -> ExpertReads:
+        """What the cache did so far, or had done when this was closed."""
+        return self._final if self._cache is None else reads_of(self._cache.stats(), self._cache.n_bytes)
+
+    def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
+        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
+        if self._cache is None:
+            return forward()
+        if self._amounts[self._first]:
+            self._cache.hint(self._first, self._table.predict(tokens))
+        started = time.perf_counter()
+        is_whole = forward()
+        if is_whole:
+            self._learn(self._cache, tokens, time.perf_counter() - started)
+        return is_whole
+
+    def close(self) -> None:
+        """Keep what was learnt, and let the cache go."""
+        self._final, self._cache = self.reads(), None
+        if self._keys is None:
+            return
+        save_usage(self._keys[0], self._usage)
+        n_counted = self._n_passes - _COLD
+        if n_counted > 0 and self._seconds > 0:
+            search = load_search(self._keys[1])
+            if search.tell(self._final.cache_bytes, n_counted / self._seconds, self._final.hit_rate, n_counted):
+                save_search(self._keys[1], search)
+
+    def _learn(self, cache: ExpertCache, tokens: Sequence[int], seconds: float) -> None:
+        routing = cache.routing()
+        n_rows = routing.shape[1]
+        self._usage.add(routing.transpose(1, 0, 2))
+        self._table.learn(tokens[len(tokens) - n_rows :], routing[self._first].tolist())
+        if len(tokens) == 1:
+            self._n_passes += 1
+            self._seconds += seconds if self._n_passes > _COLD else 0.0
+        if self._prefetch.after_pass(seconds, len(tokens)):
+            self._end_window(cache)
+
+    def _end_window(self, cache: ExpertCache) -> None:
+        now, stats, before = time.perf_counter(), cache.stats(), self._window
+        of_layers = list(zip(stats.layers, before.layers, strict=True))
+        seconds = max(now - self._window_began, 1e-9)
+        waited = sum(after.seconds_waited - old.seconds_waited for after, old in of_layers)
+        changed = self._prefetch.end_window(
+            WindowStats(
+                [after.prefetches - old.prefetches for after, old in of_layers],
+                [after.useful - old.useful for after, old in of_layers],
+                waited / self._n_threads / seconds,
+                (stats.busy_seconds - before.busy_seconds) / seconds,
+            )
+        )
+        self._window, self._window_began = stats, now
+        if changed:
+            for layer, (n, set_before) in enumerate(zip(self._prefetch.amounts, self._amounts, strict=True)):
+                if n != set_before and cache.record_bytes[layer]:
+                    cache.set_prefetch(layer, n)
+            self._amounts = self._prefetch.amounts
+
+
+def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_threads: int) -> ExpertControl | None:
+    """The control of a model that has just been loaded, which it watches from now on; None without an expert cache.
+
+    What is known of earlier runs is used.
+    """
+    if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
+        return None
+    control = ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
+    model.watcher = control.run
+    control.begin()
+    return control
