@@ -12,6 +12,7 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, decoder_config
+from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.machine import best_isa, build_id
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
@@ -29,10 +30,12 @@ from edgeinfer.backends.native.weights import (
     pack_weights,
     packed_bytes,
     parts_of,
+    read_weights,
 )
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, TernaryBits
+from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan, MemoryUse, TernaryBits
 
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
 
@@ -85,12 +88,15 @@ class NativeBackend:
         n_batch: int = 512,
         n_threads: int = 1,
         cache_type: CacheType = "f16",
+        expert_cache: int | None = None,
     ) -> MemoryPlan:
-        """Bytes of packed weights, of the KV cache of one session, and of activations. Exact, not estimated.
+        """Bytes of packed weights, of the KV cache of one session, of activations and experts. Exact, not estimated.
 
-        The cache takes its memory as the text grows; the plan has it whole.
+        The KV cache takes its memory as the text grows; the plan has it whole.  expert_cache: bytes of a cache of
+        experts, of which the others are read from disk when they are wanted; None, or at least the bytes of all, for
+        all experts in memory.
         Raises UnsupportedModel for a block or a tensor type without a kernel, InvalidArgument for heads that q8_0 does
-        not fit.
+        not fit, and for an expert cache of fewer bytes than a pass needs.
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         check_cache(cache_type, spec)
@@ -101,9 +107,11 @@ class NativeBackend:
         bits = self._ternary_bits(model, spec, n_threads)
         weights = packed_bytes(self._parts(model, spec, bits)) + (0 if embedding is None else embedding.n_bytes)
         activations = config.activation_bytes(_core.FrontConfig(), n_threads)
-        kv_cache, experts = config.kv_bytes(_core.KvType[cache_type], n_ctx), self.experts(model, spec, bits).n_bytes
-        use = MemoryUse(weights, kv_cache, activations, experts=experts)
-        return MemoryPlan(n_ctx, n_batch, use, cache_type, bits)
+        kv_cache, experts = config.kv_bytes(_core.KvType[cache_type], n_ctx), self.experts(model, spec, bits)
+        if expert_cache is not None and expert_cache >= experts.n_bytes:
+            expert_cache = None
+        use = MemoryUse(weights, kv_cache, activations, experts=self._expert_bytes(model, experts, expert_cache))
+        return MemoryPlan(n_ctx, n_batch, use, cache_type, bits, expert_cache)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -119,9 +127,13 @@ class NativeBackend:
         packed = self._mapped(model, parts, experts, plan)
         n_dense = packed_bytes(parts)
         of_weights, of_experts = split(progress, n_dense, experts.n_bytes)
-        weights = _weights(model, parts, packed, threads, of_weights)
-        store = _store(model, experts, packed, threads, of_experts)
-        embedding_bytes = self._set_embedding(model, spec, weights)
+        is_cached = plan.expert_cache is not None
+        weights = _weights(model, parts, packed, threads, of_weights, is_mapped=not is_cached)
+        if plan.expert_cache is not None:
+            store: _core.ExpertStore | None = self._cache(model, experts, packed, plan.expert_cache)
+        else:
+            store = _store(model, experts, packed, threads, of_experts)
+        embedding_bytes = self._set_embedding(model, spec, weights, is_copied=self.resident or is_cached)
         device = Device(device.n_threads, isa)
         made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, embedding_bytes, store)
         weights.check_all_are_used()
@@ -146,6 +158,10 @@ class NativeBackend:
         write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
 
+    def expert_sizes(self, model: ModelFile, spec: ModelSpec) -> ExpertSizes:
+        """What the experts of a model take in memory. Raises UnsupportedModel."""
+        return self.experts(model, spec).sizes()
+
     def experts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits = "2") -> ModelExperts:
         """The experts of a model, where they lie and how they are packed. Raises UnsupportedModel."""
         return experts_of(model, spec, Packing(self.for_drafts, bits))
@@ -163,6 +179,18 @@ class NativeBackend:
         path = packed_path(model.paths[0])
         return path if os.path.lexists(path) else None
 
+    def _expert_bytes(self, model: ModelFile, experts: ModelExperts, expert_cache: int | None) -> int:
+        """Memory of all experts, or of a cache. Raises InvalidArgument."""
+        if expert_cache is None:
+            return experts.n_bytes
+        if self.resident:
+            raise InvalidArgument("expert_cache must be None where nothing is read after loading")
+        return cache_bytes(experts, expert_cache, self._packed_file(model) is not None)
+
+    def _cache(self, model: ModelFile, experts: ModelExperts, packed: Packed | None, n_bytes: int) -> _core.DiskExperts:
+        """An empty cache of experts. Raises ModelFileError, InvalidArgument."""
+        return open_cache(experts, model, n_bytes, None if packed is None else (packed.path, packed.records_at))
+
     def _mapped(
         self, model: ModelFile, parts: Sequence[Part], experts: ModelExperts, plan: MemoryPlan
     ) -> Packed | None:
@@ -171,14 +199,14 @@ class NativeBackend:
             return None
         return map_packed(path, model, packed_bytes(parts), plan.ternary_bits, self.verify, experts.n_bytes)
 
-    def _set_embedding(self, model: ModelFile, spec: ModelSpec, weights: _core.Weights) -> int:
+    def _set_embedding(self, model: ModelFile, spec: ModelSpec, weights: _core.Weights, is_copied: bool) -> int:
         """Bytes of the embeddings, whose rows are read from the file, or from a copy of it."""
         info = embedding_of(model, spec)
         if info is None:
             return 0
         rows = model.data(info.name)
         n_vocab, n_embd = info.shape
-        weights.set_embedding(int(info.type), n_vocab, n_embd, rows.copy() if self.resident else rows)
+        weights.set_embedding(int(info.type), n_vocab, n_embd, rows.copy() if is_copied else rows)
         return rows.nbytes
 
     def _tune(
@@ -210,14 +238,20 @@ def _weights(
     packed: Packed | None,
     threads: _core.Threads,
     progress: Progress | None,
+    is_mapped: bool = True,
 ) -> _core.Weights:
-    """The weights beside experts, mapped or packed now."""
+    """The weights beside experts, packed now where there is no packed file.
+
+    is_mapped: those of a packed file are mapped, else read into memory, so that the system cannot take them back.
+    """
     n_bytes = packed_bytes(parts)
     if packed is None:
         weights = _core.Weights(n_bytes)
         pack_weights(weights, model, parts, threads, progress)
         return weights
-    weights = _core.Weights(n_bytes, packed.weights)
+    weights = (
+        _core.Weights(n_bytes, packed.weights) if is_mapped else read_weights(n_bytes, packed.path, packed.weights_at)
+    )
     map_weights(weights, parts, progress)
     return weights
 

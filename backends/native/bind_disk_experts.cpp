@@ -107,6 +107,12 @@ void warm(DiskExperts& experts, const ExpertNumbers& numbers) {
     experts.warm(std::move(ids));
 }
 
+std::vector<size_t> record_bytes(const DiskExperts& experts) {
+    std::vector<size_t> n_bytes;
+    for (int i = 0; i < experts.layout().n_layers(); i++) n_bytes.push_back(experts.layout().layer(i).record_bytes);
+    return n_bytes;
+}
+
 ExpertNumbers in_memory(const DiskExperts& experts) {
     ExpertNumbers numbers;
     for (const ExpertId id : experts.in_memory()) numbers.emplace_back(id.layer, id.expert);
@@ -139,7 +145,9 @@ void bind_sources(nb::module_& m) {
             "unpacked", &unpacked_experts, "layout"_a, "paths"_a, "tensors"_a,
             "The model's files. tensors: gate, up and down of each layer with experts, each (name, index of the "
             "file, offset of expert 0, bytes from one expert to the next, ggml type, scale of I2_S).")
-        .def_ro("buffer_bytes", &Source::buffer_bytes, "Of memory that each reader has for itself.");
+        .def_ro("buffer_bytes", &Source::buffer_bytes, "Of memory that each reader has for itself.")
+        .def_static("buffer_bytes_of", &UnpackedExperts::buffer_bytes_of, "n_bytes"_a,
+                    "What that is where the matrices of experts lie in the model's files and have n_bytes at most.");
 }
 
 }  // namespace
@@ -181,17 +189,18 @@ void bind_disk_experts(nb::module_& m) {
         .def_prop_ro("error", &DiskExperts::error, "What could not be read in this pass, and why; empty if nothing.")
         .def("stats", &DiskExperts::stats, without_gil)
         .def("in_memory", &in_memory, without_gil, "(layer, expert) of all that are in memory.")
+        .def_prop_ro("record_bytes", &record_bytes, "By layer, 0 for one without experts.")
         .def_prop_ro("is_direct", &DiskExperts::is_direct, "Whether reads go past the system's cache of files.")
         .def_prop_ro(
-            "memory_bytes", [](const DiskExperts& experts) { return experts.memory_bytes(); },
-            "Slots, buffers and tables.")
+            "n_bytes", [](const DiskExperts& experts) { return experts.memory_bytes(); },
+            "Of memory: slots, buffers of the readers, and tables.")
         .def_static(
             "planned_bytes",
-            [](const Source& source, size_t n_bytes, int n_used, int n_readers) {
-                const ExpertCacheSize size = checked_size(n_bytes, n_used, n_readers);
-                return DiskExperts::memory_bytes(*source.layout, source.buffer_bytes, size);
+            [](const ExpertLayout& layout, size_t buffer_bytes, size_t n_bytes, int n_used, int n_readers) {
+                return DiskExperts::memory_bytes(layout, buffer_bytes, checked_size(n_bytes, n_used, n_readers));
             },
-            "source"_a, "n_bytes"_a, "n_used"_a, "n_readers"_a, "What memory_bytes will be. Raises ValueError.")
+            "layout"_a, "buffer_bytes"_a, "n_bytes"_a, "n_used"_a, "n_readers"_a,
+            "What n_bytes will be. Raises ValueError.")
         .def_static(
             "least_bytes",
             [](const ExpertLayout& layout, int n_used) {

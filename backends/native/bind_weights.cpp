@@ -78,6 +78,16 @@ void bind_weights(nb::module_& m) {
     nb::class_<Weights>(m, "Weights", "Packed weights by the name of their block and their role in it.")
         .def("__init__", &init_weights, "n_bytes"_a, "packed"_a = nb::none(), "parent"_a = nb::none(),
              nb::keep_alive<1, 3>())
+        .def(
+            "read_packed",
+            [](Weights& weights, const std::string& path, uint64_t offset) {
+                if (weights.is_mapped() || offset % DirectFile::kAlignment) {
+                    throw nb::value_error("packed weights are read once, and from a whole page on");
+                }
+                nb::gil_scoped_release release;
+                weights.read_packed(path, offset);
+            },
+            "path"_a, "offset"_a, "Read all weights from a file that has them packed. Raises RuntimeError.")
         .def("set_matrix", &set_matrix, "block"_a, "role"_a, "format"_a, "n_out"_a, "n_in"_a)
         .def("pack_rows", &pack_rows, "block"_a, "role"_a, "first_row"_a, "ggml_type"_a, "source"_a, "threads"_a,
              "scale"_a = 1.0f)

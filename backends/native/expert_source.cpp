@@ -108,12 +108,15 @@ UnpackedExperts::UnpackedExperts(std::shared_ptr<const ExpertLayout> layout, con
                 !can_pack(tensor.format, matrix.format)) {
                 throw std::invalid_argument(tensor.name + " cannot be packed as an expert's matrix");
             }
-            const uint64_t most = round_up(tensor.n_bytes + kPage);  // wherever in its first page it begins
-            buffer_bytes_ = std::max(buffer_bytes_, static_cast<size_t>(most));
+            buffer_bytes_ = std::max(buffer_bytes_, buffer_bytes_of(tensor.n_bytes));
         }
     }
     if (n_tensors != tensors_.size()) throw std::invalid_argument("more tensors than matrices of experts");
     for (const std::string& path : paths) files_.push_back(opened(path));
+}
+
+size_t UnpackedExperts::buffer_bytes_of(size_t n_bytes) {
+    return static_cast<size_t>(round_up(n_bytes + kPage));  // wherever in its first page it begins
 }
 
 bool UnpackedExperts::is_direct() const {

@@ -89,6 +89,8 @@ public:
     UnpackedExperts(std::shared_ptr<const ExpertLayout> layout, const std::vector<std::string>& paths,
                     std::vector<ExpertTensor> tensors);
 
+    // For matrices of at most so many bytes.
+    static size_t buffer_bytes_of(size_t n_bytes);
     size_t buffer_bytes() const override { return buffer_bytes_; }
     size_t read(int layer, int expert, uint8_t* buffer, uint8_t* record) const override;
     bool is_direct() const override;

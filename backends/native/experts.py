@@ -97,13 +97,21 @@ class ModelExperts:
         of_layer = next(each for each in self.layers if each.index == layer)
         return of_layer.parts[EXPERT_ROLES.index(role)].slice_of(model, expert)
 
-    def sizes(self) -> ExpertSizes | None:
-        """What they take in memory; None for a model without experts."""
-        if not self.layers:
-            return None
-        of_layers = [each.n_used * self.layout.record_bytes(each.index) for each in self.layers]
-        n_experts, n_used = (max(getattr(each, key) for each in self.layers) for key in ("n_experts", "n_used"))
-        return ExpertSizes(self.n_bytes, max(of_layers), sum(of_layers), len(self.layers), n_experts, n_used)
+    @property
+    def n_used(self) -> int:
+        """Experts that a token wants of a layer at most."""
+        return max((each.n_used for each in self.layers), default=0)
+
+    @property
+    def least_cache(self) -> int:
+        """Bytes of the smallest cache with which a pass can run: n_used experts, two at least, of each size."""
+        return _core.DiskExperts.least_bytes(self.layout, self.n_used)
+
+    def sizes(self) -> ExpertSizes:
+        """What they take in memory; all zeros for a model without experts."""
+        a_token = sum(each.n_used * self.layout.record_bytes(each.index) for each in self.layers)
+        n_experts = max((each.n_experts for each in self.layers), default=0)
+        return ExpertSizes(self.n_bytes, self.least_cache, a_token, len(self.layers), n_experts, self.n_used)
 
 
 def experts_of(model: ModelFile, spec: ModelSpec, packing: Packing) -> ModelExperts:

@@ -12,6 +12,7 @@ from edgeinfer.backends.base import Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
+from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
@@ -75,6 +76,7 @@ class NativeDecoder:
         self._threads: _core.Threads | None = parts.threads
         self._embedding_bytes = parts.embedding_bytes
         self._experts = parts.experts
+        self._expert_cache_bytes = plan.expert_cache
         self.watcher: Watcher | None = None
 
     @property
@@ -174,6 +176,19 @@ class NativeModel(NativeDecoder):
         -1 in layers without experts, and behind the experts of layers that use fewer than others.
         """
         return self.decoder().routing()
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """The cache of experts, None where all are in memory. Raises EdgeInferError if this model is closed."""
+        decoder = self.decoder()
+        if self._expert_cache_bytes is None or not isinstance(self._experts, _core.DiskExperts):
+            return None
+        return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
+
+    def expert_stats(self) -> _core.ExpertStats | None:
+        """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
+        cache = self.expert_cache
+        return None if cache is None else cache.stats()
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""

@@ -122,8 +122,6 @@ NB_MODULE(_core, m) {
     bind_formats(m);
     bind_top_k(m);
     bind_weights(m);
-    bind_experts(m);
-    bind_disk_experts(m);
     bind_config(m);
     bind_text_state(m);
     bind_decoder(m);

@@ -70,10 +70,12 @@ class Header:
 
 
 class Packed(NamedTuple):
-    """What a packed file holds, mapped. records: of all experts.  records_at: their first byte in the file."""
+    """What a packed file holds, mapped. records: of all experts.  weights_at, records_at: their first bytes in it."""
 
+    path: Path
     weights: NDArray[np.uint8]
     records: NDArray[np.uint8]
+    weights_at: int
     records_at: int
 
 
@@ -152,7 +154,8 @@ def map_packed(
             raise BadPack(f"{path}: {wanted} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
         mapped = np.frombuffer(_mapped(file), dtype=np.uint8)
     records_at = start + wanted - n_expert_bytes
-    packed = Packed(mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes], records_at)
+    weights, records = mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes]
+    packed = Packed(path, weights, records, start, records_at)
     if verify:
         _verify(path, header, model, packed)
     return packed

@@ -37,6 +37,18 @@ Weights::Weights(size_t n_bytes, const uint8_t* packed, std::shared_ptr<const We
 
 // ---- filling in ----------------------------------------------------------------------------------------------------
 
+void Weights::read_packed(const std::string& path, uint64_t offset) {
+    constexpr size_t kPiece = size_t{8} << 20;
+    const DirectFile file(path);
+    const size_t last = round_up(n_bytes_, DirectFile::kAlignment);  // memory has whole pages
+    for (size_t at = 0; at < last; at += kPiece) {
+        const size_t n = std::min(kPiece, last - at);
+        const size_t n_read = file.read(offset + at, n, memory_.data() + at);
+        if (n_read < std::min(n, n_bytes_ - at)) throw std::runtime_error("the file ends too early");
+    }
+    packed_ = memory_.data();
+}
+
 // Where in the packed weights the next n_bytes go.
 size_t Weights::take(size_t n_bytes) {
     n_bytes = round_up(n_bytes, 64);

@@ -29,6 +29,10 @@ public:
     Weights(const Weights&) = delete;
     Weights& operator=(const Weights&) = delete;
 
+    // Reads all of them from a file in which they lie packed, from a whole page on, past the system's cache of files; from
+    // then on they are as if given as `packed`. Throws std::system_error, std::runtime_error for a file that ends too early.
+    void read_packed(const std::string& path, uint64_t offset);
+
     // Makes room for a matrix (n_out, n_in). Throws std::invalid_argument for a name that is there.
     void set_matrix(const std::string& name, Format format, int n_out, int n_in);
     // Packs n_rows of it from first_row on, a multiple of 16, that lie at source as GGUF stores them. of: their format;

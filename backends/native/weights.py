@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -213,6 +214,16 @@ def map_weights(weights: _core.Weights, parts: Sequence[Part], progress: Progres
             weights.set_matrix(part.block, part.role, part.packed_as, *part.shape)
     if progress is not None:
         progress(1.0)
+
+
+def read_weights(n_bytes: int, path: Path, offset: int) -> _core.Weights:
+    """Packed weights that lie in a file from an offset on, read into memory. Raises ModelFileError."""
+    weights = _core.Weights(n_bytes)
+    try:
+        weights.read_packed(str(path), offset)
+    except RuntimeError as error:
+        raise ModelFileError(f"{path}: packed weights cannot be read: {error}") from error
+    return weights
 
 
 def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: _core.Threads) -> None:

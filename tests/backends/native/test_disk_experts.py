@@ -151,11 +151,11 @@ def test_a_cache_smaller_than_a_layer_needs_is_refused_with_the_number_that_work
 def test_memory_is_known_before(tmp_path: Path, kind: Kind) -> None:
     files = write_experts(tmp_path, kind, [SMALL, LARGE, SMALL])
     n_bytes = files.layout.n_bytes // 2
-    planned = _core.DiskExperts.planned_bytes(files.source, n_bytes, 2, 3)
+    planned = _core.DiskExperts.planned_bytes(files.layout, files.source.buffer_bytes, n_bytes, 2, 3)
     buffers = 3 * files.source.buffer_bytes
     assert 0 <= planned - buffers - n_bytes < 8192 or planned - buffers < n_bytes
     experts = _core.DiskExperts(files.source, n_bytes, 2, 3)
-    assert experts.memory_bytes == planned
+    assert experts.n_bytes == planned
 
 
 def test_slots_are_divided_as_the_bytes_of_the_layers_are(tmp_path: Path) -> None:
