@@ -124,6 +124,8 @@ NB_MODULE(_core, m) {
     bind_weights(m);
     bind_config(m);
     bind_text_state(m);
+    bind_experts(m);
+    bind_disk_experts(m);
     bind_decoder(m);
     bind_head(m);
     bind_kernels(m);
