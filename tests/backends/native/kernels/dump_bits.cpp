@@ -97,21 +97,12 @@ struct InputArrays {
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
         centre16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
-        Inputs in{n_in,
-                  x.data(),
-                  static_cast<size_t>(n_in),
-                  q32.data(),
-                  scale32.data(),
-                  sum32.data(),
-                  centre32.data(),
-                  q256.data(),
-                  scale256.data(),
-                  centre16.data(),
-                  sums32.data(),
-                  fits_int16.data(),
-                  q_token.data(),
-                  scale_token.data(),
-                  sum_token.data()};
+        Inputs in;
+        in.n_in = n_in, in.x = x.data(), in.ldx = static_cast<size_t>(n_in);
+        in.q32 = q32.data(), in.scale32 = scale32.data(), in.sum32 = sum32.data(), in.centre32 = centre32.data();
+        in.q256 = q256.data(), in.scale256 = scale256.data(), in.centre16 = centre16.data();
+        in.sums32 = sums32.data(), in.fits_int16 = fits_int16.data();
+        in.q_token = q_token.data(), in.scale_token = scale_token.data(), in.sum_token = sum_token.data();
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);
             kernels.quantize256(in, c);
@@ -192,6 +183,18 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     report(kernels, "silu", y);
     kernels.blend(x.data(), y.data(), w.data(), 1024, out.data());
     report(kernels, "blend", out);
+    y = x;
+    kernels.softmax(y.data(), 1003);
+    report(kernels, "softmax", y);
+    y = x;
+    kernels.sigmoid(y.data(), 1024);
+    report(kernels, "sigmoid", y);
+    y = x;
+    kernels.sqrt_softplus(y.data(), 1024);
+    report(kernels, "sqrt_softplus", y);
+    const float* rows[] = {x.data(), y.data(), w.data()};
+    kernels.weighted_sum(rows, w.data(), 3, 1024, out.data());
+    report(kernels, "weighted_sum", out);
     kernels.swiglu(x.data(), w.data(), 1024);
     report(kernels, "swiglu", x);
     // Halves of every size, subnormal ones and infinities among them.
