@@ -16,10 +16,10 @@ edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have writ
 Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
 each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); GB of the files in the
 page cache before and after (what other processes have of them is no part of the limit: before there must be none, and
-after no more than the limit, so nobody else may use these files); the most memory in the cgroup, and of the process without mapped files; what the expert cache counted: waits are those of all
-threads that compute, disk_busy is the time with at least one read under way. Hashes of logits must be the same in all
-runs of an engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout at
-the end.
+after no more than the limit, so nobody else may use these files); the most memory in the cgroup, and of the process
+without mapped files; what the expert cache counted: waits are those of all threads that compute, disk_busy is the time
+with at least one read under way. Hashes of logits must be the same in all runs of an engine. --records keeps each run:
+the same command goes on where it was stopped. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
