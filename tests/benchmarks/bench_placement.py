@@ -1,10 +1,10 @@
 """Experts on CPU and GPU by the rules of edgeinfer.offload.placement, simulated on recorded routing.
 
-No model runs. The times are given: of one expert on the CPU and on the GPU (of one row, and of each further one), of moving one to the
-GPU, of reading one from disk. The defaults are of no machine in particular: 3 MB an expert over 20 GB/s of memory,
-100 GB/s of a GPU's, 6 GB/s of PCIe, 1.2 GB/s of disk. Traces as for bench_hit_rates.py. Printed is the mean time of the
-experts of one token: all on the CPU; with the experts that the GPU holds on the GPU, those that the prompt used most;
-and as `assign` has it, with a cache by score.
+No model runs. The times are given: of one expert on the CPU and on the GPU (of one row, and of each further one), of
+moving one to the GPU, of reading one from disk. The defaults are of no machine in particular: 3 MB an expert over
+20 GB/s of memory, 100 GB/s of a GPU's, 6 GB/s of PCIe, 1.2 GB/s of disk. Traces as for bench_hit_rates.py. Printed is
+the mean time of the experts of one token: all on the CPU; with the experts that the GPU holds on the GPU, those that
+the prompt used most; and as `assign` has it, with a cache by score.
 
 Run: python tests/benchmarks/bench_placement.py TRACE.csv ... [--gpu 10,25,50] [--memory 50] [--cpu-ms .15,.02] ...
 """
