@@ -58,7 +58,12 @@ def _rows(path: Path, times: ExpertTimes, shares: str, memory: float) -> list[di
         found = simulate(routing, times, int(n_all * share / 100), in_memory)
         ms = {name: round(of.seconds / n_tokens, 3) for name, of in found.items()}  # the times are in ms
         rows.append(
-            {"trace": path.name, "gpu_percent": share, "ms": ms, "moved": round(found["ours"].transfers / n_tokens, 2)}
+            {
+                "trace": path.name,
+                "gpu_percent": share,
+                "ms": ms,
+                "moved": round((found["ours"].transfers + found["ours"].swaps) / n_tokens, 2),
+            }
         )
     return rows
 
