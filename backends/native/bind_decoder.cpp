@@ -295,7 +295,9 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
-        .def_prop_ro("activation_bytes", &Decoder::activation_bytes);
+        .def_prop_ro("activation_bytes", &Decoder::activation_bytes)
+        .def_prop_ro("predictor", &Decoder::predictor, nb::rv_policy::reference_internal,
+                     "Of the experts that layers will want, None for a model without any.");
     bind_tuning(decoder);
 }
 

@@ -20,6 +20,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       pool_(std::move(pool)),
       weights_(std::move(weights)),
       store_(std::move(store)),
+      predictor_(store_ ? std::make_unique<ExpertPredictor>(*store_, config.n_layers()) : nullptr),
       memory_(Activations::n_bytes(config, front.kind, pool_->size()), false),
       front_(make_front(front, config_, *weights_)),
       output_norm_(weights_->vector("output_norm", config.n_embd)),
@@ -37,7 +38,8 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     if (config_.layers[static_cast<size_t>(index)].dense()) {
         layers_.push_back({attention, DenseBlock(config_, index, name, *weights_)});
     } else if (store_) {
-        layers_.push_back({attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_)});
+        layers_.push_back(
+            {attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
     } else {
         throw std::invalid_argument(name + " has experts, which a store must hold: found none");
     }
@@ -77,6 +79,7 @@ void Decoder::begin(const Pass& pass) {
     n_rows_ = pass.n;
     if (!store_) return;
     store_->begin_pass();
+    predictor_->begin_pass();
     pass.b.experts.n_routed->store(0, std::memory_order_relaxed);
 }
 

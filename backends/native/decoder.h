@@ -55,6 +55,8 @@ public:
         std::vector<int32_t> experts;
     };
     Routing routing();
+    // Null for a model without experts.
+    ExpertPredictor* predictor() const { return predictor_.get(); }
 
     void interrupt() {
         interrupts_.fetch_add(1);
@@ -95,6 +97,7 @@ private:
     std::shared_ptr<Pool> pool_;
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
+    std::unique_ptr<ExpertPredictor> predictor_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;

@@ -32,11 +32,12 @@ bool wait_for_activation(const Pass& pass, int thread, const ExpertWork& work) {
 }  // namespace
 
 ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name,
-                           Weights& weights, ExpertStore& store)
+                           Weights& weights, ExpertStore& store, ExpertPredictor& predictor)
     : config_(*config.layers[static_cast<size_t>(index)].experts()),
       index_(index),
       number_(number),
       store_(store),
+      predictor_(predictor),
       experts_(index < store.layout().n_layers() ? store.layout().layer(index) : ExpertLayer()),
       router_(weights.matrix(name + ".router", config_.n_experts, config.n_embd)),
       norm_(weights.vector(name + ".norm", config.n_embd)),
@@ -54,6 +55,7 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
         shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
         shared_down_ = weights.matrix(name + ".shared_down", config.n_embd, n_ff);
     }
+    predictor_.add(index, {config_, router_, norm_, router_bias_, selection_bias_});
 }
 
 ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const std::string& name, int n) const {
@@ -137,6 +139,7 @@ void ExpertsBlock::group(const Pass& pass) const {
     for (int e = 0; e < config_.n_experts; e++) {
         if (b.counts[e]) b.wanted[n_wanted++] = e;
     }
+    predictor_.check(index_, {b.wanted, static_cast<size_t>(n_wanted)});
     b.tasks->clear();
     const int n_shared = config_.n_ff_shared ? 1 : 0;
     const int n_ready = store_.begin(index_, {b.wanted, static_cast<size_t>(n_wanted)}) + n_shared;
@@ -159,10 +162,14 @@ void ExpertsBlock::group(const Pass& pass) const {
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
+// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for.
 void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertTasks& tasks = *pass.b.experts.tasks;
-    pass.for_tasks(thread, tasks.count(), [&](int i) {
-        const ExpertTask task = tasks.at(i);
+    const int n_predictions = predictor_.has_work(pass, index_) ? 1 : 0;
+    pass.for_tasks(thread, tasks.count() + n_predictions, [&](int i) {
+        const int before = tasks.first_waiting();
+        if (n_predictions && i == before) return predictor_.predict(pass, index_);
+        const ExpertTask task = tasks.at(i > before ? i - n_predictions : i);
         task.is_down ? down(pass, thread, task) : gate_and_up(pass, thread, task, inputs);
     });
 }

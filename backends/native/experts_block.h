@@ -3,15 +3,16 @@
 
 #include <string>
 
+#include "expert_predictor.h"
 #include "expert_store.h"
 #include "pass.h"
 #include "weights.h"
 
 class ExpertsBlock {
 public:
-    // index: of the layer. number: of those with experts. store: must outlive this, as the weights must.
+    // index: of the layer. number: of those with experts. store, predictor: must outlive this, as the weights must.
     ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name, Weights& weights,
-                 ExpertStore& store);
+                 ExpertStore& store, ExpertPredictor& predictor);
 
     void run(const Pass& pass, int thread) const;
     // Of what one token reads.
@@ -44,6 +45,7 @@ private:
     ExpertsConfig config_;
     int index_, number_;
     ExpertStore& store_;
+    ExpertPredictor& predictor_;
     ExpertLayer experts_;
     Matrix router_, shared_gate_, shared_up_, shared_down_;
     const float *norm_, *post_norm_, *router_bias_, *selection_bias_, *shared_router_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 
@@ -184,6 +185,18 @@ class NativeModel(NativeDecoder):
         if self._expert_cache_bytes is None or not isinstance(self._experts, _core.DiskExperts):
             return None
         return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
+
+    def set_expert_prefetch(self, share: float) -> None:
+        """Read this share of the experts of a token ahead in all layers but the first one with experts, 0 for none.
+
+        See ExpertCache.set_prefetch; without an expert cache there is nothing to read.
+        """
+        cache = self.expert_cache
+        if cache is None:
+            return
+        for layer, block in enumerate(layer.ffn for layer in self.spec.layers):
+            if isinstance(block, Experts):
+                cache.set_prefetch(layer, math.ceil(share * block.n_used))
 
     def expert_stats(self) -> _core.ExpertStats | None:
         """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
