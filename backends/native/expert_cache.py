@@ -52,9 +52,7 @@ class ExpertCache:
 
     def predictions(self) -> list[tuple[int, int]]:
         """By layer, how many experts were predicted, and how many of these were wanted."""
-        return [
-            self._predictor.counts(layer) if n_bytes else (0, 0) for layer, n_bytes in enumerate(self.record_bytes)
-        ]
+        return [self._predictor.counts(layer) if n_bytes else (0, 0) for layer, n_bytes in enumerate(self.record_bytes)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """A layer will probably want these, the most probable first: they are read while nothing else is."""

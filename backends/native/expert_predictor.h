@@ -50,9 +50,9 @@ public:
 private:
     static constexpr int kNone = -1;
     struct Layer {
-        int next = kNone;         // the next one with experts
-        std::atomic<int> n{0};    // from set
-        int n_in_pass = 0;        // what that was when the pass began
+        int next = kNone;       // the next one with experts
+        std::atomic<int> n{0};  // from set
+        int n_in_pass = 0;      // what that was when the pass began
         ExpertRouter router{};
         std::vector<int32_t> predicted;  // in this pass
         std::atomic<uint64_t> n_predicted{0}, n_wanted{0};
