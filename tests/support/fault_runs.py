@@ -69,7 +69,7 @@ class FaultRuns:
             "eio": f"eio:{first}:{every}",
             "short": f"short:{first}:{max(1, every % 4)}",
             "slow": f"slow:{first}:{max(9, every)}",
-            "end": f"end:{first}:{max(2, every)}",  # only two in a row are taken for the end
+            "late": f"late:{first}:{max(2, every)}",
             "cut": f"end:{first}:1",
             "kill": f"slow:{first}:{max(9, every)}",
         }[kind]
