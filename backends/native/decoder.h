@@ -56,6 +56,9 @@ public:
     };
     Routing routing();
 
+    // A device that computes some experts, from the next pass on; null for none.
+    void set_tier(std::shared_ptr<ExpertTier> tier);
+
     void interrupt() {
         interrupts_.fetch_add(1);
         stop_.store(true);
@@ -95,6 +98,7 @@ private:
     std::shared_ptr<Pool> pool_;
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
+    std::shared_ptr<ExpertTier> tier_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
