@@ -188,11 +188,15 @@ class DeviceMatrix:
         self.n_out = sum(part.n_out for part in parts)
         self.factor = parts[0].factor
         self._device = device
-        sizes = self.format.weight_bytes(self.n_out, self.n_in), self.format.scale_bytes(self.n_out, self.n_in)
-        fits = before is not None and before.sizes == sizes
-        self.sizes = sizes
-        self._weights = before._weights if before is not None and fits else device.buffer(sizes[0])
-        self._scales = before._scales if before is not None and fits else device.buffer(sizes[1])
+        self.sizes: tuple[int, int] = (
+            self.format.weight_bytes(self.n_out, self.n_in),
+            self.format.scale_bytes(self.n_out, self.n_in),
+        )
+        if before is not None and before.sizes == self.sizes:
+            self._buffers: tuple[Buffer, Buffer] = before._buffers
+        else:
+            self._buffers = device.buffer(self.sizes[0]), device.buffer(self.sizes[1])
+        self._weights, self._scales = self._buffers
         self._slices = 1 if device.is_cpu else max(1, min(128, device.info.max_work_group) // ROWS)
         defines = self.format.defines() | {"SLICES": self._slices}
         self._gather = device.kernel("gather", _SOURCES, defines | {"TOKENS": 1})

@@ -102,8 +102,8 @@ void add_products(global const Weight* restrict weights, global const half* rest
 kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
     global const Weight* restrict weights, global const half* restrict scales, global const uint* restrict codes,
     global const float* restrict code_scales, global const int* restrict code_sums, global const float* restrict values,
-    global const float* restrict bias, int has_bias, global float* restrict out, int n_out, int n_in,
-    int first_token, int n_tokens, int first_out, int out_stride, float factor, float keep) {
+    global const float* restrict bias, int has_bias, global float* restrict out, int n_out, int n_in, int first_token,
+    int n_tokens, int first_out, int out_stride, float factor, float keep) {
     local float parts[ROWS * SLICES];
     int lane = get_local_id(0), slice = get_local_id(1), row = get_global_id(0), first = get_group_id(2) * TOKENS;
     float sums[TOKENS];

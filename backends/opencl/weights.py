@@ -16,7 +16,7 @@ class Linear:
 
     def __init__(self, device: OpenCLDevice, parts: LinearParts, before: Linear | None = None) -> None:
         old = iter(() if before is None else before.matrices)
-        self.matrices = [DeviceMatrix(device, run, next(old, None)) for run in parts.runs]
+        self.matrices: list[DeviceMatrix] = [DeviceMatrix(device, run, next(old, None)) for run in parts.runs]
         self.n_out = sum(matrix.n_out for matrix in self.matrices)
         self.n_in = self.matrices[0].n_in
         self.takes_codes = any(matrix.format.bits for matrix in self.matrices)

@@ -108,6 +108,23 @@ def where_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment
     return timed(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
 
 
+def assign_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """As assign, where nothing can be moved to the GPU within a layer, in a time that is linear in the experts.
+
+    Of what the GPU holds, those with the fewest rows go to the CPU as long as that lets the layer end sooner: rows slow
+    the GPU down less. What is not in memory stays with the GPU.
+    """
+    held = sorted((of for of in wanted if of.on_gpu), key=lambda of: (of.rows, of.expert))
+    on_gpu = frozenset(of.expert for of in held)
+    cpu = sum(times.cpu(of.rows) for of in wanted if not of.on_gpu)
+    gpu = sum(times.gpu(of.rows) for of in held)
+    for of in held:
+        moved_cpu, moved_gpu = cpu + times.cpu(of.rows), gpu - times.gpu(of.rows)
+        if of.in_memory and max(moved_cpu, moved_gpu) < max(cpu, gpu):
+            cpu, gpu, on_gpu = moved_cpu, moved_gpu, on_gpu - {of.expert}
+    return timed(on_gpu, wanted, times)
+
+
 def best_of_all(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
     """The fastest of all 2^n ways to divide n experts, for tests with few of them."""
     experts = [of.expert for of in wanted]
@@ -205,6 +222,18 @@ class GpuCache:
         of_layer = self._scores[layer]
         of_layer *= self._memory
         of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
+
+    def best_outside(self, margin: float = 1.0) -> tuple[int, int] | None:
+        """The (layer, expert) of the largest score that the GPU does not hold.
+
+        None where that is not above `margin` times the smallest score of those that it holds, or zero.
+        """
+        outside = np.where(self._held, -np.inf, self._scores)
+        best = np.unravel_index(int(outside.argmax()), outside.shape)
+        least = float(self._scores[self._held].min()) if np.count_nonzero(self._held) >= self.capacity else 0.0
+        if not self.capacity or outside[best] <= max(margin * least, 0.0):
+            return None
+        return int(best[0]), int(best[1])
 
     def keep(self, layer: int, expert: int) -> tuple[int, int] | None:
         """Offer an expert that was moved to the GPU; gives the (layer, expert) that makes room for it.
