@@ -105,8 +105,10 @@ class LoadOptions:
         drafters_named(self.drafter_names())
         check_choice("backend", self.backend, get_args(BackendName))
         check_choice("cache_type", self.cache_type, get_args(CacheType))
-        parse(self.expert_cache)
-        parse_bytes(self.expert_device_bytes)
+        if (n_bytes := parse(self.expert_cache).n_bytes) is not None and not isinstance(self.expert_cache, str):
+            object.__setattr__(self, "expert_cache", n_bytes)
+        if (n_bytes := parse_bytes(self.expert_device_bytes).n_bytes) and not isinstance(self.expert_device_bytes, str):
+            object.__setattr__(self, "expert_device_bytes", n_bytes)
         if self.expert_device is not None:
             check_device(check_text("expert_device", self.expert_device))
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))

@@ -20,7 +20,6 @@ from edgeinfer.errors import BackendLost, warn
 from edgeinfer.offload.placement import ExpertTimes, GpuCache, WantedExpert, assign_held
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
-MARGIN = 1.25  # by which a score must be larger for its expert to take the place of another
 UPLOAD_SHARE = 0.05  # of the time of passes, that uploads take at most
 
 
@@ -166,9 +165,9 @@ class DeviceTier:
             warn(f"the CPU computes all experts from now on: {self.title} failed: {reason}")
         if self._device is None or self._upload_seconds > UPLOAD_SHARE * self._pass_seconds:
             return
-        best = self._cache.best_outside(MARGIN)
-        if best is None or (evicted := self._cache.keep(*best)) == best:
+        if (swapped := self._cache.swap()) is None:
             return
+        best, evicted = swapped
         slot = len(self._slots) if evicted is None else self._slots.pop(evicted)
         started = time.perf_counter()
         try:

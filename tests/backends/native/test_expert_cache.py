@@ -215,6 +215,18 @@ def test_a_file_that_is_cut_off_in_use_is_an_error_and_no_crash(tmp_path: Path, 
         assert session.n_past == 0  # nothing was committed
 
 
+def test_the_disk_is_not_tuned_for(models: dict[str, Path]) -> None:
+    backend = NativeBackend()
+    with ModelFile.open(models["packed"]) as file:
+        spec = read_spec(file)
+        plan = backend.plan(file, spec, 64, expert_cache=sizes_of(models["packed"]).least)
+        model = backend.load(file, spec, plan, Device(1))
+        stats = model.expert_stats()
+        assert model.tuning is None and stats is not None
+        assert sum(layer.lookups for layer in stats.layers) == 0
+        model.close()
+
+
 def test_a_closed_model_has_no_cache(models: dict[str, Path]) -> None:
     with opened(models["packed"], sizes_of(models["packed"]).least) as model:
         pass
