@@ -70,7 +70,7 @@ def plan_tier(planned: PlannedModel, options: LoadOptions) -> TierPlan | None:
         )
     if not any(isinstance(layer.ffn, Experts) for layer in spec.layers):
         raise InvalidArgument(f"expert_device must be None: {planned.file.path} is no mixture of experts")
-    info, title = _device(options.expert_device)
+    info, title = device_named(options.expert_device)
     from edgeinfer.backends.opencl import expert_buffers
 
     buffers = expert_buffers(planned.file, spec, planned.plan.n_batch, info)
@@ -118,8 +118,11 @@ def open_tier(tier: TierPlan, planned: PlannedModel, model: Model) -> DeviceTier
     return made
 
 
-def _device(name: str) -> tuple[DeviceInfo, str]:
-    """The OpenCL device of that name, and its title. Raises BackendUnavailable, UnsupportedModel."""
+def device_named(name: str) -> tuple[DeviceInfo, str]:
+    """An OpenCL device by the name that expert_device takes, and its title.
+
+    Raises BackendUnavailable where there is none, UnsupportedModel for a GPU that only ONNX Runtime knows.
+    """
     from edgeinfer.speculation.placement import devices_named
 
     (place,) = devices_named(name)

@@ -18,8 +18,8 @@ Floats = NDArray[np.float32]
 class NumpyTier:
     """See backends.base.ExpertTier.
 
-    takes: which experts of a layer it computes.  fails: at which of its calls of finish, from 0, it gives None.  raises:
-    what start raises, if anything.  calls: (layer, experts, rows) of each start.
+    takes: which experts of a layer it computes.  fails: at which of its calls of finish, from 0, it gives None.
+    raises: what start raises, if anything.  calls: (layer, experts, rows) of each start.
     """
 
     def __init__(
