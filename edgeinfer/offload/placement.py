@@ -20,6 +20,7 @@ from edgeinfer.errors import InvalidArgument
 _CLEARLY = 1.5  # times as large a score is worth a transfer while the link is idle
 
 Seconds = Callable[[int], float]  # of one expert, by the number of rows
+Wanted = tuple[int, Sequence[int], Sequence[float]]  # a layer, and its experts with a score for each
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,15 @@ class GpuCache:
         of_layer = self._scores[layer]
         of_layer *= self._memory
         of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
+
+    def observe_pass(self, layers: Sequence[Wanted]) -> None:
+        """The same of a whole pass, each layer once: its index, its experts, and the score of each."""
+        rows = np.array([layer for layer, _, _ in layers])
+        self._scores[rows] *= self._memory
+        of_experts = np.repeat(rows, [len(experts) for _, experts, _ in layers])
+        scores = np.concatenate([np.asarray(of_layer, np.float64) for _, _, of_layer in layers])
+        experts = np.concatenate([np.asarray(of_layer) for _, of_layer, _ in layers])
+        self._scores[of_experts, experts] += (1 - self._memory) * scores
 
     def swap(self) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
         """The (layer, expert) to move to the GPU while the link is idle, and the one that makes room, None for no need.

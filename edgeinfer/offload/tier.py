@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Watcher
 from edgeinfer.errors import BackendLost, warn
-from edgeinfer.offload.placement import ExpertTimes, GpuCache, WantedExpert, assign_held
+from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
+_MOST_KNOWN = 1024  # decisions that are kept
 UPLOAD_SHARE = 0.05  # of the time of passes, that uploads take at most
 
 
@@ -62,19 +63,22 @@ class DeviceTier:
     """See backends.base.ExpertTier: experts of a loaded model on a device, which decides by measured times.
 
     title: of the device, for messages.  n_experts: by layer.  times: of one expert on CPU and device.  is_cached: the
-    CPU would have to read from disk what the device holds.  A device that fails is dropped, with a warning.
+    CPU would have to read from disk what the device holds.  n_slots: experts that the device holds.  A device that
+    fails is dropped, with a warning.
     """
 
     def __init__(
         self, device: DeviceExperts, title: str, n_experts: Mapping[int, int], times: ExpertTimes, is_cached: bool
     ) -> None:
-        self.title = title
+        self.title, self.times, self.n_slots = title, times, device.n_slots
         self.stats = TierStats()
         self._device: DeviceExperts | None = device
         self._layers = n_experts
-        self._times, self._is_cached = times, is_cached
+        self._is_cached = is_cached
         self._cache = GpuCache(max(n_experts) + 1, max(n_experts.values()), device.n_slots, MEMORY)
-        self._slots: dict[tuple[int, int], int] = {}
+        self._slots: dict[int, dict[int, int]] = {layer: {} for layer in n_experts}  # by layer and expert
+        self._seen: list[Wanted] = []  # by the pass that runs
+        self._known: dict[tuple[tuple[int, bool], ...], Sequence[int]] = {}  # places of what is taken, see _taken
         self._pass_seconds = self._upload_seconds = 0.0
         self._reason: str | None = None  # why the device was dropped, until that is said
 
@@ -83,9 +87,9 @@ class DeviceTier:
         assert self._device is not None
         most = max(self._layers.values())
         others = [(layer, expert) for expert in range(most) for layer, n in self._layers.items() if expert < n]
-        for layer, expert in list(dict.fromkeys([*first, *others]))[: self._device.n_slots]:
-            self._device.upload(len(self._slots), layer, expert)
-            self._slots[layer, expert] = len(self._slots)
+        for slot, (layer, expert) in enumerate(list(dict.fromkeys([*first, *others]))[: self._device.n_slots]):
+            self._device.upload(slot, layer, expert)
+            self._slots[layer][expert] = slot
             self._cache.keep(layer, expert)
 
     @property
@@ -95,7 +99,7 @@ class DeviceTier:
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether the device holds an expert."""
-        return (layer, expert) in self._slots
+        return expert in self._slots.get(layer, ())
 
     def watch(self, inner: Watcher | None) -> Watcher:
         """What is to run each pass of the model, around what runs it now."""
@@ -122,22 +126,33 @@ class DeviceTier:
         """See ExpertTier.choose."""
         if self._device is None:
             return ()
-        most = max(rows)
-        self._cache.observe(layer, experts, [n / most for n in rows])
+        most, held = max(rows), self._slots[layer]
+        self._seen.append((layer, experts, rows if most == 1 else [n / most for n in rows]))
+        wants = tuple([(n, expert in held) for expert, n in zip(experts, rows, strict=True)])
+        places = self._known.get(wants)
+        if places is None:
+            places = self._taken(wants)
+            if len(self._known) < _MOST_KNOWN:
+                self._known[wants] = places
+        self.stats.taken += len(places)
+        self.stats.left += len(experts) - len(places)
+        return [experts[place] for place in places]
+
+    def _taken(self, wants: Sequence[tuple[int, bool]]) -> Sequence[int]:
+        """Which of these the device takes. wants: of each expert its rows, and whether the device holds it."""
+        if not any(is_held for _, is_held in wants):
+            return ()
         wanted = [
-            WantedExpert(expert, n, is_held := self.holds(layer, expert), not (is_held and self._is_cached))
-            for expert, n in zip(experts, rows, strict=True)
+            WantedExpert(place, n, is_held, not (is_held and self._is_cached))
+            for place, (n, is_held) in enumerate(wants)
         ]
-        chosen = assign_held(wanted, self._times).gpu if any(of.on_gpu for of in wanted) else ()
-        self.stats.taken += len(chosen)
-        self.stats.left += len(experts) - len(chosen)
-        return chosen
+        return assign_held(wanted, self.times).gpu
 
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
         """See ExpertTier.start."""
         if self._device is None:
             return
-        places = [(self._slots[layer, expert], n) for expert, n in zip(experts, rows, strict=True)]
+        places = [(self._slots[layer][expert], n) for expert, n in zip(experts, rows, strict=True)]
         try:
             self._device.start(layer, places, inputs)
         except BackendLost as error:
@@ -163,12 +178,16 @@ class DeviceTier:
         if self._reason is not None:
             reason, self._reason = self._reason, None
             warn(f"the CPU computes all experts from now on: {self.title} failed: {reason}")
+        if self._seen:
+            self._cache.observe_pass(self._seen)
+            self._seen.clear()
         if self._device is None or self._upload_seconds > UPLOAD_SHARE * self._pass_seconds:
             return
         if (swapped := self._cache.swap()) is None:
             return
         best, evicted = swapped
-        slot = len(self._slots) if evicted is None else self._slots.pop(evicted)
+        assert evicted is not None  # fill left no room
+        slot = self._slots[evicted[0]].pop(evicted[1])
         started = time.perf_counter()
         try:
             self._device.upload(slot, *best)
@@ -176,12 +195,13 @@ class DeviceTier:
             self._drop(str(error))
             return self.adapt()
         self._upload_seconds += time.perf_counter() - started
-        self._slots[best] = slot
+        self._slots[best[0]][best[1]] = slot
         self.stats.uploads += 1
 
     def _drop(self, reason: str) -> None:
         device, self._device, self._reason = self._device, None, reason
-        self._slots.clear()
+        for of_layer in self._slots.values():
+            of_layer.clear()
         if device is not None:
             with suppress(BackendLost):
                 device.close()

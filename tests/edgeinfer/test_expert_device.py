@@ -38,14 +38,22 @@ N_TOKENS = 32
 
 
 @pytest.fixture(autouse=True)
-def _device_is_fast(monkeypatch: pytest.MonkeyPatch, opencl_device: OpenCLDevice) -> None:
+def _device_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """By measured times PoCL would get none of such small experts."""
     monkeypatch.setattr(expert_device, "measured_seconds", lambda *arguments: {1: 1e-9})
 
 
 @pytest.fixture
-def name(opencl_device: OpenCLDevice) -> str:
+def listed(opencl_device: OpenCLDevice) -> str:
+    """The name of the device, whose drivers are asked each time."""
     return f"opencl:{opencl_device.info.index}"
+
+
+@pytest.fixture
+def name(listed: str, opencl_device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the device, which is found without asking drivers."""
+    monkeypatch.setattr(expert_device, "device_named", lambda name: (opencl_device.info, "the device"))
+    return listed
 
 
 def tier_of(engine: Engine) -> DeviceTier:
@@ -175,7 +183,8 @@ def test_the_plan_has_what_the_device_then_holds(name: str, tmp_path: Path, monk
         assert use.expert_device in (0, held[0].n_bytes)
 
 
-def test_sizes_in_bytes(name: str, tmp_path: Path) -> None:
+def test_sizes_in_bytes(listed: str, tmp_path: Path) -> None:
+    name = listed
     path = write_tiny_experts(tmp_path / "m.gguf", "olmoe", "Q4_0")
     with ModelFile.open(path) as file:
         buffers = expert_buffers(file, read_spec(file), 96, expert_device.device_named(name)[0])
@@ -209,11 +218,11 @@ def test_more_than_there_is_room_for_is_refused(name: str, tmp_path: Path, monke
     ],
 )
 def test_what_cannot_be_is_refused(
-    options: dict[str, Any], error: type[Exception], message: str, name: str, tmp_path: Path
+    options: dict[str, Any], error: type[Exception], message: str, listed: str, tmp_path: Path
 ) -> None:
     path = write_tiny_experts(tmp_path / "m.gguf", "olmoe", "Q4_0")
     with pytest.raises(error, match=message):
-        edgeinfer.load(path, n_ctx=64, **{"expert_device": name} | options)
+        edgeinfer.load(path, n_ctx=64, **{"expert_device": listed} | options)
 
 
 def test_models_and_types_without_it_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
