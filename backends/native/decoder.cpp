@@ -63,6 +63,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
+    pass.tier = tier_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
@@ -71,6 +72,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
+    if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
 }
 
@@ -161,6 +163,11 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
                                    config_.logit_soft_cap);
         }
     });
+}
+
+void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    tier_ = std::move(tier);
 }
 
 Decoder::Routing Decoder::routing() {

@@ -58,6 +58,9 @@ public:
     // Null for a model without experts.
     ExpertPredictor* predictor() const { return predictor_.get(); }
 
+    // A device that computes some experts, from the next pass on; null for none.
+    void set_tier(std::shared_ptr<ExpertTier> tier);
+
     void interrupt() {
         interrupts_.fetch_add(1);
         stop_.store(true);
@@ -98,6 +101,7 @@ private:
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
     std::unique_ptr<ExpertPredictor> predictor_;
+    std::shared_ptr<ExpertTier> tier_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;

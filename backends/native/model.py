@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Rows, Watcher
+from edgeinfer.backends.base import ExpertTier, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
@@ -202,6 +202,10 @@ class NativeModel(NativeDecoder):
         """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
         cache = self.expert_cache
         return None if cache is None else cache.stats()
+
+    def set_expert_tier(self, tier: ExpertTier | None) -> None:
+        """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
+        self.decoder().set_tier(tier)
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""
