@@ -74,7 +74,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
 
 void Decoder::begin(const Pass& pass) {
     weights_->wait_until_mapped();
-    n_rows_ = pass.n;
+    last_rows_.begin(pass.texts, pass.n);
     if (!store_) return;
     store_->begin_pass();
     pass.b.experts.n_routed->store(0, std::memory_order_relaxed);
@@ -163,8 +163,8 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
 Decoder::Routing Decoder::routing() {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const int n_used = config_.most_of_experts([](const ExpertsConfig& e) { return e.n_used; });
-    const size_t n_rows = static_cast<size_t>(n_rows_), n_each = static_cast<size_t>(n_used);
-    Routing routing{n_rows_, n_used, std::vector<int32_t>(layers_.size() * n_rows * n_each, -1)};
+    const size_t n_rows = static_cast<size_t>(last_rows_.n_rows()), n_each = static_cast<size_t>(n_used);
+    Routing routing{last_rows_.n_rows(), n_used, std::vector<int32_t>(layers_.size() * n_rows * n_each, -1)};
     for (size_t i = 0; i < layers_.size(); i++) {
         const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn);
         for (size_t r = 0; block && r < n_rows; r++) {
@@ -173,6 +173,30 @@ Decoder::Routing Decoder::routing() {
         }
     }
     return routing;
+}
+
+double Decoder::expert_union() {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    size_t all = 0, of_row = 0;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        const ExpertLayer& experts = store_->layout().layer(layer);
+        const size_t n_used = static_cast<size_t>(block.n_used()), n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
+        const int32_t* chosen = block.chosen(*activations_, 0);
+        std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
+        for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;
+        all += experts.record_bytes * static_cast<size_t>(std::count(is_wanted.begin(), is_wanted.end(), true));
+        of_row += experts.record_bytes * n_used;
+    });
+    return of_row ? static_cast<double>(all) / static_cast<double>(of_row) : 0.0;
+}
+
+void Decoder::commit_experts(const TextState& state, std::span<const int32_t> path) {
+    const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+    if (!lock || !store_ || !last_rows_.commit(state, path)) return;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        const int n_experts = store_->layout().layer(layer).n_experts;
+        store_->forget_use(layer, last_rows_.only_rejected(block.chosen(*activations_, 0), block.n_used(), n_experts));
+    });
 }
 
 // ---- parts of a pass, for tuning -----------------------------------------------------------------------------------

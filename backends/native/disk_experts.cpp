@@ -71,6 +71,7 @@ void DiskExperts::begin_pass() {
     wanted_.clear();
     demanded_.clear();
     error_.clear();
+    before_pass_ = total();
     pass_++;
 }
 
@@ -323,6 +324,19 @@ ExpertStats DiskExperts::stats() const {
     for (const SlotPool& pool : slots_.pools()) stats.n_slots += static_cast<uint64_t>(pool.n_slots);
     for (const Entry& e : entries_) stats.n_in_memory += e.state == State::InMemory;
     return stats;
+}
+
+ExpertLayerStats DiskExperts::total() const {
+    ExpertLayerStats all;
+    for (const ExpertLayerStats& layer : stats_) all += layer;
+    return all;
+}
+
+ExpertLayerStats DiskExperts::pass_stats() const {
+    const std::lock_guard lock(mutex_);
+    ExpertLayerStats all = total();
+    all -= before_pass_;
+    return all;
 }
 
 std::vector<ExpertId> DiskExperts::in_memory() const {

@@ -56,6 +56,8 @@ public:
     void warm(std::vector<ExpertId> experts);
 
     ExpertStats stats() const;
+    // All layers together, since the last begin_pass.
+    ExpertLayerStats pass_stats() const;
     std::vector<ExpertId> in_memory() const;
     bool is_direct() const { return source_->is_direct(); }
 
@@ -72,6 +74,7 @@ private:
     };
 
     Entry& entry(ExpertId id);
+    ExpertLayerStats total() const;
     ExpertLayerStats& stats_of(int layer) { return stats_[static_cast<size_t>(layer)]; }
 
     // All of these are called with the lock.
@@ -102,6 +105,7 @@ private:
     std::deque<ExpertId> demanded_, hinted_, warm_;
     std::vector<ExpertId> wanted_;  // of the layers of this pass so far that are not over
     std::vector<ExpertLayerStats> stats_;
+    ExpertLayerStats before_pass_;  // of all layers
     std::string error_;
     uint64_t pass_ = 0, n_reads_ = 0;
     int layer_ = 0;  // the present one
