@@ -120,7 +120,13 @@ def _plan_with_cache(
         others = backend.plan(*arguments, sizes.least).use.total - sizes.least  # with the tables of a cache
         measured = search.next_size(sizes.least, largest_cache(sizes, budget_bytes, others))
         n_bytes = resolve(request, sizes, budget_bytes, others, measured)
-        return whole if n_bytes is None else backend.plan(*arguments, n_bytes)
+        if n_bytes is None:
+            return whole
+        found = backend.plan(*arguments, n_bytes)
+        while request == AUTO and n_bytes > sizes.least and (over := found.use.total - budget_bytes) > 0:
+            n_bytes = max(n_bytes - max(over, n_bytes // 32), sizes.least)  # memory comes in large pages
+            found = backend.plan(*arguments, n_bytes)
+        return found
 
     return plan
 

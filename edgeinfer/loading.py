@@ -74,9 +74,6 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         planned = replace(planned, plan=replace(planned.plan, use=use))
     model = planned.load(options.progress)
     opened.callback(model.close)
-    experts = _control_experts(model, planned)
-    if experts is not None:
-        opened.callback(experts.close)
     session = model.session()
     opened.callback(session.close)
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
@@ -84,6 +81,9 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if drafters is not None:
         speculator = _open_drafters(drafters, planned, session, options.draft_max)
         opened.callback(speculator.close)
+    experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
+    if experts is not None:
+        opened.callback(experts.close)
     name = planned.backend.name
     return Engine(session, tokenizer, file, planned.plan, planned.device, name, opened.pop_all(), speculator, experts)
 

@@ -287,7 +287,7 @@ class Reader(KeyReader):
                 head_dim=head_dim,
                 scale=1 / math.sqrt(head_dim),
                 rope=rope,
-                qk_norm=self.architecture.qk_norm,
+                qk_norm=self.architecture.qk_norm if "mixer.q_norm" in refs else None,
                 **_of_block("mixer", refs),
             )
             if experts is not None and experts.has_experts(index):
@@ -322,6 +322,8 @@ class Reader(KeyReader):
             there = role in architecture.optional and prefix + suffix in self.file.tensors
             if role in architecture.required or there:
                 refs[role] = prefix + suffix
+        if refs.keys() & QK_NORMS:  # both or none
+            refs |= {role: prefix + _SPECIAL[role] for role in QK_NORMS}
         if architecture.fused:
             refs |= self._fused_attention(prefix, n_q, n_kv)
         return refs

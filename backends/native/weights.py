@@ -148,9 +148,10 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     name = ref.name if isinstance(ref, TensorRows) else ref
     if isinstance(ref, TensorRows) and model.tensors[name].type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
-    info = _info(model, name)
+    info = _info(model, name, is_vector=len(weight.shape) == 1)
     packed_as = packing.format_of(info, weight.role)
-    part = Part(weight.block, weight.role, name, info.type, packed_as, info.shape, info.n_bytes)
+    shape = info.shape if isinstance(ref, TensorRows) else weight.shape  # in the file (1, n) may stand for (n,)
+    part = Part(weight.block, weight.role, name, info.type, packed_as, shape, info.n_bytes)
     if info.type == GGMLType.I2_S:
         return part._replace(n_bytes=info.n_bytes - I2_S_TAIL_BYTES, scale=_scale(model, name))
     if isinstance(ref, TensorRows):

@@ -37,16 +37,21 @@ class ExpertCache(Protocol):
         """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
         ...
 
-    def set_prefetch(self, layer: int, n: int) -> None:
-        """Read so many experts of a layer ahead, as its router predicts them from the input of the layer before."""
-        ...
-
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """A layer will probably want these, the most probable first."""
         ...
 
     def warm(self, experts: Sequence[tuple[int, int]]) -> None:
         """Read these (layer, expert) in the background into room that is free."""
+        ...
+
+
+@runtime_checkable
+class PrefetchingCache(ExpertCache, Protocol):
+    """A cache of a model that predicts the experts of its layers."""
+
+    def set_prefetch(self, layer: int, n: int) -> None:
+        """Read so many experts of a layer ahead, as its router predicts them from the input of the layer before."""
         ...
 
 
@@ -136,10 +141,10 @@ class ExpertControl:
         if len(tokens) == 1:
             self._n_passes += 1
             self._seconds += seconds if self._n_passes > _COLD else 0.0
-        if self._prefetch.after_pass(seconds, len(tokens)):
+        if isinstance(cache, PrefetchingCache) and self._prefetch.after_pass(seconds, len(tokens)):
             self._end_window(cache)
 
-    def _end_window(self, cache: ExpertCache) -> None:
+    def _end_window(self, cache: PrefetchingCache) -> None:
         now, stats, before = time.perf_counter(), cache.stats(), self._window
         of_layers = list(zip(stats.layers, before.layers, strict=True))
         seconds = max(now - self._window_began, 1e-9)

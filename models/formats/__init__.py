@@ -50,9 +50,11 @@ _CODES_OF: dict[GGMLType, Callable[[Bytes], Codes]] = {
     GGMLType.Q4_K: q4_k.codes_of,
     GGMLType.Q5_K: q5_k.codes_of,
     GGMLType.Q6_K: q6_k.codes_of,
+    GGMLType.MXFP4: mxfp4.codes_of,
     GGMLType.TQ1_0: tq1_0.codes_of,
     GGMLType.TQ2_0: tq2_0.codes_of,
     GGMLType.Q2_0: q2_0.codes_of,
+    GGMLType.MXFP4: mxfp4.codes_of,
 }
 # Each turns weights (n, block_elements) into blocks (n, block_bytes).
 _BYTES_OF: dict[GGMLType, Callable[[Floats], Bytes]] = {

@@ -230,6 +230,7 @@ RECIPES: dict[str, tuple[ExpertArchitecture, dict[str, Any]]] = {
         "glm4moe",
         {"metadata": {"glm4moe.expert_weights_norm": None, "glm4moe.expert_weights_scale": 0.0}},
     ),
+    "glm4moe, norms of queries and keys": ("glm4moe", {"qk_norms": True}),
     "glm4moe, partly turned": ("glm4moe", {"metadata": {"glm4moe.rope.dimension_count": 12}}),
     "gpt-oss, windows everywhere": ("gpt-oss", {"metadata": {"gpt-oss.attention.sliding_window_pattern": 0}}),
     "gpt-oss, base of windows": ("gpt-oss", {"metadata": {"gpt-oss.rope.freq_base_swa": 300.0}}),

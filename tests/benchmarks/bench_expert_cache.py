@@ -14,10 +14,12 @@ predicted: and on what the next layer will probably choose. repacked: llama.cpp'
 edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. Share 100 is no limit.
 
 Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
-each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); GB of the files that
-were in the page cache before, because other processes have them mapped (these are no part of the limit); the most
-memory in the cgroup, and of the process without mapped files. Hashes of logits must be the same in all runs of an
-engine. --records keeps each run: the same command goes on where it was stopped. One JSON line on stdout at the end.
+each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); GB of the files in the
+page cache before and after (what other processes have of them is no part of the limit: before there must be none, and
+after no more than the limit, so nobody else may use these files); the most memory in the cgroup, and of the process
+without mapped files; what the expert cache counted: waits are those of all threads that compute, disk_busy is the time
+with at least one read under way. Hashes of logits must be the same in all runs of an engine. --records keeps each run:
+the same command goes on where it was stopped. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
 N_PREFILL, N_DECODE_BATCH = 512, 64
+CACHE_COUNTS = "lookups", "hits", "bytes_read", "seconds_waited", "busy_seconds", "prefetches", "useful"
 PAGE, LEFT_BYTES = 4096, 32 << 20  # so much of a file may stay in the page cache: its header, which is read before
 
 
@@ -137,11 +140,22 @@ class Bench:
             "seconds": arguments.seconds,
         }
 
+    def cached(self) -> float:
+        """GB of the model's files in the page cache."""
+        n_bytes = 0
+        for path in self.all_files():
+            with path.open("rb") as file:
+                n_bytes += cached_bytes(file.fileno())
+        return n_bytes / 1e9
+
+    def all_files(self) -> list[Path]:
+        packed = packed_path(self.files[0])
+        return [*self.files, *([packed] if packed.exists() else [])]
+
     def run(self, variant: str, share: int) -> dict[str, Any]:
         """What limited_run.py found, and the peak of the group."""
         job = self.job(variant, share)
-        packed = packed_path(self.files[0])
-        left = drop([*self.files, *([packed] if packed.exists() else [])])
+        left = drop(self.all_files())
         group = MemoryGroup(job.limit) if job.limit is not None else None
         try:
             done = subprocess.run(
@@ -153,8 +167,8 @@ class Bench:
             )
             if done.returncode:
                 return {"failed": done.returncode, "error": done.stderr[-300:], "limit": job.limit}
-            peak = group.peak if group else None
-            return {**json.loads(done.stdout), "limit": job.limit, "group_peak": peak, "cached_before": left}
+            found = {**json.loads(done.stdout), "limit": job.limit, "cached_before": left}
+            return found | {"group_peak": group.peak if group else None, "cached_after": self.cached()}
         finally:
             if group:
                 group.remove()
@@ -179,6 +193,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "major_faults_per_pass": round(sum(run["major_faults"] for run in good) / n, 1),
         "others_cpu": round(float(sum(run["others_cpu_seconds"] for run in good) / (ms.sum() / 1e3)), 2),
         "cached_before_gb": round(max(run["cached_before"] for run in good), 2),
+        "cached_after_gb": round(max(run["cached_after"] for run in good), 2),
         "anonymous_mb": round(max(run["anonymous"] for run in good) / 1e6),
         "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
         "limit_mb": round((good[0]["limit"] or 0) / 1e6),

@@ -11,9 +11,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,11 +48,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that is ready. reset: forgets the text.  facts: gives what the engine says of itself, at the end."""
+    """An engine that is ready. reset: forgets the text.  counts: what the engine has counted so far.  facts: of it.
+    close: gives its memory back.
+    """
 
     forward: Forward
-    reset: Callable[[], None]
-    facts: Callable[[], dict[str, Any]]
+    reset: Callable[[], object]
+    close: Callable[[], None]
+    counts: Callable[[], dict[str, float]] = dict
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_llama(job: Job) -> Opened:
@@ -68,7 +72,7 @@ def open_llama(job: Job) -> Opened:
     llama = Llama(Path(job.path), job.n_ctx, job.n_threads, callback, mapped, job.n_batch)
     if steering:
         steering.start([Slices(*values) for values in job.slices])
-    return Opened(lambda tokens: llama.decode(tokens)[-1], lambda: llama.keep(0), dict)
+    return Opened(lambda tokens: llama.decode(tokens)[-1], lambda: llama.keep(0), llama.close)
 
 
 def open_edgeinfer(job: Job) -> Opened:
@@ -91,10 +95,16 @@ def open_edgeinfer(job: Job) -> Opened:
         session.commit(range(len(tokens)))
         return row
 
-    def facts() -> dict[str, Any]:
-        return {"planned": plan.use.total, "expert_cache": cache, "anonymous_before": before}
+    def counts() -> dict[str, float]:
+        stats = model.expert_stats()
+        if stats is None:
+            return {}
+        names = "lookups", "hits", "bytes_read", "prefetches", "useful", "seconds_waited"
+        totals = {name: sum(getattr(layer, name) for layer in stats.layers) for name in names}
+        return {**totals, "busy_seconds": stats.busy_seconds}
 
-    return Opened(forward, lambda: session.truncate(0), facts)
+    facts = {"planned": plan.use.total, "expert_cache": cache, "anonymous_before": before}
+    return Opened(forward, lambda: session.truncate(0), stack.close, counts, facts)
 
 
 VARIANTS: dict[str, Callable[[Job], Opened]] = {
@@ -149,14 +159,16 @@ def run(job: Job) -> dict[str, Any]:
 
     for tokens in job.warm_up:
         step(tokens)
-    before = counters()
+    before = {**counters(), **engine.counts()}
     for tokens in job.passes:
         seconds.append(step(tokens))
         if len(seconds) >= job.least and sum(seconds) > job.seconds:
             break
-    counted = {name: value - before[name] for name, value in counters().items()}
+    after = {**counters(), **engine.counts()}
+    counted = {name: value - before[name] for name, value in after.items()}
     peak = {"anonymous": anonymous, "resident": status("VmHWM")}
-    return {"load_seconds": loaded, "seconds": seconds, "digests": digests, **counted, **peak, **engine.facts()}
+    engine.close()
+    return {"load_seconds": loaded, "seconds": seconds, "digests": digests, **counted, **peak, **engine.facts}
 
 
 if __name__ == "__main__":

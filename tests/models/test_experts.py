@@ -66,6 +66,7 @@ def refusal(model: ModelFile) -> str:
 @pytest.mark.parametrize("architecture", EXPERT_ARCHITECTURES)
 def test_every_tensor_has_a_shape_in_the_spec(tiny: dict[str, ModelFile], architecture: str) -> None:
     shapes = {name: info.shape for name, info in tiny[architecture].tensors.items()}
+    shapes |= {name: shape[-1:] for name, shape in shapes.items() if name.endswith("ffn_gate_inp_shexp.weight")}
     assert read_spec(tiny[architecture]).tensor_shapes() == shapes
 
 
@@ -211,11 +212,23 @@ def test_the_draft_layers_of_glm4moe_are_left_out_and_nothing_else(tiny: dict[st
     )
 
 
-def test_a_vector_may_be_a_matrix_of_one_row(tiny: dict[str, ModelFile]) -> None:
+def test_norms_of_queries_and_keys_are_both_there_or_neither_is(tmp_path: Path, tiny: dict[str, ModelFile]) -> None:
+    assert {layer.mixer.qk_norm for layer in read_spec(tiny["glm4moe"]).layers} == {None}
+    with ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", "glm4moe", "F32", qk_norms=True)) as model:
+        assert {layer.mixer.qk_norm for layer in read_spec(model).layers} == {"per_head"}
+        for name in ("blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight"):
+            assert f"tensor {name} (24,) is missing" in refusal(changed(model, tensors={name: None}))
+
+
+def test_the_router_of_a_shared_expert_may_be_a_matrix_of_one_row(tiny: dict[str, ModelFile]) -> None:
     """As converters write the router of the shared expert; ggml does not tell the two apart."""
-    router = SimpleNamespace(shape=(1, 96))
-    found = read_spec(changed(tiny["qwen2moe"], tensors={"blk.1.ffn_gate_inp_shexp.weight": router}))
-    assert found == read_spec(tiny["qwen2moe"])
+    name = "blk.{}.ffn_gate_inp_shexp.weight"
+    routers = [tiny["qwen2moe"].tensors[name.format(layer)].shape for layer in (0, 1)]
+    assert routers == [(96,), (1, 96)]
+    wide = changed(tiny["qwen2moe"], tensors={name.format(1): SimpleNamespace(shape=(2, 96))})
+    assert f"tensor {name.format(1)} must have shape (96,): found (2, 96)" in refusal(wide)
+    norm = changed(tiny["qwen2moe"], tensors={"blk.1.ffn_norm.weight": SimpleNamespace(shape=(1, 96))})
+    assert "tensor blk.1.ffn_norm.weight must have shape (96,): found (1, 96)" in refusal(norm)
 
 
 def test_every_field_of_the_block_is_read_by_some_architecture(tmp_path: Path, tiny: dict[str, ModelFile]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -117,6 +117,7 @@ def write_tiny_experts(
     types: Mapping[str, str] | None = None,
     fused: bool = False,
     scales: bool = False,
+    qk_norms: bool = False,
     twins: tuple[int, int] | None = None,
     metadata: Mapping[str, Value | None] | None = None,
     seed: int = 0,
@@ -126,10 +127,12 @@ def write_tiny_experts(
     n_kv_heads: 2, but n_heads in olmoe, where llama.cpp wants as many keys as queries.  n_ff: of one expert, 256 where
     there are blocks of 256, else 64; twice that in a dense layer.  types: of matrices, by role ("ffn_down_exps") or
     whole name.  fused: gate and up are one tensor, of the same numbers.  scales: with a factor for each expert on its
-    products.  twins: two experts with the same row in every router, so that they tie for every token.
+    products.  qk_norms: with norms of queries and keys, which are optional in glm4moe.  twins: two experts with the
+    same row in every router, so that they tie for every token.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
     n_embd, n_ff, recipe = n_embd or (256 if is_wide else 96), n_ff or (256 if is_wide else 64), _RECIPES[architecture]
+    recipe = replace(recipe, qk_norm="per_head") if qk_norms else recipe
     n_kv_heads = n_kv_heads or (n_heads if architecture == "olmoe" else 2)
     n_dense = n_ff if architecture in _WHOLE_WIDTHS else 2 * n_ff
     heads = n_heads, n_kv_heads, head_dim or n_embd // n_heads
@@ -227,6 +230,8 @@ def _add_vectors(
             shapes |= _of_experts(recipe, sizes, fused, scales)
         for role, shape in shapes.items():
             name = f"blk.{layer}.{role}"
+            if (role, layer) == ("ffn_gate_inp_shexp.weight", 1):
+                shape = (1, *shape)  # as converters write it; llama.cpp's quantiser makes it a vector
             centre = 1.0 if role.endswith(("norm.weight", ".scale")) else 0.0
             writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _of_all(seed, name, shape))
 

@@ -1,12 +1,14 @@
 """Reads of experts that fail, end early or take long: what comes is right, or an error; nothing hangs."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_runs import FaultRun, FaultRuns
 from faults import SUPPORT, compile_faults, environment_of
 
 SECONDS = 120
@@ -56,3 +58,25 @@ def test_where_the_page_cache_cannot_be_avoided(library: Path, tmp_path: Path, k
     assert not found["is_direct"]
     assert found["right"] > 100
     assert bool(found["errors"]) == bool(faults)
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
+    return FaultRuns(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_one_read_error_ends_one_text(runs: FaultRuns, number: int) -> None:
+    run = FaultRun(runs.models[number], 1 << 20, 1 + number % 2, "eio:40:0", past_the_cache=True, can_fail=True)
+    outcome = runs.outcome(run)
+    assert outcome.wrong == ""
+    assert (outcome.n_right, len(outcome.errors)) == (3, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))  # tests/benchmarks/check_faults.py runs more
+def test_texts_are_right_or_end_with_an_error(runs: FaultRuns, seed: int) -> None:
+    run = runs.random_run(random.Random(seed))
+    assert (run, runs.outcome(run).wrong) == (run, "")

@@ -22,7 +22,7 @@ from edgeinfer.models.reader import each_mixer
 from edgeinfer.types import Device
 
 FLOATS = ["F32", "F16", "BF16"]
-BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "Q2_0"]
+BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "Q2_0"]
 MODELS = [("llama", format) for format in FLOATS + BLOCKS] + [("qwen2", "Q4_0"), ("qwen2", "Q4_K")]
 MODELS += [(name, "F32") for name in ARCHITECTURES[1:]] + [("bitnet-b1.58", "I2_S"), ("phi3", "Q8_0")]
 pytestmark = pytest.mark.usefixtures("onnx_provider")
