@@ -7,8 +7,8 @@ from edgeinfer.models.tokenizer import Tokenizer
 
 _TEXT = '''\
 The harbour was quiet when the ferry came in. A few people waited on the quay with bicycles and bags, and a dog slept \
-in the sun beside the ticket office. Nobody was in a hurry: the next boat would leave in the afternoon, and the shops in \
-the old town were closed until two. In the kitchen behind the bakery somebody was singing, and it smelled of bread.
+in the sun beside the ticket office. Nobody was in a hurry: the next boat would leave in the afternoon, and the shops \
+in the old town were closed until two. In the kitchen behind the bakery somebody was singing, and it smelled of bread.
 
 The largest rivers of the region are fed by snow. In spring, when it melts, the water rises by several metres, and the \
 bridges in the valley are closed for some days. Since 1997 a dam above the town keeps most of it back.
