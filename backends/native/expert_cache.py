@@ -45,6 +45,9 @@ class ExpertCache:
         """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
         return self._decoder.routing()
 
+    def set_prefetch(self, layer: int, n: int) -> None:
+        """So many experts of a layer are to be read ahead of it. The decoder does not predict any yet."""
+
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """A layer will probably want these, the most probable first: they are read while nothing else is."""
         self._store.hint(layer, list(experts))

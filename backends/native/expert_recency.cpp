@@ -52,19 +52,21 @@ void ExpertRecency::remove(ExpertId id) {
     (e.next == kNone ? layer.newest : entry({id.layer, e.next}).previous) = e.previous;
 }
 
+// Layers behind the present one were computed in one pass fewer: there, what the pass before this one wanted is as recent
+// as what this one wants of the layers that it has gone through.
 std::optional<ExpertId> ExpertRecency::oldest(std::span<const int> layers, int present_layer) const {
     const int n_layers = static_cast<int>(layers_.size());
     std::optional<ExpertId> found;
-    uint64_t last = 0;
+    uint64_t recency = 0;
     int ahead = 0;
     for (const int layer : layers) {
         const int32_t expert = layers_[static_cast<size_t>(layer)].oldest;
         if (expert == kNone) continue;
-        const uint64_t its_last = entry({layer, expert}).last;
+        const uint64_t its_recency = entry({layer, expert}).last + (layer > present_layer ? 1 : 0);
         const int its_ahead = (layer - present_layer + n_layers) % n_layers;
-        if (found && (its_last > last || (its_last == last && its_ahead < ahead))) continue;
+        if (found && (its_recency > recency || (its_recency == recency && its_ahead < ahead))) continue;
         found = {layer, expert};
-        last = its_last;
+        recency = its_recency;
         ahead = its_ahead;
     }
     return found;

@@ -1,7 +1,7 @@
-// Which expert to evict: the one that no pass wanted for the largest number of whole passes. Of equals it is one of the
-// layer that comes last in the cycle of layers from the present one on; in a layer the one with the lowest index. Plain
-// LRU evicts in the order of layers: a cache smaller than what one token wants would evict each expert just before it is
-// wanted again.
+// Which expert to evict: the one that was not wanted the largest number of times that its layer was computed since its
+// last use. Of equals it is one of the layer that comes last in the cycle of layers from the present one on; in a layer
+// the one with the lowest index. Plain LRU evicts in the order of layers: a cache smaller than what one token wants would
+// evict each expert just before it is wanted again.
 #pragma once
 
 #include <cstddef>

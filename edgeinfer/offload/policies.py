@@ -61,7 +61,8 @@ class LeastRecent:
 
 
 class PassRecency:
-    """Evicts what no pass wanted for the largest number of whole passes, as the native expert store does.
+    """Evicts what was not wanted the largest number of times that its layer was computed since its last use, as the
+    native expert store does.
 
     Of equals it is the one of the layer that comes last in the cycle of layers from the present one on, so the layer
     that has just passed; and in a layer the expert with the lowest index. Plain LRU evicts in the order of layers: with
@@ -98,11 +99,13 @@ class PassRecency:
     def _victim(self, layer: int) -> tuple[int, int]:
         while self._passes[0] not in self._layers:
             self._passes.popleft()
-        oldest = self._passes[0]
-        layers = self._layers[oldest]
-        behind = layers & ((1 << layer) - 1)  # these come last; then those from the end down to this layer
-        found = (behind or layers).bit_length() - 1
-        experts = self._experts[oldest, found]
+        number = self._passes[0]
+        passed, present = self._layers[number] & ((1 << layer) - 1), self._layers[number] & 1 << layer
+        if not passed and not present:  # only layers ahead, which were computed in one pass fewer
+            passed = self._layers.get(number + 1, 0) & ((1 << layer) - 1)
+            number += 1 if passed else 0
+        found = (passed or present or self._layers[number]).bit_length() - 1
+        experts = self._experts[number, found]
         return found, (experts & -experts).bit_length() - 1
 
     def _note(self, number: int, layer: int, expert: int) -> None:

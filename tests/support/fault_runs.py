@@ -69,7 +69,7 @@ class FaultRuns:
             "eio": f"eio:{first}:{every}",
             "short": f"short:{first}:{max(1, every % 4)}",
             "slow": f"slow:{first}:{max(9, every)}",
-            "end": f"end:{first}:{max(2, every)}",  # an end that is none: the next read goes on
+            "end": f"end:{first}:{max(2, every)}",  # only two in a row are taken for the end
             "cut": f"end:{first}:1",
             "kill": f"slow:{first}:{max(9, every)}",
         }[kind]
@@ -79,7 +79,7 @@ class FaultRuns:
             n_threads=rng.choice([1, 2]),
             reads=reads,
             past_the_cache=rng.random() < 0.8,
-            can_fail=kind in ("eio", "cut"),
+            can_fail=kind in ("eio", "end", "cut"),
             killed_after=rng.uniform(0.2, 1.5) if kind == "kill" else None,
         )
 

@@ -53,7 +53,7 @@ class ScannedRecency:
         for expert in missing:
             if len(self.last) >= self.capacity:
                 ages = {
-                    held: (number - last, (held[0] - layer) % self.n_layers, -held[1])
+                    held: (number - last - (held[0] > layer), (held[0] - layer) % self.n_layers, -held[1])
                     for held, last in self.last.items()
                 }
                 evicted.append(max(ages, key=ages.__getitem__))
