@@ -291,6 +291,7 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union,
              "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
              "experts.")

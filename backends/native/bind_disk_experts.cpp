@@ -143,7 +143,8 @@ void bind_stats(nb::module_& m) {
         .def_ro("prefetches", &ExpertLayerStats::prefetches)
         .def_ro("useful", &ExpertLayerStats::useful)
         .def_ro("dropped", &ExpertLayerStats::dropped)
-        .def_ro("seconds_waited", &ExpertLayerStats::seconds_waited);
+        .def_ro("seconds_waited", &ExpertLayerStats::seconds_waited)
+        .def_ro("seconds_stalled", &ExpertLayerStats::seconds_stalled);
     nb::class_<ExpertStats>(m, "ExpertStats", "What an expert cache did.")
         .def_ro("layers", &ExpertStats::layers)
         .def_ro("busy_seconds", &ExpertStats::busy_seconds)
@@ -204,6 +205,13 @@ void bind_disk_experts(nb::module_& m) {
         .def("stats", &DiskExperts::stats, without_gil)
         .def("in_memory", &in_memory, without_gil, "(layer, expert) of all that are in memory.")
         .def("pass_stats", &DiskExperts::pass_stats, without_gil, "All layers together, since the last pass began.")
+        .def(
+            "last_use",
+            [](const DiskExperts& experts, int layer, int expert) {
+                check_experts(experts.layout(), layer, {expert});
+                return experts.last_use({layer, expert});
+            },
+            "layer"_a, "expert"_a, "The number of the pass that counts as the last one that wanted it; 0 for none.")
         .def("presence", &presence, "(n_layers, most experts of a layer) uint8: 1 for those that are in memory.")
         .def_prop_ro("record_bytes", &record_bytes, "By layer, 0 for one without experts.")
         .def_prop_ro("is_direct", &DiskExperts::is_direct, "Whether reads go past the system's cache of files.")

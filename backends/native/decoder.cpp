@@ -177,7 +177,8 @@ Decoder::Routing Decoder::routing() {
 
 double Decoder::expert_union() {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    size_t all = 0, of_row = 0;
+    const size_t of_row = expert_bytes_of_row();
+    size_t all = 0;
     for_experts([&](int layer, const ExpertsBlock& block) {
         const ExpertLayer& experts = store_->layout().layer(layer);
         const size_t n_used = static_cast<size_t>(block.n_used()), n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
@@ -185,9 +186,16 @@ double Decoder::expert_union() {
         std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
         for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;
         all += experts.record_bytes * static_cast<size_t>(std::count(is_wanted.begin(), is_wanted.end(), true));
-        of_row += experts.record_bytes * n_used;
     });
     return of_row ? static_cast<double>(all) / static_cast<double>(of_row) : 0.0;
+}
+
+size_t Decoder::expert_bytes_of_row() const {
+    size_t n_bytes = 0;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        n_bytes += store_->layout().layer(layer).record_bytes * static_cast<size_t>(block.n_used());
+    });
+    return n_bytes;
 }
 
 void Decoder::commit_experts(const TextState& state, std::span<const int32_t> path) {

@@ -59,6 +59,7 @@ public:
     // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
     // of one row, 0 without experts.
     double expert_union();
+    size_t expert_bytes_of_row() const;
     // A text commits this path of its pending rows, and drops the others: experts that only dropped rows of the last pass
     // wanted have the recency that they had before it. Rows of texts that did not commit yet count as kept. Does nothing
     // while a pass runs.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -59,6 +60,8 @@ public:
     // All layers together, since the last begin_pass.
     ExpertLayerStats pass_stats() const;
     std::vector<ExpertId> in_memory() const;
+    // The pass that counts as the last one that wanted it, from 1 on; 0 for none.
+    uint64_t last_use(ExpertId id) const;
     bool is_direct() const { return source_->is_direct(); }
 
 private:
@@ -108,7 +111,9 @@ private:
     ExpertLayerStats before_pass_;  // of all layers
     std::string error_;
     uint64_t pass_ = 0, n_reads_ = 0;
-    int layer_ = 0;  // the present one
+    int layer_ = 0;      // the present one
+    int n_waiting_ = 0;  // threads that compute
+    std::chrono::steady_clock::time_point stalled_since_;
     bool closing_ = false;
     ReaderThreads readers_;  // the last one: they use all of the above
 };

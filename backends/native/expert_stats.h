@@ -14,6 +14,7 @@ struct ExpertLayerStats {
     uint64_t useful = 0;        // of these, wanted before they were evicted
     uint64_t dropped = 0;       // hints that were too late, or for which there was no room
     double seconds_waited = 0;  // by threads that compute
+    double seconds_stalled = 0;  // in which at least one of them waited
 
     ExpertLayerStats& operator+=(const ExpertLayerStats& other) {
         return combine(other, [](auto& mine, auto its) { mine += its; });
@@ -34,6 +35,7 @@ private:
         each(useful, other.useful);
         each(dropped, other.dropped);
         each(seconds_waited, other.seconds_waited);
+        each(seconds_stalled, other.seconds_stalled);
         return *this;
     }
 };

@@ -179,6 +179,11 @@ class NativeModel(NativeDecoder):
         """
         return self.decoder().routing()
 
+    @property
+    def expert_bytes_of_token(self) -> int:
+        """Bytes of the experts that one row wants in all layers."""
+        return self.decoder().expert_bytes_of_row
+
     def expert_union(self) -> float:
         """Bytes of the experts that the last pass wanted, each once, over those of one row; 0 without experts."""
         return self.decoder().expert_union()

@@ -112,7 +112,8 @@ class CostModel:
             last = MAX_TOKENS if n > self._longest else n
             for size in range(n, last + 1):
                 expected = now[size] * milliseconds / now[n] - self._added[size]
-                self._point[size] = expected / (self._base[size] + self._slope[size] * self._n_context)
+                if expected > 0.0:
+                    self._point[size] = expected / (self._base[size] + self._slope[size] * self._n_context)
             self._update()
         self._longest = max(self._longest, n)
 

@@ -20,7 +20,7 @@ _UNION_RATE, _POINT_RATE = 0.05, 0.1  # weight of a pass for the unions of all s
 _DECAY = 0.95  # of what was missing and waited for, with each pass
 _LEAST_MISSING = 1.0  # in tokens' experts, before the waits of passes tell more than the speed of the disk
 _STEP = 0.03  # of the cost of one token: a smaller change is not worth a new list
-_LEAST_SHARE = 0.2  # of the measured time of a pass: no correction takes more
+_LEAST_SHARE = 0.2  # of the time of a pass without its waits: no correction leaves less
 
 
 class ExpertCostModel(CostModel):
@@ -76,17 +76,18 @@ class ExpertCostModel(CostModel):
         """See CostModel."""
         if 1 <= n <= MAX_TOKENS:
             seen = self._passes.last()
-            super().observe(n, n_past, self._usual(n, seen, milliseconds))
+            super().observe(n, n_past, self._usual(n, n_past, seen, milliseconds))
             self._learn(n, seen)
 
     def correct(self, n: int, n_past: int, milliseconds: float) -> None:
         """See CostModel."""
-        super().correct(n, n_past, self._usual(n, self._passes.last(), milliseconds))
+        super().correct(n, n_past, self._usual(n, n_past, self._passes.last(), milliseconds))
 
-    def _usual(self, n: int, seen: PassExperts, milliseconds: float) -> float:
+    def _usual(self, n: int, n_past: int, seen: PassExperts, milliseconds: float) -> float:
         """What a pass would have taken that wanted as many experts, and waited for as many, as is usual."""
+        wait = self._expected_wait(n)
         usual = milliseconds - seen.waited_ms - self._union_ms * (seen.union - self._unions[n])
-        return max(usual, _LEAST_SHARE * milliseconds) + self._expected_wait(n)
+        return max(usual, _LEAST_SHARE * (self.milliseconds(n_past)[n] - wait), 0.0) + wait
 
     def _expected_wait(self, n: int) -> float:
         return self._wait_ms * self.missing_share * self._unions[n]

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher
+from edgeinfer.backends.base import Watcher, chained
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.policy import VerifyTree
 
@@ -79,8 +79,7 @@ class ExpertForecast:
         self._table = ExpertTable(len(layers), n_used)
         self._of_layer = np.repeat(np.arange(len(layers)), n_used)  # layer of each number of a table's row
         self._predicted = self._right = 0.0
-        self._before = model.watcher
-        model.watcher = self.run
+        model.watcher = chained(model.watcher, self.run)
 
     @property
     def precision(self) -> float:
@@ -95,7 +94,7 @@ class ExpertForecast:
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
         """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
         absent = self._absent() if len(tokens) <= _MOST_ROWS else None
-        is_whole = forward() if self._before is None else self._before(tokens, forward)
+        is_whole = forward()
         if is_whole:
             routing = self._model.routing()[self._layers]
             n_rows = routing.shape[1]
@@ -145,11 +144,6 @@ class ExpertForecast:
                 absent[self._of_layer, row] = False
             kept.append(node)
         return kept
-
-    def close(self) -> None:
-        """Watch no longer."""
-        if self._model.watcher == self.run:
-            self._model.watcher = self._before
 
     def _absent(self) -> NDArray[np.bool_]:
         return self._presence()[self._layers] == 0

@@ -30,6 +30,11 @@ class ExpertPasses(Protocol):
         ...
 
     @property
+    def byte_share(self) -> float:
+        """Of the bytes that a pass of one token reads, those of experts."""
+        ...
+
+    @property
     def disk_ms(self) -> float:
         """Milliseconds in which the disk reads the experts of one token, as measured so far; 0 if nothing was read."""
         ...
@@ -45,16 +50,17 @@ class PassesOf:
     def __init__(self, model: NativeModel) -> None:
         self._model = model
         self._cache = model.expert_cache
-        self._n_threads = model.threads.n
-        self._bytes_of_token = 0
-        if self._cache is not None:
-            n_bytes, n_used = self._cache.record_bytes, experts_in(model.spec)
-            self._bytes_of_token = sum(n * n_bytes[layer] for layer, n in n_used.items())
+        self._bytes_of_token = model.expert_bytes_of_token
 
     @property
     def is_cached(self) -> bool:
         """See ExpertPasses."""
         return self._cache is not None
+
+    @property
+    def byte_share(self) -> float:
+        """See ExpertPasses."""
+        return self._bytes_of_token / (self._bytes_of_token + self._model.decoder().weight_bytes)
 
     @property
     def disk_ms(self) -> float:
@@ -72,7 +78,7 @@ class PassesOf:
             return PassExperts(union)
         stats = self._cache.pass_stats()
         share = 1.0 - stats.hits / stats.lookups if stats.lookups else 0.0
-        return PassExperts(union, share * union, 1e3 * stats.seconds_waited / self._n_threads)
+        return PassExperts(union, share * union, 1e3 * stats.seconds_stalled)
 
 
 def experts_in(spec: ModelSpec) -> dict[int, int]:

@@ -141,8 +141,6 @@ class Speculator:
     def close(self) -> None:
         """Free the drafters, and keep the corrected cost curves."""
         self.costs.close()
-        if self._forecast is not None:
-            self._forecast.close()
         for state in self._states:
             with suppress(BackendLost):  # a device that hangs keeps its memory
                 state.drafter.close()
