@@ -181,7 +181,8 @@ double Decoder::expert_union() {
     size_t all = 0;
     for_experts([&](int layer, const ExpertsBlock& block) {
         const ExpertLayer& experts = store_->layout().layer(layer);
-        const size_t n_used = static_cast<size_t>(block.n_used()), n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
+        const size_t n_used = static_cast<size_t>(block.n_used()),
+                     n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
         const int32_t* chosen = block.chosen(*activations_, 0);
         std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
         for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;

@@ -94,7 +94,8 @@ private:
     template <class Visit>
     void for_experts(const Visit& visit) const {
         for (size_t i = 0; i < layers_.size(); i++) {
-            if (const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn)) visit(static_cast<int>(i), *block);
+            if (const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn))
+                visit(static_cast<int>(i), *block);
         }
     }
     void add_layer(int index, int& n_with_experts);

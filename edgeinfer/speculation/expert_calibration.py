@@ -66,7 +66,7 @@ class _Timed:
 
     def of_one_token(self) -> _Timed:
         """The same where all tokens are the first one."""
-        return _Timed(self._session, self._passes, self.tokens[:1] * max(_ALIKE_SIZES))
+        return _Timed(self._session, self._passes, [self.tokens[0]] * max(_ALIKE_SIZES))
 
     def run(self, sizes: Sequence[int], deadline: float, seconds: dict[int, float]) -> None:
         """See time_passes."""

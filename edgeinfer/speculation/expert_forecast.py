@@ -146,7 +146,8 @@ class ExpertForecast:
         return kept
 
     def _absent(self) -> NDArray[np.bool_]:
-        return self._presence()[self._layers] == 0
+        absent: NDArray[np.bool_] = self._presence()[self._layers] == 0
+        return absent
 
     def _measure(self, tokens: Sequence[int], used: NDArray[np.uint16], absent: NDArray[np.bool_]) -> None:
         """Compare predictions of absent experts with what a pass wanted. absent: before it."""

@@ -6,7 +6,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import BackendLost, EdgeInferError
@@ -236,13 +235,14 @@ class Speculator:
             return [], VerifyTree()
         proposals: list[Proposal] = []
         min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
+        limits = max_nodes, max_depth, min_probability
         for state in self._states:
             if not state.costly and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
         tree = VerifyTree()
         if proposals:
-            tree = self._select(context, proposals, verify_ms, max_nodes, max_depth, min_probability)
+            tree = self._select(context, proposals, verify_ms, limits)
         free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
         for state in self._states:
@@ -258,22 +258,27 @@ class Speculator:
                 proposals = costly + proposals  # more reliable than those that copy
                 self._record_wait(state, asked)
                 spent_ms = 1e3 * (perf_counter() - started)
-                tree = self._select(context, proposals, verify_ms, max_nodes, max_depth, min_probability, spent_ms)
+                tree = self._select(context, proposals, verify_ms, limits, spent_ms)
         return proposals, tree
 
     def _select(
-        self, context: Context, proposals: Sequence[Proposal], verify_ms: Sequence[float], *limits: Any
+        self,
+        context: Context,
+        proposals: Sequence[Proposal],
+        verify_ms: Sequence[float],
+        limits: tuple[int, int, float],
+        spent_ms: float = 0.0,
     ) -> VerifyTree:
         """See select_tree: without nodes whose experts would have to be waited for, where these can be told."""
         costs, forecast = self.costs, self._forecast
         if forecast is None or not forecast.is_trusted or not isinstance(costs, ExpertCostModel):
-            return select_tree(proposals, verify_ms, *limits)
+            return select_tree(proposals, verify_ms, *limits, spent_ms)
         n_past = self._session.n_past
 
         def keep(tree: VerifyTree, order: list[int], path_probabilities: Sequence[float]) -> list[int]:
             return forecast.kept(context.tokens[-1], tree, order, path_probabilities, costs, n_past)
 
-        return select_tree(proposals, costs.in_memory_ms(n_past), *limits, keep=keep)
+        return select_tree(proposals, costs.in_memory_ms(n_past), *limits, spent_ms, keep)
 
     def _prepare(
         self,
