@@ -105,8 +105,7 @@ def _run(
 
 
 def _text(model: Model, planned: PlannedModel, prompt: Sequence[int], like: _Run | None, prove: bool) -> _Run:
-    cache = model.expert_cache if isinstance(model, ExpertModel) else None
-    control = None if cache is None else _watched(model, cache, planned)
+    cache, control = _watched(model, planned)
     session, tokens, logits = model.session(), list(prompt), []
     routing: list[NDArray[np.int32]] = []
     began, before = 0.0, None
@@ -127,11 +126,13 @@ def _text(model: Model, planned: PlannedModel, prompt: Sequence[int], like: _Run
     return _Run(tokens, logits, seconds, control.reads().since(before), _belady(routing, n_experts, cache))
 
 
-def _watched(model: ExpertModel, cache: ExpertCache, planned: PlannedModel) -> ExpertControl:
-    """What decides as after any load, but with an empty cache and without what earlier runs have shown."""
+def _watched(model: Model, planned: PlannedModel) -> tuple[ExpertCache | None, ExpertControl | None]:
+    """The cache, and what decides about it as after a first load; None without one."""
+    if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
+        return None, None
     control = ExpertControl(cache, _sizes(planned), planned.device.n_threads)
     model.watcher = control.run
-    return control
+    return cache, control
 
 
 def _sizes(planned: PlannedModel) -> ExpertSizes:

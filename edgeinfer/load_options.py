@@ -96,7 +96,8 @@ class LoadOptions:
         drafters_named(self.drafter_names())
         check_choice("backend", self.backend, get_args(BackendName))
         check_choice("cache_type", self.cache_type, get_args(CacheType))
-        parse(self.expert_cache)
+        if (n_bytes := parse(self.expert_cache).n_bytes) is not None and not isinstance(self.expert_cache, str):
+            object.__setattr__(self, "expert_cache", n_bytes)
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
         check_flag("verify", self.verify)

@@ -25,7 +25,8 @@ _SHARED = {
     "shared_up": "ffn_up_shexp.weight",
     "shared_down": "ffn_down_shexp.weight",
 }
-SHARED_ROUTER = "ffn_gate_inp_shexp.weight"
+_SHARED_ROUTER = "ffn_gate_inp_shexp.weight"
+MAY_BE_ROWS = (_SHARED_ROUTER, _SPECIAL["selection_bias"])  # vectors that some files have as matrices of one row
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ExpertReader:
         names |= {role: name for role, name in _SPECIAL.items() if role in recipe.required}
         names |= {role: name for role, name in _SPECIAL.items() if role in recipe.optional and prefix + name in there}
         names |= _SHARED if self._n_ff_shared else {}
-        names |= {"shared_router": SHARED_ROUTER} if recipe.shared_router else {}
+        names |= {"shared_router": _SHARED_ROUTER} if recipe.shared_router else {}
         names |= {role: name for role, name in _SCALES.items() if prefix + name in there}
         return {role: prefix + name for role, name in names.items()} | self._gate_and_up(prefix)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import rope
 from edgeinfer.models.arrays import Array
-from edgeinfer.models.expert_reader import SHARED_ROUTER, ExpertReader, ExpertRecipe
+from edgeinfer.models.expert_reader import MAY_BE_ROWS, ExpertReader, ExpertRecipe
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.key_reader import KeyReader
 from edgeinfer.models.spec import (
@@ -354,7 +354,7 @@ class Reader(KeyReader):
             info = self.file.tensors.get(name)
             if info is None:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
-            is_row = name.endswith(SHARED_ROUTER) and info.shape == (1, *shape)  # ggml does not tell these apart
+            is_row = name.endswith(MAY_BE_ROWS) and info.shape == (1, *shape)  # ggml does not tell these apart
             if info.shape != shape and not is_row:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
         others = others | self.architecture.rope_factors | self._skipped_tensors()

@@ -138,7 +138,7 @@ class NativeBackend:
         made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, embedding_bytes, store)
         weights.check_all_are_used()
         loaded = NativeModel(made, spec, plan)
-        if self.tuned:
+        if self.tuned and not is_cached:  # what is measured while experts are read is the disk
             loaded.tuning = self._tune(loaded, model, parts, device, plan.ternary_bits)
         return loaded
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.devices import available_memory
 from edgeinfer.errors import BadPack
 from edgeinfer.files import written_whole
 from edgeinfer.models.gguf import ModelFile
@@ -261,8 +262,11 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 
 
 def _read_in_huge_pages(path: Path) -> None:
-    """Read a file that was just written once more: what writing left in memory stays in small pages until then."""
-    if hasattr(os, "posix_fadvise"):
+    """Read a file that was just written once more: what writing left in memory stays in small pages until then.
+
+    Not one that does not fit into memory, which experts may be read from piece by piece.
+    """
+    if hasattr(os, "posix_fadvise") and path.stat().st_size < available_memory():
         with suppress(OSError), path.open("rb") as file:  # it is whole, whatever becomes of this
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()

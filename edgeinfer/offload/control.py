@@ -80,6 +80,7 @@ class ExpertControl:
     ) -> None:
         self._n_threads, self._keys = n_threads, keys
         self._cache: ExpertCache | None = cache
+        self._predicting = cache if isinstance(cache, PrefetchingCache) else None
         self.share = cache.n_bytes / max(sizes.total, 1)
         n_layers = len(cache.record_bytes)
         self._first = next((layer for layer, n_bytes in enumerate(cache.record_bytes) if n_bytes), 0)
@@ -123,7 +124,7 @@ class ExpertControl:
 
     def close(self) -> None:
         """Keep what was learnt, and let the cache go."""
-        self._final, self._cache = self.reads(), None
+        self._final, self._cache, self._predicting = self.reads(), None, None
         if self._keys is None:
             return
         save_usage(self._keys[0], self._usage)
@@ -141,8 +142,8 @@ class ExpertControl:
         if len(tokens) == 1:
             self._n_passes += 1
             self._seconds += seconds if self._n_passes > _COLD else 0.0
-        if isinstance(cache, PrefetchingCache) and self._prefetch.after_pass(seconds, len(tokens)):
-            self._end_window(cache)
+        if self._predicting is not None and self._prefetch.after_pass(seconds, len(tokens)):
+            self._end_window(self._predicting)
 
     def _end_window(self, cache: PrefetchingCache) -> None:
         now, stats, before = time.perf_counter(), cache.stats(), self._window

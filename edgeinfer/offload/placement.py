@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument
 
+_CLEARLY = 1.5  # times as large a score is worth a transfer while the link is idle
+
 Seconds = Callable[[int], float]  # of one expert, by the number of rows
 
 
@@ -206,6 +208,23 @@ class GpuCache:
         of_layer *= self._memory
         of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
 
+    def swap(self) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
+        """The (layer, expert) to move to the GPU while the link is idle, and the one that makes room, None for no need.
+
+        Both are taken as done. None where no expert scores clearly more than the one that would have to go.
+        """
+        if not self.capacity or self._held.all():
+            return None
+        inside = self._highest(np.where(self._held, -1.0, self._scores))
+        if np.count_nonzero(self._held) < self.capacity:
+            self._held[inside] = True
+            return inside, None
+        outside = self._highest(np.where(self._held, -self._scores, -np.inf))
+        if self._scores[inside] <= _CLEARLY * self._scores[outside]:
+            return None
+        self._held[inside], self._held[outside] = True, False
+        return inside, outside
+
     def keep(self, layer: int, expert: int) -> tuple[int, int] | None:
         """Offer an expert that was moved to the GPU; gives the (layer, expert) that makes room for it.
 
@@ -217,10 +236,14 @@ class GpuCache:
             return layer, expert
         evicted = None
         if np.count_nonzero(self._held) >= self.capacity:
-            scores = np.where(self._held, self._scores, np.inf)
-            evicted = tuple(int(index) for index in np.unravel_index(int(scores.argmin()), scores.shape))
+            evicted = self._highest(np.where(self._held, -self._scores, -np.inf))
             if self._scores[evicted] >= self._scores[layer, expert]:
                 return layer, expert
             self._held[evicted] = False
         self._held[layer, expert] = True
-        return None if evicted is None else (evicted[0], evicted[1])
+        return evicted
+
+    def _highest(self, scores: NDArray[np.float64]) -> tuple[int, int]:
+        """(layer, expert) of the largest of these; the first of equals."""
+        layer, expert = divmod(int(scores.argmax()), scores.shape[1])
+        return layer, expert

@@ -1,6 +1,6 @@
 """Placement of experts simulated on recorded routing: what a text would take by measured times. Nothing is computed.
 
-Transfers of a layer are not hidden behind other layers, and what the GPU holds is also in memory.
+Transfers that a layer waits for are not hidden behind other layers; what the GPU holds is also in memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ Rule = Callable[[Sequence[WantedExpert], ExpertTimes], Assignment]
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of the experts of all tokens behind the prompt, and what was moved to the GPU for them."""
+    """Seconds of the experts of all tokens behind the prompt.
+
+    transfers, swaps: experts that were moved to the GPU because a token wanted them, and while the link was idle.
+    """
 
     seconds: float
     transfers: int
+    swaps: int = 0
 
 
 def simulate(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | None = None) -> dict[str, Simulated]:
@@ -40,7 +44,7 @@ def simulate(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int |
 def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | None, rule: Rule) -> Simulated:
     capacity = min(on_gpu, routing.n_layers * routing.n_experts)
     gpu, memory = GpuCache(routing.n_layers, routing.n_experts, capacity), PassRecency(in_memory or 1)
-    seconds, transfers, was_prompt = 0.0, 0, True
+    seconds, transfers, swaps, was_prompt, idle = 0.0, 0, 0, True, 0.0
     for number, (is_prompt, layers) in enumerate(_passes(routing)):
         if was_prompt and not is_prompt:
             gpu.fill()
@@ -60,7 +64,11 @@ def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | Non
             transfers += len(found.transfers)
             for expert in found.transfers:
                 gpu.keep(layer, expert)
-    return Simulated(seconds, transfers)
+            idle += found.seconds - len(found.transfers) * times.transfer
+            if rule is assign and idle >= times.transfer:
+                idle = 0.0
+                swaps += gpu.swap() is not None
+    return Simulated(seconds, transfers, swaps)
 
 
 def _passes(routing: Routing) -> list[tuple[bool, list[dict[int, int]]]]:

@@ -74,11 +74,10 @@ class ExpertUsage:
         if not self._n_waiting:
             return
         self._counts *= math.pow(0.5, self._n_waiting / HALF_LIFE)
-        n_experts = self._counts.shape[1]
-        for chosen in self._waiting:
-            places = chosen + n_experts * np.arange(chosen.shape[1], dtype=np.int32)[:, None]
-            used = np.bincount(places[chosen != NONE].reshape(-1), minlength=self._counts.size)
-            self._counts += used.reshape(self._counts.shape)
+        n_layers, n_experts = self._counts.shape
+        chosen = np.concatenate(self._waiting)
+        places = chosen + n_experts * np.arange(n_layers, dtype=np.int32)[:, None]
+        self._counts += np.bincount(places[chosen != NONE], minlength=self._counts.size).reshape(self._counts.shape)
         self._waiting, self._n_waiting = [], 0
 
 

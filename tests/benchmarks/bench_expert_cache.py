@@ -198,11 +198,28 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "group_peak_mb": round(max(run["group_peak"] or 0 for run in good) / 1e6),
         "limit_mb": round((good[0]["limit"] or 0) / 1e6),
     }
-    return (
-        row
-        | ({"failed": len(failed)} if failed else {})
-        | {k: good[0][k] for k in ("plan", "expert_cache") if k in good[0]}
-    )
+    if "lookups" in good[0]:
+        row |= cache_summary(good)
+    return row | ({"failed": len(failed)} if failed else {})
+
+
+def cache_summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the expert cache counted in runs of edgeinfer. planned_mb: of the model, beside what Python had before."""
+    n = sum(len(run["seconds"]) for run in runs)
+    total = {name: sum(run[name] for run in runs) for name in CACHE_COUNTS}
+    planned = [run["planned"] + run["anonymous_before"] for run in runs]
+    return {
+        "hit_rate": round(total["hits"] / total["lookups"], 3),
+        "cache_read_mb_per_pass": round(total["bytes_read"] / n / 1e6, 1),
+        "waited_ms_per_pass": round(1e3 * total["seconds_waited"] / n, 2),
+        "disk_busy_ms_per_pass": round(1e3 * total["busy_seconds"] / n, 2),
+        "disk_mb_s": round(total["bytes_read"] / 1e6 / max(total["busy_seconds"], 1e-9)),
+        "prefetched": total["prefetches"],
+        "useful": total["useful"],
+        "cache_mb": round(runs[0]["expert_cache"] / 1e6),
+        "planned_mb": round(planned[0] / 1e6),
+        "anonymous_of_plan": round(max(run["anonymous"] / plan for run, plan in zip(runs, planned, strict=True)), 3),
+    }
 
 
 def same_logits(runs: Sequence[dict[str, Any]]) -> bool:

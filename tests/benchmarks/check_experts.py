@@ -29,6 +29,7 @@ from records import Records
 from text import SAMPLE_TEXT
 
 import edgeinfer
+from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
@@ -85,6 +86,8 @@ class Check:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.path = arguments, arguments.model
+        if not packed_path(self.path.resolve()).exists():
+            raise SystemExit(f"there is no packed file to compare with: edgeinfer pack {self.path}")
         with ModelFile.open(self.path) as file:
             text = Tokenizer.from_file(file).encode(SAMPLE_TEXT)
         self.tokens = np.array(text[: arguments.tokens + N_BEHIND], dtype=np.int32)

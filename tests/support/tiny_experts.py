@@ -230,8 +230,8 @@ def _add_vectors(
             shapes |= _of_experts(recipe, sizes, fused, scales)
         for role, shape in shapes.items():
             name = f"blk.{layer}.{role}"
-            if (role, layer) == ("ffn_gate_inp_shexp.weight", 1):
-                shape = (1, *shape)  # as converters write it; llama.cpp's quantiser makes it a vector
+            if layer == 1 and role in ("ffn_gate_inp_shexp.weight", "exp_probs_b.bias"):
+                shape = (1, *shape)  # as checkpoints have them; llama.cpp's quantiser makes them vectors
             centre = 1.0 if role.endswith(("norm.weight", ".scale")) else 0.0
             writer.add_tensor(name, np.float32(centre) + np.float32(0.2) * _of_all(seed, name, shape))
 

@@ -1,6 +1,7 @@
 """Models whose experts are read from disk: the bits of all experts in memory, the planned bytes, and errors."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from try_texts import sizes_of
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.backends.native.packed import packed_path
-from edgeinfer.errors import EdgeInferError, ExpertReadError, InvalidArgument
+from edgeinfer.errors import EdgeInferError, ExpertReadError, Interrupted, InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device, ExpertSizes
@@ -153,6 +154,32 @@ def test_a_warm_start_has_what_it_was_told(models: dict[str, Path]) -> None:
         assert [(layer.lookups, layer.hits) for layer in cache.stats().layers] == [(3, 3), (3, 3)]
 
 
+def test_passes_that_were_interrupted_while_experts_came_run_again(
+    models: dict[str, Path], expected: NDArray[np.float32]
+) -> None:
+    with opened(models["split"], sizes_of(models["split"]).least, 2) as model:
+
+        def interrupt() -> None:
+            for _ in range(60):
+                model.interrupt()
+                time.sleep(0.004)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        session, found, first = model.session(), [], 0
+        for length in LENGTHS:
+            while True:
+                try:
+                    output = session.forward(TOKENS[first : first + length], logits="all")
+                except Interrupted:
+                    continue
+                break
+            found.append(output.logits.copy())
+            first += length
+        thread.join()
+        assert same_bits(np.concatenate(found), expected)
+
+
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +240,18 @@ def test_a_file_that_is_cut_off_in_use_is_an_error_and_no_crash(tmp_path: Path, 
             with pytest.raises(ExpertReadError, match=rf"{read.name}: .*expert \d+ at byte \d+: the file has changed"):
                 session.forward(TOKENS[4:12])
         assert session.n_past == 0  # nothing was committed
+
+
+def test_the_disk_is_not_tuned_for(models: dict[str, Path]) -> None:
+    backend = NativeBackend()
+    with ModelFile.open(models["packed"]) as file:
+        spec = read_spec(file)
+        plan = backend.plan(file, spec, 64, expert_cache=sizes_of(models["packed"]).least)
+        model = backend.load(file, spec, plan, Device(1))
+        stats = model.expert_stats()
+        assert model.tuning is None and stats is not None
+        assert sum(layer.lookups for layer in stats.layers) == 0
+        model.close()
 
 
 def test_a_closed_model_has_no_cache(models: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import comparisons, same_bits
+from interrupts import interrupted_every
 from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_experts
 from tiny_models import BLOCK_256_TYPES
 
@@ -17,7 +18,7 @@ from edgeinfer.backends.native.experts import EXPERT_ROLES
 from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_experts import Choice, choose
-from edgeinfer.errors import BadPack, UnsupportedModel
+from edgeinfer.errors import BadPack, ExpertReadError, Interrupted, UnsupportedModel
 from edgeinfer.models import Experts, ModelSpec, RouterFunction, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
@@ -354,3 +355,42 @@ def test_tuning_counts_the_experts_of_one_token(tmp_path: Path) -> None:
     assert use.experts * 3 // 8 < decoder.part_bytes(1, 0) < use.weights + use.experts * 3 // 8
     assert model.tuned(4).weight_bytes == decoder.part_bytes(1, 0)
     assert model.tuned(4).seconds_of_part(4, 2, 1) > 0
+
+
+# ---- passes that end early -------------------------------------------------------------------------------------------
+
+
+def test_a_pass_that_is_stopped_between_experts_leaves_the_text_as_it_was(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    path, tokens = write_tiny_experts(tmp_path / "m.gguf", "qwen2moe", "Q4_K", n_experts=16), tokens_of(rng, 120)
+    session = load(path).session()
+    expected = session.forward(tokens, logits="all").logits
+    n_stopped = 0
+    with interrupted_every(0.0004, session):
+        for _ in range(60):
+            try:
+                assert same_bits(session.forward(tokens, logits="all").logits, expected)
+            except Interrupted:
+                n_stopped += 1
+    assert n_stopped > 0 and session.n_past == 0
+    assert same_bits(session.forward(tokens, logits="all").logits, expected)
+
+
+def test_an_expert_that_cannot_be_read_ends_the_pass_with_an_error(tmp_path: Path, rng: np.random.Generator) -> None:
+    path, tokens = write_tiny_experts(tmp_path / "m.gguf", "qwen2moe", "Q4_K", n_experts=16), tokens_of(rng, 20)
+    expected = logits_of(path, tokens)
+    with ModelFile.open(path) as file:
+        backend, spec = NativeBackend(tuned=False), read_spec(file)
+        sizes = backend.experts(file, spec).sizes()
+        assert sizes is not None
+        plan = backend.plan(file, spec, 64, expert_cache=sizes.least)
+        session = backend.load(file, spec, plan, Device(2)).session()
+        assert same_bits(session.forward(tokens[:4], logits="all").logits, expected[:4])
+        session.commit(range(4))
+        with path.open("r+b") as damaged:
+            damaged.truncate(file.tensors["blk.1.ffn_down_exps.weight"].offset + 4096)
+        for _ in range(2):
+            with pytest.raises(ExpertReadError, match=r"m\.gguf: tensor blk.*_exps\.weight, expert \d+ at byte \d+: "):
+                session.forward(tokens[4:], logits="all")
+        assert session.n_past == 4

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, same_bits
+from tiny_experts import write_tiny_experts
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -102,6 +103,16 @@ def test_each_text_has_the_bits_that_it_has_alone(
     model = load(write_tiny_model(tmp_path / "m.gguf", architecture, format, head_dim=head_dim), cache_type=cache_type)
     for n_texts in range(1, 9):
         check(model, n_texts, rng)
+
+
+@pytest.mark.parametrize("architecture, format", [("qwen2moe", "Q4_K"), ("gpt-oss", "MXFP4"), ("glm4moe", "F16")])
+def test_texts_that_want_other_experts_share_a_pass(
+    architecture: Any, format: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    path = write_tiny_experts(tmp_path / "m.gguf", architecture, format, n_experts=12)
+    for n_texts, n_threads in ((1, 1), (3, 2), (8, 3)):
+        check(load(path, n_threads), n_texts, rng)
+    check(load(path, n_batch=len(TREE)), 5, rng, most=40)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 from scripted import Script
 from staging import CRASH, Stage
+from tiny_experts import write_tiny_experts
 from tiny_heads import write_tiny_head
 from tiny_models import CHATML, write_tiny_model
 
@@ -261,7 +262,7 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
         assert set(record["timings"]) == {
             *("prompt_seconds", "decode_seconds", "prompt_tokens_per_second", "decode_tokens_per_second"),
-            "speculation",
+            *("speculation", "prompt_experts", "decode_experts"),
         }
         assert record["model"] == model and record["seed"] == 1 and record["finish_reason"] in ("stop", "length")
         assert result.stdout.count("\n") == 1 and result.stderr == ""
@@ -784,6 +785,17 @@ def test_stats_say_that_a_drafter_was_not_asked(native, model, tmp_path):
         person.see("| context ")
         person.say("/stats")
         person.see("head on the CPU; not asked in the last answer")
+        person.say("/exit")
+        assert person.leave() == 0
+
+
+def test_stats_tell_the_expert_cache(native, tmp_path):
+    experts = write_tiny_experts(tmp_path / "experts.gguf")
+    with sitting_at(experts, tmp_path, "--backend", "native", "--expert-cache", "50%", "-n", "5") as person:
+        person.say("hello")
+        assert " hits, " in person.see("| context ")
+        person.say("/stats")
+        assert "cache of 864.0 KiB, 50% of all experts" in person.see("s waited for the disk")
         person.say("/exit")
         assert person.leave() == 0
 

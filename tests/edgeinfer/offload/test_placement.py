@@ -99,6 +99,9 @@ def test_the_gpu_keeps_the_experts_with_the_largest_scores() -> None:
     cache.observe(1, [3], [4.0])
     assert cache.keep(1, 3) == (0, 2) and cache.holds(1, 3) and not cache.holds(0, 2)
     assert GpuCache(2, 4, 0).keep(0, 0) == (0, 0)
+    cache.observe(0, [1], [9.0])
+    assert cache.swap() == ((0, 1), (0, 0)) and cache.swap() is None  # the others do not score clearly more
+    assert GpuCache(1, 2, 1).swap() == ((0, 0), None) and GpuCache(1, 2, 0).swap() is None
     with pytest.raises(InvalidArgument, match=r"0\.\.8"):
         GpuCache(2, 4, 9)
 
@@ -127,7 +130,7 @@ def test_on_recorded_routing_ours_is_faster_than_a_static_split_and_the_cpu_alon
 def test_without_a_gpu_worth_using_all_ways_are_the_cpu() -> None:
     times = ExpertTimes(TIMES.cpu, lambda rows: 100.0, transfer=100.0)
     found = simulate(recorded(2), times, on_gpu=16)
-    assert found["ours"] == found["cpu"] and found["cpu"].seconds < found["static"].seconds
+    assert found["ours"].seconds == found["cpu"].seconds < found["static"].seconds and not found["ours"].transfers
 
 
 def test_the_simulation_counts_the_rows_of_a_pass_by_expert() -> None:

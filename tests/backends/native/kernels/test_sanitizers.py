@@ -18,6 +18,7 @@ BUILD = ROOT / "build" / "sanitize"
 LEFT_OUT = "reference or 200_tokens or 200_damaged or those_of_llama_cpp or pre_tokenisers or (long_texts and qwen2)"
 TESTS = ["tests/backends/native/kernels/test_matmul.py", "tests/backends/native/kernels/test_ternary.py"]
 TESTS += ["tests/backends/native/test_native.py", "tests/backends/native/test_sinks.py"]
+TESTS += ["tests/backends/native/test_experts.py", "tests/backends/native/test_disk_experts.py"]
 TESTS += ["tests/backends/test_draft_head.py"]
 TESTS += ["tests/models/test_arrays.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"]
 TESTS += ["tests/edgeinfer/test_sampling.py"]
