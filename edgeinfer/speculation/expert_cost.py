@@ -17,9 +17,9 @@ from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, 
 from edgeinfer.speculation.expert_passes import ExpertPasses, PassExperts
 
 _UNION_RATE, _POINT_RATE = 0.05, 0.1  # weight of a pass for the unions of all sizes, and for that of its own
-_DECAY = 0.95  # of what was missing and waited for, with each pass
+_DECAY = 0.97  # of what was missing and waited for, with each pass
 _LEAST_MISSING = 1.0  # in tokens' experts, before the waits of passes tell more than the speed of the disk
-_STEP = 0.03  # of the cost of one token: a smaller change is not worth a new list
+_STEP = 0.05  # of the cost of one token: a smaller change is not worth a new list
 _LEAST_SHARE = 0.2  # of the time of a pass without its waits: no correction leaves less
 
 
@@ -100,8 +100,7 @@ class ExpertCostModel(CostModel):
             self._unions[n] += _POINT_RATE * (seen.union - self._unions[n])
         if self._passes.is_cached:
             self._learn_waits(seen)
-        added = [self._added_to(m) for m in (1, 2, 4, 8)]
-        if any(abs(ms - self._added[m]) > _STEP * self._now[1] for ms, m in zip(added, (1, 2, 4, 8), strict=True)):
+        if any(abs(self._added_to(m) - self._added[m]) > _STEP * self._now[m] for m in (1, 2, 8)):
             self._added = [self._added_to(m) for m in range(MAX_TOKENS + 1)]
             self._update()
 

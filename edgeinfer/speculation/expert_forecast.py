@@ -18,7 +18,7 @@ from edgeinfer.speculation.policy import VerifyTree
 
 _TABLE_BYTES = 4 << 20  # at most
 _MOST_TOKENS = 4096
-_MOST_ROWS = 32  # of a pass that says how good predictions are
+_MOST_ROWS, _EVERY = 32, 4  # of passes that say how good predictions are; of those of one row, every fourth one does
 _PRECISION = 0.5  # of predictions, above which they are used
 _LEAST_PREDICTED = 64.0  # absent experts, before precision says something
 _FORGET = 0.98  # of these counts, with each pass
@@ -79,6 +79,7 @@ class ExpertForecast:
         self._table = ExpertTable(len(layers), n_used)
         self._of_layer = np.repeat(np.arange(len(layers)), n_used)  # layer of each number of a table's row
         self._predicted = self._right = 0.0
+        self._n_passes = 0
         model.watcher = chained(model.watcher, self.run)
 
     @property
@@ -93,7 +94,9 @@ class ExpertForecast:
 
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
         """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
-        absent = self._absent() if len(tokens) <= _MOST_ROWS else None
+        self._n_passes += 1
+        is_measured = len(tokens) <= _MOST_ROWS and (len(tokens) > 1 or self._n_passes % _EVERY == 0)
+        absent = self._absent() if is_measured else None
         is_whole = forward()
         if is_whole:
             routing = self._model.routing()[self._layers]
