@@ -24,6 +24,11 @@ Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool |
 Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
 
 
+def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
+    """Both: the outer one, if there is one, watches what the inner one runs."""
+    return inner if outer is None else lambda tokens, forward: outer(tokens, lambda: inner(tokens, forward))
+
+
 # ---- models and the state of texts -----------------------------------------------------------------------------------
 
 

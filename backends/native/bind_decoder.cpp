@@ -296,6 +296,18 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
+        .def("expert_union", &Decoder::expert_union,
+             "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
+             "experts.")
+        .def(
+            "commit_experts",
+            [](Decoder& decoder, const TextState& state, const std::vector<int32_t>& path) {
+                decoder.commit_experts(state, path);
+            },
+            "state"_a, "path"_a,
+            "Before a text commits less than all of its pending rows: experts that only the others wanted in the last "
+            "pass have the recency that they had before it.")
         .def("interrupt", &Decoder::interrupt, "Stop the pass that runs, and those that wait.")
         .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })

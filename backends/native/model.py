@@ -63,7 +63,8 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  watcher: what runs each pass, None for nothing beside it.
+    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
+    pass, None for nothing beside it.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -78,6 +79,7 @@ class NativeDecoder:
         self._embedding_bytes = parts.embedding_bytes
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
+        self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
         self.watcher: Watcher | None = None
 
     @property
@@ -177,6 +179,15 @@ class NativeModel(NativeDecoder):
         -1 in layers without experts, and behind the experts of layers that use fewer than others.
         """
         return self.decoder().routing()
+
+    @property
+    def expert_bytes_of_token(self) -> int:
+        """Bytes of the experts that one row wants in all layers."""
+        return self.decoder().expert_bytes_of_row
+
+    def expert_union(self) -> float:
+        """Bytes of the experts that the last pass wanted, each once, over those of one row; 0 without experts."""
+        return self.decoder().expert_union()
 
     @property
     def expert_cache(self) -> ExpertCache | None:
