@@ -35,6 +35,14 @@ class ExpertCache:
         """What the cache did since it was made."""
         return self._store.stats()
 
+    def pass_stats(self) -> _core.ExpertLayerStats:
+        """What it did since the last pass began, for all layers together."""
+        return self._store.pass_stats()
+
+    def presence(self) -> NDArray[np.uint8]:
+        """(n_layers, most experts of a layer): 1 for experts that are in memory."""
+        return self._store.presence()
+
     def routing(self) -> NDArray[np.int32]:
         """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
         return self._decoder.routing()

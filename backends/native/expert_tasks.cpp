@@ -44,6 +44,7 @@ ExpertWork& ExpertTasks::add(int expert, int n_rows, int first_row, const int32_
 // if the next one may have to be waited for.
 void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
     constexpr int kTasksEach = 8;  // that a thread gets at least
+    if (n_works_ == 0) return;     // a device computes all of them
     const int least_tasks = std::max(1, kTasksEach * n_threads / (2 * n_works_));
     for (int i = 0; i < n_works_; i++) {
         ExpertWork& work = works_[i];
