@@ -223,7 +223,7 @@ void DiskExperts::run_reader(uint8_t* buffer) {
             failure = std::make_unique<std::string>(error.what());
         }
         lock.lock();
-        end_piece(id, n_read, std::move(failure));
+        end_piece(*piece, n_read, std::move(failure));
     }
 }
 
@@ -319,11 +319,14 @@ void DiskExperts::begin_read(ExpertId id) {
     e.n_read = 0;
 }
 
-void DiskExperts::end_piece(ExpertId id, size_t n_read, std::unique_ptr<std::string> failure) {
-    Entry& e = entry(id);
+void DiskExperts::end_piece(Piece piece, size_t n_read, std::unique_ptr<std::string> failure) {
+    Entry& e = entry(piece.id);
     e.n_read += n_read;
-    if (!e.failure) e.failure = std::move(failure);
-    if (--e.pieces_left == 0) end_read(id);
+    if (failure && (!e.failure || piece.number < e.failed_piece)) {
+        e.failure = std::move(failure);
+        e.failed_piece = piece.number;
+    }
+    if (--e.pieces_left == 0) end_read(piece.id);
 }
 
 void DiskExperts::end_read(ExpertId id) {

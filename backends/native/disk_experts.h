@@ -70,10 +70,11 @@ private:
     struct Entry {
         std::atomic<const uint8_t*> record{nullptr};  // where it is in memory
         uint8_t* slot = nullptr;
-        uint64_t read_number = 0;  // in the order in which reads began
-        int pieces_left = 0;       // of the read that is under way
-        size_t n_read = 0;         // bytes of it so far
-        std::unique_ptr<std::string> failure;
+        uint64_t read_number = 0;              // in the order in which reads began
+        int pieces_left = 0;                   // of the read that is under way
+        size_t n_read = 0;                     // bytes of it so far
+        std::unique_ptr<std::string> failure;  // of the first piece that failed
+        int failed_piece = 0;
         State state = State::Absent;
         bool is_wanted = false;
         bool is_hinted = false;      // stands among the hints
@@ -102,7 +103,7 @@ private:
     bool is_hint_worth(ExpertId hinted, ExpertId victim) const;
     void evict(ExpertId id);
     void begin_read(ExpertId id);
-    void end_piece(ExpertId id, size_t n_read, std::unique_ptr<std::string> failure);
+    void end_piece(Piece piece, size_t n_read, std::unique_ptr<std::string> failure);
     void end_read(ExpertId id);
 
     void run_reader(uint8_t* buffer);
