@@ -20,6 +20,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       pool_(std::move(pool)),
       weights_(std::move(weights)),
       store_(std::move(store)),
+      predictor_(store_ ? std::make_unique<ExpertPredictor>(*store_, config.n_layers()) : nullptr),
       memory_(Activations::n_bytes(config, front.kind, pool_->size()), false),
       front_(make_front(front, config_, *weights_)),
       output_norm_(weights_->vector("output_norm", config.n_embd)),
@@ -37,7 +38,8 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     if (config_.layers[static_cast<size_t>(index)].dense()) {
         layers_.push_back({attention, DenseBlock(config_, index, name, *weights_)});
     } else if (store_) {
-        layers_.push_back({attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_)});
+        layers_.push_back(
+            {attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
     } else {
         throw std::invalid_argument(name + " has experts, which a store must hold: found none");
     }
@@ -61,6 +63,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
+    pass.tier = tier_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
@@ -69,6 +72,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
+    if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
 }
 
@@ -77,6 +81,7 @@ void Decoder::begin(const Pass& pass) {
     last_rows_.begin(pass.texts, pass.n);
     if (!store_) return;
     store_->begin_pass();
+    predictor_->begin_pass();
     pass.b.experts.n_routed->store(0, std::memory_order_relaxed);
 }
 
@@ -158,6 +163,11 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
                                    config_.logit_soft_cap);
         }
     });
+}
+
+void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    tier_ = std::move(tier);
 }
 
 Decoder::Routing Decoder::routing() {

@@ -56,6 +56,11 @@ public:
         std::vector<int32_t> experts;
     };
     Routing routing();
+    // Null for a model without experts.
+    ExpertPredictor* predictor() const { return predictor_.get(); }
+
+    // A device that computes some experts, from the next pass on; null for none.
+    void set_tier(std::shared_ptr<ExpertTier> tier);
     // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
     // of one row, 0 without experts.
     double expert_union();
@@ -112,6 +117,8 @@ private:
     std::shared_ptr<Pool> pool_;
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
+    std::unique_ptr<ExpertPredictor> predictor_;
+    std::shared_ptr<ExpertTier> tier_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
