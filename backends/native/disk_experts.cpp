@@ -10,6 +10,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kPollEvery{20};
 
+double seconds_between(Clock::time_point begin, Clock::time_point end) {
+    return std::chrono::duration<double>(end - begin).count();
+}
+
 size_t n_experts_of(const ExpertLayout& layout) {
     size_t n = 0;
     for (int i = 0; i < layout.n_layers(); i++) n += static_cast<size_t>(layout.layer(i).n_experts);
@@ -71,6 +75,7 @@ void DiskExperts::begin_pass() {
     wanted_.clear();
     demanded_.clear();
     error_.clear();
+    before_pass_ = total();
     pass_++;
 }
 
@@ -119,6 +124,7 @@ const uint8_t* DiskExperts::wait(int layer, int expert, const std::function<bool
     if (const uint8_t* record = e.record.load(std::memory_order_acquire)) return record;
     std::unique_lock lock(mutex_);
     const Clock::time_point begin = Clock::now();
+    if (n_waiting_++ == 0) stalled_since_ = begin;
     Clock::time_point poll = begin + kPollEvery;
     bool is_given_up = false;
     while (e.state != State::InMemory && e.state != State::Absent && !is_given_up) {
@@ -130,7 +136,9 @@ const uint8_t* DiskExperts::wait(int layer, int expert, const std::function<bool
         is_given_up = give_up();
         lock.lock();
     }
-    stats_of(layer).seconds_waited += std::chrono::duration<double>(Clock::now() - begin).count();
+    const Clock::time_point end = Clock::now();
+    stats_of(layer).seconds_waited += seconds_between(begin, end);
+    if (--n_waiting_ == 0) stats_of(layer).seconds_stalled += seconds_between(stalled_since_, end);
     return is_given_up ? nullptr : e.record.load(std::memory_order_relaxed);
 }
 
@@ -323,6 +331,24 @@ ExpertStats DiskExperts::stats() const {
     for (const SlotPool& pool : slots_.pools()) stats.n_slots += static_cast<uint64_t>(pool.n_slots);
     for (const Entry& e : entries_) stats.n_in_memory += e.state == State::InMemory;
     return stats;
+}
+
+ExpertLayerStats DiskExperts::total() const {
+    ExpertLayerStats all;
+    for (const ExpertLayerStats& layer : stats_) all += layer;
+    return all;
+}
+
+ExpertLayerStats DiskExperts::pass_stats() const {
+    const std::lock_guard lock(mutex_);
+    ExpertLayerStats all = total();
+    all -= before_pass_;
+    return all;
+}
+
+uint64_t DiskExperts::last_use(ExpertId id) const {
+    const std::lock_guard lock(mutex_);
+    return recency_.last_use(id);
 }
 
 std::vector<ExpertId> DiskExperts::in_memory() const {

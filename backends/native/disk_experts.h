@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -56,7 +57,11 @@ public:
     void warm(std::vector<ExpertId> experts);
 
     ExpertStats stats() const;
+    // All layers together, since the last begin_pass.
+    ExpertLayerStats pass_stats() const;
     std::vector<ExpertId> in_memory() const;
+    // The pass that counts as the last one that wanted it, from 1 on; 0 for none.
+    uint64_t last_use(ExpertId id) const;
     bool is_direct() const { return source_->is_direct(); }
 
 private:
@@ -72,6 +77,7 @@ private:
     };
 
     Entry& entry(ExpertId id);
+    ExpertLayerStats total() const;
     ExpertLayerStats& stats_of(int layer) { return stats_[static_cast<size_t>(layer)]; }
 
     // All of these are called with the lock.
@@ -102,9 +108,12 @@ private:
     std::deque<ExpertId> demanded_, hinted_, warm_;
     std::vector<ExpertId> wanted_;  // of the layers of this pass so far that are not over
     std::vector<ExpertLayerStats> stats_;
+    ExpertLayerStats before_pass_;  // of all layers
     std::string error_;
     uint64_t pass_ = 0, n_reads_ = 0;
-    int layer_ = 0;  // the present one
+    int layer_ = 0;      // the present one
+    int n_waiting_ = 0;  // threads that compute
+    std::chrono::steady_clock::time_point stalled_since_;
     bool closing_ = false;
     ReaderThreads readers_;  // the last one: they use all of the above
 };

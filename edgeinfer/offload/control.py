@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher
+from edgeinfer.backends.base import Watcher, chained
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
 from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
@@ -176,6 +176,6 @@ def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_thread
     if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
         return None
     control = ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
-    model.watcher = control.run
+    model.watcher = chained(model.watcher, control.run)
     control.begin()
     return control
