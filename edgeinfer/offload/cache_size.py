@@ -52,7 +52,7 @@ def parse(value: object, name: str = "expert_cache") -> CacheRequest:
 def _parsed(text: str, name: str) -> CacheRequest:
     if text.strip().lower() == "auto":
         return AUTO
-    found = re.fullmatch(r"(\d{1,19}(?:\.\d{0,19})?|\.\d{1,19})\s*(%|[a-z]{0,3})", text.strip().lower())
+    found = re.fullmatch(r"(\d{1,19}(?:\.\d{0,19})?|\.\d{1,19})\s*(%|[a-z]{0,3})", text.strip().lower(), re.ASCII)
     if found is None or found[2] not in ("%", *_UNITS) or ("." in found[1] and not found[2]):
         raise InvalidArgument(f"{name} {_WANTED}: found {shown(text)}")
     number = float(found[1])

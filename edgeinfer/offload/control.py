@@ -119,7 +119,9 @@ class ExpertControl:
 
     def reads(self) -> ExpertReads:
         """What the cache did so far, or had done when this was closed."""
-        return self._final if self._cache is None else reads_of(self._cache.stats(), self._cache.n_bytes)
+        if self._cache is None:
+            return self._final
+        return reads_of(self._cache.stats(), self._cache.n_bytes, self._n_threads)
 
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
         """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
