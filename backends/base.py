@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec
@@ -22,6 +22,11 @@ Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..
 Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
 """Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
 Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
+
+
+def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
+    """Both: the outer one, if there is one, watches what the inner one runs."""
+    return inner if outer is None else lambda tokens, forward: outer(tokens, lambda: inner(tokens, forward))
 
 
 # ---- models and the state of texts -----------------------------------------------------------------------------------
@@ -218,6 +223,36 @@ class ExpertBackend(Backend, Protocol):
 
         Raises InvalidArgument for fewer bytes than a pass needs.
         """
+        ...
+
+
+class ExpertTier(Protocol):
+    """What computes some experts beside the CPU, such as a GPU that holds them; asked in each layer of a pass.
+
+    Any thread calls, one at a time. What these raise ends the pass with it; a device that fails is no reason to raise.
+    """
+
+    def choose(self, layer: int, experts: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
+        """Which of these experts are computed here; the CPU computes the others. rows: how many want each."""
+        ...
+
+    def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
+        """Begin with the experts that were chosen. inputs: (n, n_embd), `rows` of the first, then of the next one."""
+        ...
+
+    def finish(self) -> NDArray[np.float32] | None:
+        """Their outputs without weights, (n, n_embd); None where the device failed and the CPU has to compute them."""
+        ...
+
+
+@runtime_checkable
+class TieredModel(Protocol):
+    """A loaded model some of whose experts another device may compute. watcher: see Watcher."""
+
+    watcher: Watcher | None
+
+    def set_expert_tier(self, tier: ExpertTier | None) -> None:
+        """From the next pass on, let this compute some experts; None for the CPU alone."""
         ...
 
 

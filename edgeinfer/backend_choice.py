@@ -92,7 +92,7 @@ def _planned_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Plan
             return _plan_with_cache(backend, file, spec, options, device.n_threads, budget_bytes)
         return lambda n_ctx: backend.plan(file, spec, n_ctx, options.n_batch, device.n_threads, options.cache_type)
 
-    if options.expert_cache != "auto" and has_experts(file) and not isinstance(backend, ExpertBackend):
+    if parse(options.expert_cache) != AUTO and has_experts(file) and not isinstance(backend, ExpertBackend):
         raise InvalidArgument(
             f'expert_cache must be "auto" with the {backend.name} backend, which has no cache of experts: found '
             f"{options.expert_cache!r:.80}; only native has one"

@@ -27,6 +27,7 @@ from edgeinfer.errors import (
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
+from edgeinfer.offload.tier import DeviceTier
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
@@ -52,7 +53,8 @@ class Engine:
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
     which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
-    None where all experts are in memory.
+    None where all experts are in memory.  expert_tier: the device that computes some experts beside the CPU, None
+    without one.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Engine:
         opened: ExitStack,
         speculator: Speculator | None = None,
         experts: ExpertControl | None = None,
+        expert_tier: DeviceTier | None = None,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
@@ -81,6 +84,7 @@ class Engine:
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
         self.speculator = speculator
         self.experts = experts
+        self.expert_tier = expert_tier
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine

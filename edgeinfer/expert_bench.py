@@ -35,8 +35,9 @@ class CachePoint:
     """What was measured with an expert cache of some size, over the tokens behind the warm-up.
 
     cache_bytes: None for all experts in memory.  share: of all experts.  belady: hit rate of the best policy on the
-    routing of this run, None without a cache.  waited_seconds: of threads that compute, for a token.  is_equal: whether
-    all logits are those of the whole model in memory, None where that was not asked for.
+    routing of this run, None without a cache.  waited_seconds: of a thread that computes, on
+    average, for a token.  is_equal: whether all logits are those of the whole model in memory, None where that was not
+    asked for.
     """
 
     cache_bytes: int | None

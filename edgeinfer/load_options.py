@@ -11,6 +11,7 @@ from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_f
 from edgeinfer.backends.base import Progress
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.offload.cache_size import parse
+from edgeinfer.offload.tier_size import check_device, parse_bytes
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.placement import check_name
@@ -34,6 +35,8 @@ class LoadKeywords(TypedDict, total=False):
     cache_type: CacheType
     ternary_bits: TernaryChoice
     expert_cache: str | int | None
+    expert_device: str | None
+    expert_device_bytes: str | int | None
     draft: Draft
     draft_max: int
     draft_device: str
@@ -57,6 +60,10 @@ class LoadOptions:
     disk when they are needed, with the same text. A size in bytes or as text ("3.5GiB", "800MB"), a share of all
     experts ("25%"), None for all in memory. "auto" is all where they fit into the available memory, otherwise the size
     that measured throughput leads to over several runs.
+    expert_device: an OpenCL device, "gpu", "gpu:N" or "opencl:N", that computes experts that its memory holds, while
+    the CPU computes the others. Logits are near those of the CPU, not equal to them, so a text may be another. A device
+    that fails is left out from then on, with a RuntimeWarning. None is the CPU alone.
+    expert_device_bytes: memory of that device for experts, as for expert_cache; None or "auto" is what it has.
     draft: which drafters propose tokens. Drafts change the speed and never the text; only the native backend verifies
     them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this package has for
     the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
@@ -78,6 +85,8 @@ class LoadOptions:
     cache_type: CacheType = "f16"
     ternary_bits: TernaryChoice = "auto"
     expert_cache: str | int | None = "auto"
+    expert_device: str | None = None
+    expert_device_bytes: str | int | None = None
     draft: Draft = "auto"
     draft_max: int = DEFAULT_DRAFT_MAX
     draft_device: str = "auto"
@@ -98,6 +107,10 @@ class LoadOptions:
         check_choice("cache_type", self.cache_type, get_args(CacheType))
         if (n_bytes := parse(self.expert_cache).n_bytes) is not None and not isinstance(self.expert_cache, str):
             object.__setattr__(self, "expert_cache", n_bytes)
+        if (n_bytes := parse_bytes(self.expert_device_bytes).n_bytes) and not isinstance(self.expert_device_bytes, str):
+            object.__setattr__(self, "expert_device_bytes", n_bytes)
+        if self.expert_device is not None:
+            check_device(check_text("expert_device", self.expert_device))
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
         check_flag("verify", self.verify)

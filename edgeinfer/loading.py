@@ -14,6 +14,7 @@ from edgeinfer.backend_choice import PlannedModel, plan_model
 from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
+from edgeinfer.expert_device import open_tier, plan_tier, with_tier
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -65,6 +66,9 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if ignored := default_params(file)[1]:
         warn(f"{file.path}: ignored are {'; '.join(ignored)}")
     planned = plan_model(file, options)
+    device = plan_tier(planned, options)
+    if device is not None:
+        planned = with_tier(planned, device)
     if n_tokens > planned.spec.n_vocab:
         raise UnsupportedModel(f"{file.path}: {n_tokens} tokens, but embeddings for {planned.spec.n_vocab} only")
     drafters = _plan_drafters(planned, options, n_tokens)
@@ -84,8 +88,11 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
     if experts is not None:
         opened.callback(experts.close)
-    name = planned.backend.name
-    return Engine(session, tokenizer, file, planned.plan, planned.device, name, opened.pop_all(), speculator, experts)
+    tier = None if device is None else open_tier(device, planned, model)
+    if tier is not None:
+        opened.callback(tier.close)
+    name, to_close = planned.backend.name, opened.pop_all()
+    return Engine(session, tokenizer, file, planned.plan, planned.device, name, to_close, speculator, experts, tier)
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:

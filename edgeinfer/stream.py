@@ -46,6 +46,8 @@ class Stream(Iterator[Piece]):
     @property
     def completion(self) -> Completion:
         """The whole of it, once the stream has ended. Raises InvalidArgument before, and if it ended in an error."""
+        if self.failed:
+            raise InvalidArgument("the stream has no completion: an error ended it, which was raised when it was read")
         if self._record.completion is None:
             raise InvalidArgument("the stream has no completion yet: read it to its end or close it")
         return self._record.completion

@@ -62,7 +62,8 @@ class MemoryUse:
     """Bytes held by a session, by purpose.
 
     weights: without experts.  drafters: all that speculation needs beside the model.  experts: all experts of the
-    model, or the cache of those that are in memory.
+    model, or the cache of those that are in memory.  expert_device: main memory that another device takes to compute
+    experts, none for one with memory of its own.
     """
 
     weights: int
@@ -70,11 +71,13 @@ class MemoryUse:
     activations: int
     drafters: int = 0
     experts: int = 0
+    expert_device: int = 0
 
     @property
     def total(self) -> int:
         """All bytes together."""
-        return self.weights + self.kv_cache + self.activations + self.drafters + self.experts
+        of_experts = self.experts + self.expert_device
+        return self.weights + self.kv_cache + self.activations + self.drafters + of_experts
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,16 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
         up.push_back(cutter.take<float>(std::min(n_rows, size_t{kTokensTogether}) * kMostTaskGroups * kRows));
         scores.push_back(cutter.take<float>(2 * ld_router));
     }
+    take_predicted(c, cutter);
     tasks = std::make_unique<ExpertTasks>(static_cast<int>(n_experts));
     n_routed = std::make_unique<std::atomic<int>>(0);
+}
+
+void ExpertRows::take_predicted(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(std::min(c.n_batch, kPredictedRows)), ld_embd = padded(c.n_embd);
+    predicted.h = cutter.take<float>(n * ld_embd);
+    predicted.products = cutter.take<float>(n * ld_router);
+    predicted.scores = cutter.take<float>(2 * ld_router);
+    predicted.chosen = cutter.take<int32_t>(n * ld_router);
+    predicted.inputs = take_inputs(cutter, n, ld_embd);
 }

@@ -33,10 +33,22 @@ private:
 // Inputs of matrix products for n tokens of n_in numbers, in every kind.
 Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in);
 
+// Rows of a pass for which the experts of the next layer are predicted, at most.
+constexpr int kPredictedRows = 8;
+
+// What a prediction computes (expert_predictor.h). n: rows, kPredictedRows at most.
+struct PredictedRows {
+    float *h, *products;  // (n, ld_embd), (n, ld_router)
+    float* scores;        // (2, ld_router)
+    int32_t* chosen;      // (n, ld_router)
+    Inputs inputs;
+};
+
 // What routers and experts compute, in models that have any. Rows of experts: of one expert after the other those of the
 // pass that want it, n_batch * n_used in all; the shared network has n_batch rows of its own.
 struct ExpertRows {
     void take(const DecoderConfig& config, int n_threads, Cutter& cutter);
+    void take_predicted(const DecoderConfig& config, Cutter& cutter);
     // The choices of a layer, the index-th of those with experts: (n_batch, n_used), n_used numbers apart.
     int32_t* chosen_of(int index) const { return chosen + static_cast<size_t>(index) * chosen_stride; }
 
@@ -51,6 +63,7 @@ struct ExpertRows {
     float *shared_gate, *shared_out;
     Inputs inputs, shared_inputs;    // of down
     std::vector<float*> up, scores;  // for each thread: (kTokensTogether, kMostTaskGroups * kRows), and (ld_router,)
+    PredictedRows predicted;
     std::unique_ptr<ExpertTasks> tasks;
     std::unique_ptr<std::atomic<int>> n_routed;  // tasks of routing that are done in this layer
 };

@@ -13,6 +13,7 @@ from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, decoder_config
 from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
+from edgeinfer.backends.native.expert_times import expert_seconds
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.machine import best_isa, build_id
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
@@ -162,6 +163,12 @@ class NativeBackend:
     def expert_sizes(self, model: ModelFile, spec: ModelSpec) -> ExpertSizes:
         """What the experts of a model take in memory. Raises UnsupportedModel."""
         return self.experts(model, spec).sizes()
+
+    def expert_seconds(
+        self, model: ModelFile, spec: ModelSpec, device: Device, sizes: Sequence[int]
+    ) -> dict[int, float]:
+        """Seconds of one expert with so many rows, by rows, measured now."""
+        return expert_seconds(self.experts(model, spec), model, device.isa or best_isa(), device.n_threads, sizes)
 
     def experts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits = "2") -> ModelExperts:
         """The experts of a model, where they lie and how they are packed. Raises UnsupportedModel."""

@@ -188,7 +188,11 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
 
 // (n_layers, n_rows, n_used) int32.
 auto routing(Decoder& decoder) {
-    Decoder::Routing last = decoder.routing();
+    Decoder::Routing last;
+    {
+        nb::gil_scoped_release release;  // a pass that runs may want the lock before it ends
+        last = decoder.routing();
+    }
     auto* experts = new std::vector<int32_t>(std::move(last.experts));
     const nb::capsule owner(experts, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
     const size_t n_layers = static_cast<size_t>(decoder.config().n_layers());
@@ -288,14 +292,29 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
+        .def("set_tier", &set_tier, "tier"_a.none(), "What computes some experts beside the CPU, None for nothing.")
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
+        .def("expert_union", &Decoder::expert_union,
+             "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
+             "experts.")
+        .def(
+            "commit_experts",
+            [](Decoder& decoder, const TextState& state, const std::vector<int32_t>& path) {
+                decoder.commit_experts(state, path);
+            },
+            "state"_a, "path"_a,
+            "Before a text commits less than all of its pending rows: experts that only the others wanted in the last "
+            "pass have the recency that they had before it.")
         .def("interrupt", &Decoder::interrupt, "Stop the pass that runs, and those that wait.")
         .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
         .def_prop_ro("isa", [](const Decoder& decoder) { return decoder.kernels().name; })
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
-        .def_prop_ro("activation_bytes", &Decoder::activation_bytes);
+        .def_prop_ro("activation_bytes", &Decoder::activation_bytes)
+        .def_prop_ro("predictor", &Decoder::predictor, nb::rv_policy::reference_internal,
+                     "Of the experts that layers will want, None for a model without any.");
     bind_tuning(decoder);
 }
 

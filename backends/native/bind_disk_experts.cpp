@@ -119,6 +119,20 @@ ExpertNumbers in_memory(const DiskExperts& experts) {
     return numbers;
 }
 
+// (n_layers, most experts of a layer) uint8.
+auto presence(const DiskExperts& experts) {
+    const ExpertLayout& layout = experts.layout();
+    int n_most = 0;
+    for (int i = 0; i < layout.n_layers(); i++) n_most = std::max(n_most, layout.layer(i).n_experts);
+    const size_t n_layers = static_cast<size_t>(layout.n_layers()), n_each = static_cast<size_t>(n_most);
+    auto* present = new std::vector<uint8_t>(n_layers * n_each, 0);
+    const nb::capsule owner(present, [](void* p) noexcept { delete static_cast<std::vector<uint8_t>*>(p); });
+    for (const ExpertId id : experts.in_memory()) {
+        (*present)[static_cast<size_t>(id.layer) * n_each + static_cast<size_t>(id.expert)] = 1;
+    }
+    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(present->data(), {n_layers, n_each}, owner);
+}
+
 void bind_stats(nb::module_& m) {
     nb::class_<ExpertLayerStats>(m, "ExpertLayerStats", "What an expert cache did for a layer; see expert_stats.h.")
         .def_ro("lookups", &ExpertLayerStats::lookups)
@@ -129,7 +143,8 @@ void bind_stats(nb::module_& m) {
         .def_ro("prefetches", &ExpertLayerStats::prefetches)
         .def_ro("useful", &ExpertLayerStats::useful)
         .def_ro("dropped", &ExpertLayerStats::dropped)
-        .def_ro("seconds_waited", &ExpertLayerStats::seconds_waited);
+        .def_ro("seconds_waited", &ExpertLayerStats::seconds_waited)
+        .def_ro("seconds_stalled", &ExpertLayerStats::seconds_stalled);
     nb::class_<ExpertStats>(m, "ExpertStats", "What an expert cache did.")
         .def_ro("layers", &ExpertStats::layers)
         .def_ro("busy_seconds", &ExpertStats::busy_seconds)
@@ -189,6 +204,15 @@ void bind_disk_experts(nb::module_& m) {
         .def_prop_ro("error", &DiskExperts::error, "What could not be read in this pass, and why; empty if nothing.")
         .def("stats", &DiskExperts::stats, without_gil)
         .def("in_memory", &in_memory, without_gil, "(layer, expert) of all that are in memory.")
+        .def("pass_stats", &DiskExperts::pass_stats, without_gil, "All layers together, since the last pass began.")
+        .def(
+            "last_use",
+            [](const DiskExperts& experts, int layer, int expert) {
+                check_experts(experts.layout(), layer, {expert});
+                return experts.last_use({layer, expert});
+            },
+            "layer"_a, "expert"_a, "The number of the pass that counts as the last one that wanted it; 0 for none.")
+        .def("presence", &presence, "(n_layers, most experts of a layer) uint8: 1 for those that are in memory.")
         .def_prop_ro("record_bytes", &record_bytes, "By layer, 0 for one without experts.")
         .def_prop_ro("is_direct", &DiskExperts::is_direct, "Whether reads go past the system's cache of files.")
         .def_prop_ro(

@@ -3,6 +3,7 @@
 
 #include "activations.h"
 #include "bindings.h"
+#include "expert_predictor.h"
 #include "expert_records.h"
 #include "expert_store.h"
 #include "packing.h"
@@ -112,10 +113,36 @@ void bind_layout(nb::module_& m) {
           "The experts of a row with these products of a router, in the order of their sum, and their weights.");
 }
 
+void bind_predictor(nb::module_& m) {
+    const auto checked = [](const ExpertPredictor& predictor, int layer) {
+        if (!predictor.has(layer)) throw nb::value_error("there is no such layer of experts");
+    };
+    nb::class_<ExpertPredictor>(m, "ExpertPredictor", "Which experts layers will want; see expert_predictor.h.")
+        .def(
+            "set",
+            [=](ExpertPredictor& predictor, int layer, int n) {
+                checked(predictor, layer);
+                if (n < 0) throw nb::value_error("n must be 0 or more");
+                predictor.set(layer, n);
+            },
+            "layer"_a, "n"_a, "In passes of few rows, read the n most probable experts of each row ahead; 0 for none.")
+        .def("observe", &ExpertPredictor::observe, "every"_a,
+             "In every so many passes, predict layers too that are not read ahead, and only count; 0 for never.")
+        .def(
+            "counts",
+            [=](const ExpertPredictor& predictor, int layer) {
+                checked(predictor, layer);
+                const ExpertPredictor::Counts counts = predictor.counts(layer);
+                return std::pair(counts.predicted, counts.wanted);
+            },
+            "layer"_a, "Experts that were predicted, and those of them that were wanted.");
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& m) {
     bind_layout(m);
+    bind_predictor(m);
     nb::class_<ExpertRecords>(m, "ExpertRecords", "The records of all experts, in memory or in a mapped file.")
         .def(
             "__init__",

@@ -93,7 +93,11 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     std::vector<int32_t> sums(n_tokens * (most_in / 16 + 1), 5);
     std::vector<int16_t> short_sums(n_tokens * (most_in / 32 + 1), 5);
     std::vector<uint8_t> fits_int16(n_tokens * (most_in / 256 + 1));
+    const size_t ldx = (most_in + 15) / 16 * 16;
+    const std::vector<float> x(n_tokens * ldx, 0.5f);
     Inputs in;
+    in.x = x.data();
+    in.ldx = ldx;
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
     in.sum32 = in.centre32 = in.sum_token = in.centre16 = sums.data();

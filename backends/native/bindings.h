@@ -50,6 +50,10 @@ using PrefetchFields = std::tuple<int, bool, int, int, int, int, int, bool>;
 PrefetchFields fields_of(const Prefetch& prefetch);
 Prefetch prefetch_from(const PrefetchFields& fields);
 
+class Decoder;
+// A device that computes some experts, see ExpertTier in backends/base.py; None for none.
+void set_tier(Decoder& decoder, nb::object tier);
+
 void bind_weights(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_disk_experts(nb::module_& m);

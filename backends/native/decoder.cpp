@@ -20,6 +20,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       pool_(std::move(pool)),
       weights_(std::move(weights)),
       store_(std::move(store)),
+      predictor_(store_ ? std::make_unique<ExpertPredictor>(*store_, config.n_layers()) : nullptr),
       memory_(Activations::n_bytes(config, front.kind, pool_->size()), false),
       front_(make_front(front, config_, *weights_)),
       output_norm_(weights_->vector("output_norm", config.n_embd)),
@@ -37,7 +38,8 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     if (config_.layers[static_cast<size_t>(index)].dense()) {
         layers_.push_back({attention, DenseBlock(config_, index, name, *weights_)});
     } else if (store_) {
-        layers_.push_back({attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_)});
+        layers_.push_back(
+            {attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
     } else {
         throw std::invalid_argument(name + " has experts, which a store must hold: found none");
     }
@@ -61,6 +63,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
+    pass.tier = tier_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
@@ -69,14 +72,16 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
+    if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
 }
 
 void Decoder::begin(const Pass& pass) {
     weights_->wait_until_mapped();
-    n_rows_ = pass.n;
+    last_rows_.begin(pass.texts, pass.n);
     if (!store_) return;
     store_->begin_pass();
+    predictor_->begin_pass();
     pass.b.experts.n_routed->store(0, std::memory_order_relaxed);
 }
 
@@ -160,11 +165,16 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
     });
 }
 
+void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    tier_ = std::move(tier);
+}
+
 Decoder::Routing Decoder::routing() {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const int n_used = config_.most_of_experts([](const ExpertsConfig& e) { return e.n_used; });
-    const size_t n_rows = static_cast<size_t>(n_rows_), n_each = static_cast<size_t>(n_used);
-    Routing routing{n_rows_, n_used, std::vector<int32_t>(layers_.size() * n_rows * n_each, -1)};
+    const size_t n_rows = static_cast<size_t>(last_rows_.n_rows()), n_each = static_cast<size_t>(n_used);
+    Routing routing{last_rows_.n_rows(), n_used, std::vector<int32_t>(layers_.size() * n_rows * n_each, -1)};
     for (size_t i = 0; i < layers_.size(); i++) {
         const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn);
         for (size_t r = 0; block && r < n_rows; r++) {
@@ -173,6 +183,39 @@ Decoder::Routing Decoder::routing() {
         }
     }
     return routing;
+}
+
+double Decoder::expert_union() {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    const size_t of_row = expert_bytes_of_row();
+    size_t all = 0;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        const ExpertLayer& experts = store_->layout().layer(layer);
+        const size_t n_used = static_cast<size_t>(block.n_used()),
+                     n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
+        const int32_t* chosen = block.chosen(*activations_, 0);
+        std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
+        for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;
+        all += experts.record_bytes * static_cast<size_t>(std::count(is_wanted.begin(), is_wanted.end(), true));
+    });
+    return of_row ? static_cast<double>(all) / static_cast<double>(of_row) : 0.0;
+}
+
+size_t Decoder::expert_bytes_of_row() const {
+    size_t n_bytes = 0;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        n_bytes += store_->layout().layer(layer).record_bytes * static_cast<size_t>(block.n_used());
+    });
+    return n_bytes;
+}
+
+void Decoder::commit_experts(const TextState& state, std::span<const int32_t> path) {
+    const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+    if (!lock || !store_ || !last_rows_.commit(state, path)) return;
+    for_experts([&](int layer, const ExpertsBlock& block) {
+        const int n_experts = store_->layout().layer(layer).n_experts;
+        store_->forget_use(layer, last_rows_.only_rejected(block.chosen(*activations_, 0), block.n_used(), n_experts));
+    });
 }
 
 // ---- parts of a pass, for tuning -----------------------------------------------------------------------------------

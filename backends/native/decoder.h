@@ -17,6 +17,7 @@
 #include "head.h"
 #include "kernels.h"
 #include "pass.h"
+#include "pass_rows.h"
 #include "pool.h"
 #include "text_state.h"
 #include "weights.h"
@@ -55,6 +56,19 @@ public:
         std::vector<int32_t> experts;
     };
     Routing routing();
+    // Null for a model without experts.
+    ExpertPredictor* predictor() const { return predictor_.get(); }
+
+    // A device that computes some experts, from the next pass on; null for none.
+    void set_tier(std::shared_ptr<ExpertTier> tier);
+    // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
+    // of one row, 0 without experts.
+    double expert_union();
+    size_t expert_bytes_of_row() const;
+    // A text commits this path of its pending rows, and drops the others: experts that only dropped rows of the last pass
+    // wanted have the recency that they had before it. Rows of texts that did not commit yet count as kept. Does nothing
+    // while a pass runs.
+    void commit_experts(const TextState& state, std::span<const int32_t> path);
 
     void interrupt() {
         interrupts_.fetch_add(1);
@@ -81,6 +95,14 @@ private:
         }
     };
 
+    // Calls visit(index, block) for each layer with experts.
+    template <class Visit>
+    void for_experts(const Visit& visit) const {
+        for (size_t i = 0; i < layers_.size(); i++) {
+            if (const ExpertsBlock* block = std::get_if<ExpertsBlock>(&layers_[i].ffn))
+                visit(static_cast<int>(i), *block);
+        }
+    }
     void add_layer(int index, int& n_with_experts);
     void begin(const Pass& pass);
     void run(const Pass& pass, int thread) const;
@@ -95,11 +117,13 @@ private:
     std::shared_ptr<Pool> pool_;
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
+    std::unique_ptr<ExpertPredictor> predictor_;
+    std::shared_ptr<ExpertTier> tier_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
     std::vector<Layer> layers_;
-    int n_rows_ = 0;  // of the last pass
+    PassRows last_rows_;
     const float* output_norm_;
     Matrix output_;
     Embedding embedding_;

@@ -25,7 +25,9 @@ class ExpertCache:
 
     def __init__(self, store: _core.DiskExperts, decoder: _core.Decoder, n_bytes: int) -> None:
         self._store = store
+        assert decoder.predictor is not None  # the model has experts
         self._decoder = decoder
+        self._predictor = decoder.predictor
         self.record_bytes: Sequence[int] = store.record_bytes
         self.n_bytes = n_bytes
 
@@ -33,12 +35,32 @@ class ExpertCache:
         """What the cache did since it was made."""
         return self._store.stats()
 
+    def pass_stats(self) -> _core.ExpertLayerStats:
+        """What it did since the last pass began, for all layers together."""
+        return self._store.pass_stats()
+
+    def presence(self) -> NDArray[np.uint8]:
+        """(n_layers, most experts of a layer): 1 for experts that are in memory."""
+        return self._store.presence()
+
     def routing(self) -> NDArray[np.int32]:
         """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
         return self._decoder.routing()
 
     def set_prefetch(self, layer: int, n: int) -> None:
-        """So many experts of a layer are to be read ahead of it. The decoder does not predict any yet."""
+        """In passes of few rows, read so many experts of a layer ahead for each row, 0 for none.
+
+        They are those that its router finds most probable, given what the layer before it is given.
+        """
+        self._predictor.set(layer, n)
+
+    def observe(self, every: int) -> None:
+        """In every so many passes of few rows, predict layers too that are not read ahead, to count; 0 for never."""
+        self._predictor.observe(every)
+
+    def predictions(self) -> list[tuple[int, int]]:
+        """By layer, how many experts were predicted, and how many of these were wanted."""
+        return [self._predictor.counts(layer) if n_bytes else (0, 0) for layer, n_bytes in enumerate(self.record_bytes)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """A layer will probably want these, the most probable first: they are read while nothing else is."""

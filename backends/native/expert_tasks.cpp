@@ -44,6 +44,7 @@ ExpertWork& ExpertTasks::add(int expert, int n_rows, int first_row, const int32_
 // if the next one may have to be waited for.
 void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
     constexpr int kTasksEach = 8;  // that a thread gets at least
+    if (n_works_ == 0) return;     // a device computes all of them
     const int least_tasks = std::max(1, kTasksEach * n_threads / (2 * n_works_));
     for (int i = 0; i < n_works_; i++) {
         ExpertWork& work = works_[i];
@@ -54,7 +55,9 @@ void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
         work.up_left.store(tasks_of(work.gate->n_groups(), work.groups_of_up), std::memory_order_relaxed);
         work.down_left.store(tasks_of(work.down->n_groups(), work.groups_of_down), std::memory_order_relaxed);
     }
+    first_waiting_ = 0;
     for (int i = 0; i < n_works_; i++) {
+        if (i == n_ready) first_waiting_ = n_tasks_;
         add_segment(i, false);
         if (i > 0 && i < n_ready) add_segment(i - 1, true);
         if (i + 1 >= n_ready || i + 1 == n_works_) add_segment(i, true);

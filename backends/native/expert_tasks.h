@@ -47,6 +47,8 @@ public:
     void plan(int n_ready, int n_threads, const Kernels& kernels);
 
     int count() const { return n_tasks_; }
+    // The first task of a network that may have to be waited for; 0 if there is none.
+    int first_waiting() const { return first_waiting_; }
     ExpertTask at(int task) const;
     int n_works() const { return n_works_; }
     ExpertWork& work(int i) const { return works_[i]; }
@@ -60,7 +62,7 @@ private:
 
     void add_segment(int work, bool is_down);
 
-    int n_works_ = 0, n_segments_ = 0, n_tasks_ = 0;
+    int n_works_ = 0, n_segments_ = 0, n_tasks_ = 0, first_waiting_ = 0;
     std::unique_ptr<ExpertWork[]> works_;
     std::unique_ptr<Segment[]> segments_;
 };

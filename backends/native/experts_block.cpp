@@ -1,5 +1,6 @@
 #include "experts_block.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -32,11 +33,12 @@ bool wait_for_activation(const Pass& pass, int thread, const ExpertWork& work) {
 }  // namespace
 
 ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name,
-                           Weights& weights, ExpertStore& store)
+                           Weights& weights, ExpertStore& store, ExpertPredictor& predictor)
     : config_(*config.layers[static_cast<size_t>(index)].experts()),
       index_(index),
       number_(number),
       store_(store),
+      predictor_(predictor),
       experts_(index < store.layout().n_layers() ? store.layout().layer(index) : ExpertLayer()),
       router_(weights.matrix(name + ".router", config_.n_experts, config.n_embd)),
       norm_(weights.vector(name + ".norm", config.n_embd)),
@@ -54,6 +56,7 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
         shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
         shared_down_ = weights.matrix(name + ".shared_down", config.n_embd, n_ff);
     }
+    predictor_.add(index, {config_, router_, norm_, router_bias_, selection_bias_});
 }
 
 ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const std::string& name, int n) const {
@@ -88,7 +91,7 @@ void ExpertsBlock::run(const Pass& pass, int thread) const {
                                              {&router_, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
     score(pass, thread, inputs);
     if (!pass.alone()) choose(pass, thread);
-    compute(pass, thread, inputs);
+    pass.tier ? compute_with_tier(pass, thread, inputs) : compute(pass, thread, inputs);
     combine(pass, thread, inputs);
 }
 
@@ -137,15 +140,21 @@ void ExpertsBlock::group(const Pass& pass) const {
     for (int e = 0; e < config_.n_experts; e++) {
         if (b.counts[e]) b.wanted[n_wanted++] = e;
     }
+    const std::span<int32_t> wanted(b.wanted, static_cast<size_t>(n_wanted));
+    predictor_.check(index_, wanted);
+    const int n_own = pass.tier ? pass.tier->choose(index_, wanted, b.counts) : n_wanted;
     b.tasks->clear();
     const int n_shared = config_.n_ff_shared ? 1 : 0;
-    const int n_ready = store_.begin(index_, {b.wanted, static_cast<size_t>(n_wanted)}) + n_shared;
+    const int n_ready = store_.begin(index_, wanted.first(static_cast<size_t>(n_own))) + n_shared;
     if (n_shared) b.tasks->add(ExpertWork::kShared, pass.n, 0, nullptr, shared_gate_, shared_up_, shared_down_);
     int first = 0;
     for (int i = 0; i < n_wanted; i++) {
         const int expert = b.wanted[i], n_rows = b.counts[expert];
-        b.tasks->add(expert, n_rows, first, pass.alone() ? nullptr : b.column + first, experts_.parts[0],
-                     experts_.parts[1], experts_.parts[2]);
+        if (i < n_own) {
+            add_work(pass, expert, n_rows, first);
+        } else {
+            pass.tier->taken.push_back({expert, n_rows, first});
+        }
         b.counts[expert] = first;
         first += n_rows;
     }
@@ -155,16 +164,65 @@ void ExpertsBlock::group(const Pass& pass) const {
         b.column[place] = i / config_.n_used;
     }
     b.tasks->plan(n_ready, pass.pool.size(), pass.kernels);
+    if (pass.tier && pass.tier->has_raised()) pass.stop();
+}
+
+void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_row) const {
+    const ExpertRows& b = pass.b.experts;
+    b.tasks->add(expert, n_rows, first_row, pass.alone() ? nullptr : b.column + first_row, experts_.parts[0],
+                 experts_.parts[1], experts_.parts[2]);
 }
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
+// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for.
 void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertTasks& tasks = *pass.b.experts.tasks;
-    pass.for_tasks(thread, tasks.count(), [&](int i) {
-        const ExpertTask task = tasks.at(i);
-        task.is_down ? down(pass, thread, task) : gate_and_up(pass, thread, task, inputs);
+    const int n_predictions = predictor_.has_work(pass, index_) ? 1 : 0;
+    pass.for_tasks(thread, tasks.count() + n_predictions, [&](int i) {
+        const int before = tasks.first_waiting();
+        if (n_predictions && i == before) return predictor_.predict(pass, index_);
+        run_task(pass, thread, i > before ? i - n_predictions : i, inputs);
     });
+}
+
+void ExpertsBlock::run_task(const Pass& pass, int thread, int task, const Inputs& inputs) const {
+    const ExpertTask of = pass.b.experts.tasks->at(task);
+    of.is_down ? down(pass, thread, of) : gate_and_up(pass, thread, of, inputs);
+}
+
+// The CPU's experts while the device computes what it took; then those with which the device failed. These are three
+// phases whatever happens: a late thread must find as many as the others.
+void ExpertsBlock::compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const {
+    const ExpertRows& b = pass.b.experts;
+    const ExpertTasks& tasks = *b.tasks;
+    pass.for_tasks(thread, 1 + tasks.count(), [&](int i) {
+        if (i > 0) return run_task(pass, thread, i - 1, inputs);
+        if (pass.tier->taken.empty()) return;
+        pass.tier->start(index_, b.column, inputs.x, inputs.ldx);
+        if (pass.tier->has_raised()) pass.stop();
+    });
+    pass.for_tasks(thread, 1, [&](int) { finish_tier(pass); });
+    pass.for_tasks(thread, std::max(1, tasks.count()), [&](int i) {
+        if (i < tasks.count()) run_task(pass, thread, i, inputs);
+    });
+}
+
+// Outputs of the device; or the work on what it took, anew, if it failed.
+void ExpertsBlock::finish_tier(const Pass& pass) const {
+    const ExpertRows& b = pass.b.experts;
+    b.tasks->clear();
+    std::vector<ExpertTier::Taken>& taken = pass.tier->taken;
+    if (taken.empty() || pass.tier->finish(b.out, pass.b.ld_embd)) return;
+    if (pass.tier->has_raised()) return pass.stop();
+    for (size_t i = 0; i < taken.size(); i++) b.wanted[i] = taken[i].expert;
+    const std::span<int32_t> wanted(b.wanted, taken.size());
+    const int n_ready = store_.begin(index_, wanted);
+    for (const int32_t expert : wanted) {
+        const auto found = std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.expert == expert; });
+        add_work(pass, expert, found->n_rows, found->first_row);
+    }
+    b.tasks->plan(n_ready, pass.pool.size(), pass.kernels);
 }
 
 // Waits for the expert; gives false, and stops the pass, if it does not come.

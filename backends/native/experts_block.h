@@ -3,15 +3,16 @@
 
 #include <string>
 
+#include "expert_predictor.h"
 #include "expert_store.h"
 #include "pass.h"
 #include "weights.h"
 
 class ExpertsBlock {
 public:
-    // index: of the layer. number: of those with experts. store: must outlive this, as the weights must.
+    // index: of the layer. number: of those with experts. store, predictor: must outlive this, as the weights must.
     ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name, Weights& weights,
-                 ExpertStore& store);
+                 ExpertStore& store, ExpertPredictor& predictor);
 
     void run(const Pass& pass, int thread) const;
     // Of what one token reads.
@@ -32,9 +33,13 @@ private:
     void choose(const Pass& pass, int thread) const;
     void choose_for(const Pass& pass, int thread, int row) const;
     void group(const Pass& pass) const;
+    void add_work(const Pass& pass, int expert, int n_rows, int first_row) const;
     void add_shared(const Pass& pass) const;
     void add_rows_of(const Pass& pass, const int32_t* wanted, int n_wanted) const;
     void compute(const Pass& pass, int thread, const Inputs& inputs) const;
+    void compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const;
+    void run_task(const Pass& pass, int thread, int task, const Inputs& inputs) const;
+    void finish_tier(const Pass& pass) const;
     void gate_and_up(const Pass& pass, int thread, const ExpertTask& task, const Inputs& inputs) const;
     void down(const Pass& pass, int thread, const ExpertTask& task) const;
     bool find_record(const Pass& pass, int thread, ExpertWork& work) const;
@@ -44,6 +49,7 @@ private:
     ExpertsConfig config_;
     int index_, number_;
     ExpertStore& store_;
+    ExpertPredictor& predictor_;
     ExpertLayer experts_;
     Matrix router_, shared_gate_, shared_up_, shared_down_;
     const float *norm_, *post_norm_, *router_bias_, *selection_bias_, *shared_router_;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Rows, Watcher
+from edgeinfer.backends.base import ExpertTier, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales, decoder_config
@@ -18,7 +19,7 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 
@@ -62,7 +63,8 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  watcher: what runs each pass, None for nothing beside it.
+    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
+    pass, None for nothing beside it.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -77,6 +79,7 @@ class NativeDecoder:
         self._embedding_bytes = parts.embedding_bytes
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
+        self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
         self.watcher: Watcher | None = None
 
     @property
@@ -178,6 +181,15 @@ class NativeModel(NativeDecoder):
         return self.decoder().routing()
 
     @property
+    def expert_bytes_of_token(self) -> int:
+        """Bytes of the experts that one row wants in all layers."""
+        return self.decoder().expert_bytes_of_row
+
+    def expert_union(self) -> float:
+        """Bytes of the experts that the last pass wanted, each once, over those of one row; 0 without experts."""
+        return self.decoder().expert_union()
+
+    @property
     def expert_cache(self) -> ExpertCache | None:
         """The cache of experts, None where all are in memory. Raises EdgeInferError if this model is closed."""
         decoder = self.decoder()
@@ -185,10 +197,26 @@ class NativeModel(NativeDecoder):
             return None
         return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
 
+    def set_expert_prefetch(self, share: float) -> None:
+        """Read this share of the experts of a token ahead in all layers but the first one with experts, 0 for none.
+
+        See ExpertCache.set_prefetch; without an expert cache there is nothing to read.
+        """
+        cache = self.expert_cache
+        if cache is None:
+            return
+        for layer, block in enumerate(layer.ffn for layer in self.spec.layers):
+            if isinstance(block, Experts):
+                cache.set_prefetch(layer, math.ceil(share * block.n_used))
+
     def expert_stats(self) -> _core.ExpertStats | None:
         """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
         cache = self.expert_cache
         return None if cache is None else cache.stats()
+
+    def set_expert_tier(self, tier: ExpertTier | None) -> None:
+        """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
+        self.decoder().set_tier(tier)
 
     def packed_weights(self) -> NDArray[np.uint8]:
         """All packed weights, (n_bytes,), read-only, without a copy."""

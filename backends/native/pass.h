@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "expert_tier.h"
 #include "kernels.h"
 #include "pool.h"
 #include "text_state.h"
@@ -112,6 +113,7 @@ public:
     const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
     int n_rows = 0;
     float* logits = nullptr;
+    ExpertTier* tier = nullptr;  // null where the CPU computes all experts
 
 private:
     void add_to_residual(int thread, const float* post_norm) const;

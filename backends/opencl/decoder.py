@@ -28,7 +28,7 @@ from edgeinfer.errors import Interrupted
 from edgeinfer.models import Activation, Attention, ModelSpec
 from edgeinfer.types import HiddenStates, Logits, MemoryUse
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clamped_swiglu": 3}  # see gate.cl
 _FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped
 _OF_ATTENTION = ("turn_and_store", "attend", "keep_path")
 _OF_FRONT = ("silu", "blend", "take_parents")
@@ -290,7 +290,7 @@ class Decoder:
             if shape not in self._attention_kernels:
                 self._attention_kernels[shape] = self._kernels_of(mixer.block)
             if activation not in self._gate_kernels:
-                number = _ACTIVATIONS[activation]
+                number = ACTIVATIONS[activation]
                 self._gate_kernels[activation] = self._built("gate.cl", ["gate"], ACTIVATION=number)["gate"]
 
     def _kernels_of(self, block: Attention) -> dict[str, Kernel]:

@@ -109,6 +109,11 @@ class OpenCLDevice:
         except self._cl.Error as error:
             raise lost(f"running kernel {kernel.name}", error) from error
 
+    def flush(self) -> None:
+        """Have the device begin with what was enqueued."""
+        with errors_translated("handing work to the device"):
+            self._queue.flush()
+
     def finish(self) -> None:
         """Wait until all that was enqueued is done."""
         with errors_translated("waiting for the device"):

@@ -1,6 +1,6 @@
 // The middle of a gated feed-forward network.
 //
-// Macros: ACTIVATION, 0 silu, 1 gelu_tanh, 2 relu2.
+// Macros: ACTIVATION, 0 silu, 1 gelu_tanh, 2 relu2, 3 clamped_swiglu.
 
 // activation(gate) * up: in (n_tokens, 2 n), out (n_tokens, n). Items: (n, tokens).
 kernel void gate(global const float* restrict in, global float* restrict out, int n) {
@@ -12,8 +12,12 @@ kernel void gate(global const float* restrict in, global float* restrict out, in
     x = x / (1 + exp(-x));
 #elif ACTIVATION == 1
     x = x / (1 + exp(-x * (1.5957691216057308f + 0.07135481627260025f * x * x)));
-#else
+#elif ACTIVATION == 2
     x = x > 0 ? x * x : 0;
+#else
+    x = fmin(x, 7);
+    x = x / (1 + exp(-1.702f * x));
+    up = fmax(fmin(up, 7), -7) + 1;
 #endif
     out[token * n + i] = x * up;
 }

@@ -10,9 +10,10 @@ With two bits that is the format of models/formats/ternary_packing.py. Scales ar
 behind each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and
 floats are kept as they are, [tile][k][row].
 
-Codes of 5 and 6 bits take 8. Q8_0, Q5_0, Q4_0, Q4_1, Q5_1, TQ1_0, TQ2_0 and I2_S have the weights of the file. Scales
-of Q4_K, Q5_K and Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at most, or
-2^-25 absolute.
+Codes of 5 and 6 bits take 8, and so do those of MXFP4, which are twice its numbers. Q8_0, Q5_0, Q4_0, Q4_1, Q5_1,
+TQ1_0, TQ2_0 and I2_S have the weights of the file, and so has MXFP4 where its scales are half floats, 2^-24 to 2^15.
+Scales of Q4_K, Q5_K and Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at
+most, or 2^-25 absolute.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ FORMATS = {
     GGMLType.Q4_0: Format(4, offset=8),
     GGMLType.Q4_1: Format(4, has_minimum=True),
     GGMLType.Q4_K: Format(4, has_minimum=True),
+    GGMLType.MXFP4: Format(8),
     GGMLType.TQ1_0: _TRITS,
     GGMLType.TQ2_0: _TRITS,
     GGMLType.I2_S: _TRITS,
@@ -176,15 +178,25 @@ class Activations:
 
 
 class DeviceMatrix:
-    """One matrix (n_out, n_in) on a device, made of parts of one format, one below the other. Raises BackendLost."""
+    """One matrix (n_out, n_in) on a device, made of parts of one format, one below the other. Raises BackendLost.
 
-    def __init__(self, device: OpenCLDevice, parts: Sequence[Part]) -> None:
+    before: a matrix that is no longer needed; if its buffers fit exactly, they are used again.
+    """
+
+    def __init__(self, device: OpenCLDevice, parts: Sequence[Part], before: DeviceMatrix | None = None) -> None:
         self.format, self.n_in = parts[0].format, parts[0].n_in
         self.n_out = sum(part.n_out for part in parts)
         self.factor = parts[0].factor
         self._device = device
-        self._weights = device.buffer(self.format.weight_bytes(self.n_out, self.n_in))
-        self._scales = device.buffer(self.format.scale_bytes(self.n_out, self.n_in))
+        self.sizes: tuple[int, int] = (
+            self.format.weight_bytes(self.n_out, self.n_in),
+            self.format.scale_bytes(self.n_out, self.n_in),
+        )
+        if before is not None and before.sizes == self.sizes:
+            self._buffers: tuple[Buffer, Buffer] = before._buffers
+        else:
+            self._buffers = device.buffer(self.sizes[0]), device.buffer(self.sizes[1])
+        self._weights, self._scales = self._buffers
         self._slices = 1 if device.is_cpu else max(1, min(128, device.info.max_work_group) // ROWS)
         defines = self.format.defines() | {"SLICES": self._slices}
         self._gather = device.kernel("gather", _SOURCES, defines | {"TOKENS": 1})
@@ -206,13 +218,17 @@ class DeviceMatrix:
         bias: Buffer | None = None,
         factor: float = 1.0,
         keep: float = 0.0,
+        first: int = 0,
     ) -> None:
-        """Add factor * product + bias to keep * what is in out (n, stride), from column first_out on."""
+        """Add factor * product + bias to keep * what is in out (., stride), from column first_out on.
+
+        Of n rows of x, from number `first` on; those of out are the same.
+        """
         kernel, per_item = (self._of_one, 1) if n == 1 else (self._of_several, _TOKENS)
         items, group = [self.n_out, self._slices, -(-n // per_item)], [ROWS, self._slices, 1]
         self._device.run(
             *(kernel, items, group, self._weights, self._scales, x.codes, x.scales, x.sums, x.values),
-            *(self._scales if bias is None else bias, int(bias is not None), out, self.n_out, self.n_in, n),
+            *(self._scales if bias is None else bias, int(bias is not None), out, self.n_out, self.n_in, first, n),
             *(first_out, stride, factor * self.factor, keep),
         )
 
@@ -250,12 +266,14 @@ def _converted(part: Part, first: int, last: int) -> tuple[NDArray[np.generic], 
     return _words(codes.values.reshape(n_rows, part.n_in), part.format), _scales(codes, n_rows, part)
 
 
-def _words(codes: NDArray[np.int8], format: Format) -> NDArray[np.uint8]:
-    """Codes (n, n_in) in tiles of lines of words, as bytes."""
-    n_fields = 8 // format.bits
-    unsigned = (codes + np.int8(format.offset)).view(np.uint8).reshape(len(codes), -1, n_fields, 4)
-    shifts = np.arange(0, 8, format.bits, dtype=np.uint8)[:, None]
-    return _tiled(np.bitwise_or.reduce(unsigned << shifts, axis=2))
+def _words(codes: NDArray[np.int8], format: Format) -> NDArray[np.uint32]:
+    """Codes (n, n_in) in tiles of lines of words."""
+    unsigned = codes if not format.offset else codes + np.int8(format.offset)
+    fields = np.ascontiguousarray(unsigned).view("<u4").reshape(len(codes), -1, 8 // format.bits)
+    words = fields[:, :, 0].copy()
+    for field in range(1, fields.shape[2]):  # four codes at once: none reaches into the next byte
+        words |= fields[:, :, field] << np.uint32(format.bits * field)
+    return _tiled(words)
 
 
 def _scales(codes: Codes, n_rows: int, part: Part) -> NDArray[np.float16]:

@@ -97,19 +97,20 @@ void add_products(global const Weight* restrict weights, global const half* rest
 #endif
 }
 
-// out[token, first_out + row] = keep * itself + factor * (matrix times activations) + bias[first_out + row].
+// out[token, first_out + row] = keep * itself + factor * (matrix times activations) + bias[first_out + row], of n_tokens
+// tokens from first_token on.
 kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
     global const Weight* restrict weights, global const half* restrict scales, global const uint* restrict codes,
     global const float* restrict code_scales, global const int* restrict code_sums, global const float* restrict values,
-    global const float* restrict bias, int has_bias, global float* restrict out, int n_out, int n_in, int n_tokens,
-    int first_out, int out_stride, float factor, float keep) {
+    global const float* restrict bias, int has_bias, global float* restrict out, int n_out, int n_in, int first_token,
+    int n_tokens, int first_out, int out_stride, float factor, float keep) {
     local float parts[ROWS * SLICES];
     int lane = get_local_id(0), slice = get_local_id(1), row = get_global_id(0), first = get_group_id(2) * TOKENS;
     float sums[TOKENS];
     size_t tokens[TOKENS];
     for (int t = 0; t < TOKENS; t++) {
         sums[t] = 0;
-        tokens[t] = min(first + t, n_tokens - 1);
+        tokens[t] = first_token + min(first + t, n_tokens - 1);
     }
     add_products(weights, scales, codes, code_scales, code_sums, values, row, n_in, tokens, sums);
     for (int t = 0; t < TOKENS; t++) {
@@ -121,7 +122,7 @@ kernel __attribute__((reqd_work_group_size(ROWS, SLICES, 1))) void multiply(
         barrier(CLK_LOCAL_MEM_FENCE);  // parts are written again for the next token
 #endif
         if (slice == 0 && row < n_out && first + t < n_tokens) {
-            size_t at = (size_t)(first + t) * out_stride + first_out + row;
+            size_t at = (size_t)(first_token + first + t) * out_stride + first_out + row;
             float kept = keep == 0 ? 0 : keep * out[at];  // what was never written may be no number
             out[at] = kept + factor * sum + (has_bias ? bias[first_out + row] : 0);
         }

@@ -12,10 +12,11 @@ from edgeinfer.models import Attention, Dense
 
 
 class Linear:
-    """Matrices side by side on the device, and their bias."""
+    """Matrices side by side on the device, and their bias. before: one that is no longer needed, see DeviceMatrix."""
 
-    def __init__(self, device: OpenCLDevice, parts: LinearParts) -> None:
-        self.matrices = [DeviceMatrix(device, run) for run in parts.runs]
+    def __init__(self, device: OpenCLDevice, parts: LinearParts, before: Linear | None = None) -> None:
+        old = iter(() if before is None else before.matrices)
+        self.matrices: list[DeviceMatrix] = [DeviceMatrix(device, run, next(old, None)) for run in parts.runs]
         self.n_out = sum(matrix.n_out for matrix in self.matrices)
         self.n_in = self.matrices[0].n_in
         self.takes_codes = any(matrix.format.bits for matrix in self.matrices)
@@ -31,11 +32,15 @@ class Linear:
         keep: float = 0.0,
         first: int = 0,
         stride: int | None = None,
+        first_row: int = 0,
     ) -> None:
-        """out (n, n_out) = keep * out + factor * product + bias; or columns of out (n, stride), from `first` on."""
+        """out (n, n_out) = keep * out + factor * product + bias; or columns of out (n, stride), from `first` on.
+
+        first_row: of the n rows, in x as in out.
+        """
         stride = self.n_out if stride is None else stride
         for matrix in self.matrices:
-            matrix.multiply(x, out, n, first, stride, self._bias, factor, keep)
+            matrix.multiply(x, out, n, first, stride, self._bias, factor, keep, first_row)
             first += matrix.n_out
 
 

@@ -77,6 +77,18 @@ _MODEL_OPTIONS = (
         help="Memory for experts (3.5GiB, 25%); the rest is on disk. auto: all if they fit, else the fastest size.",
     ),
     variable_option(
+        "--expert-device",
+        metavar="NAME",
+        help="OpenCL device (gpu, gpu:N, opencl:N) that computes some of the experts; may change the text.",
+    ),
+    variable_option(
+        "--expert-device-bytes",
+        metavar="auto|SIZE|SHARE%",
+        default="auto",
+        show_default=True,
+        help="Memory of that device for experts.",
+    ),
+    variable_option(
         "--verify",
         is_flag=True,
         help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
@@ -190,7 +202,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c --cache-type --ternary-bits --expert-cache --verify -t -md --draft ... --backend; see open_engine."""
+    """Adds -m -c --cache-type --ternary-bits --expert-cache -t -md --draft ... --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -219,6 +231,8 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             cache_type=flags["cache_type"],
             ternary_bits=flags["ternary_bits"],
             expert_cache=flags["expert_cache"],
+            expert_device=flags["expert_device"],
+            expert_device_bytes=flags["expert_device_bytes"],
             draft=_draft(flags),
             draft_device=flags["draft_device"],
             verify=flags["verify"],

@@ -19,6 +19,7 @@ def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, bu
     Raises BudgetExceeded if it is above the budget, or a device's own that plan_of knows, with the shortfall and the
     largest n_ctx that fits.
     """
+    advice = "a smaller model or free memory"
     try:
         plan = plan_of(n_ctx)
     except BudgetExceeded as error:
@@ -33,8 +34,10 @@ def plan_within(path: Path, plan_of: Callable[[int], MemoryPlan], n_ctx: int, bu
             f"{f', experts {human_bytes(use.experts)}' if use.experts else ''}), available are "
             f"{human_bytes(budget_bytes)}, {human_bytes(use.total - budget_bytes)} too few"
         )
+        if use.experts:
+            advice = f"a smaller expert cache (--expert-cache auto takes what fits), {advice}"
     fitting = largest_n_ctx(plan_of, n_ctx, budget_bytes)
-    fits = f"n_ctx {fitting} fits (-c {fitting})" if fitting else "no n_ctx fits; use a smaller model or free memory"
+    fits = f"n_ctx {fitting} fits (-c {fitting})" if fitting else f"no n_ctx fits; use {advice}"
     raise BudgetExceeded(f"{shortfall}: {fits}")
 
 

@@ -14,7 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for base, ending in ((1000, "b"), (1024, "ib"))
 }
-_WANTED = 'expert_cache must be "auto", a size such as "3.5GiB" or "800MB", bytes, a share such as "25%", or None'
+_WANTED = 'must be "auto", a size such as "3.5GiB" or "800MB", bytes, a share such as "25%", or None'
 _MOST_BYTES = 1 << 62
 _FREE = 16  # where the model does not fit, auto leaves one part in so many of the available memory to others
 
@@ -34,39 +34,40 @@ AUTO = CacheRequest()
 ALL = CacheRequest(share=1.0)
 
 
-def parse(value: object) -> CacheRequest:
+def parse(value: object, name: str = "expert_cache") -> CacheRequest:
     """The request that a value is: "auto", a number of bytes, a size ("3.5GiB", "800MB", "1000000") or a share ("25%").
 
-    kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024; None is all experts. Raises InvalidArgument.
+    kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024; None is all experts.  name: of the argument,
+    for messages. Raises InvalidArgument.
     """
     if value is None:
         return ALL
     if isinstance(value, str):
-        return _parsed(value)
+        return _parsed(value, name)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidArgument(f"{_WANTED}: found {shown(value)}")
-    return _size(value.__index__(), value)
+        raise InvalidArgument(f"{name} {_WANTED}: found {shown(value)}")
+    return _size(value.__index__(), value, name)
 
 
-def _parsed(text: str) -> CacheRequest:
+def _parsed(text: str, name: str) -> CacheRequest:
     if text.strip().lower() == "auto":
         return AUTO
-    found = re.fullmatch(r"(\d{1,19}(?:\.\d{0,19})?|\.\d{1,19})\s*(%|[a-z]{0,3})", text.strip().lower())
+    found = re.fullmatch(r"(\d{1,19}(?:\.\d{0,19})?|\.\d{1,19})\s*(%|[a-z]{0,3})", text.strip().lower(), re.ASCII)
     if found is None or found[2] not in ("%", *_UNITS) or ("." in found[1] and not found[2]):
-        raise InvalidArgument(f"{_WANTED}: found {shown(text)}")
+        raise InvalidArgument(f"{name} {_WANTED}: found {shown(text)}")
     number = float(found[1])
     if found[2] != "%":
-        return _size(int(number * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]], text)
+        return _size(
+            int(number * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]], text, name
+        )
     if not 0 < number <= 100:
-        raise InvalidArgument(f"expert_cache must be above 0 % and at most 100 % of the experts: found {shown(text)}")
+        raise InvalidArgument(f"{name} must be above 0 % and at most 100 % of the experts: found {shown(text)}")
     return CacheRequest(share=number / 100)
 
 
-def _size(n_bytes: int, given: object) -> CacheRequest:
+def _size(n_bytes: int, given: object, name: str) -> CacheRequest:
     if not 0 < n_bytes <= _MOST_BYTES:
-        raise InvalidArgument(
-            f"expert_cache must be at least one byte, and no more than memory has: found {shown(given)}"
-        )
+        raise InvalidArgument(f"{name} must be at least one byte, and no more than memory has: found {shown(given)}")
     return CacheRequest(n_bytes=n_bytes)
 
 

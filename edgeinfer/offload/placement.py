@@ -20,6 +20,7 @@ from edgeinfer.errors import InvalidArgument
 _CLEARLY = 1.5  # times as large a score is worth a transfer while the link is idle
 
 Seconds = Callable[[int], float]  # of one expert, by the number of rows
+Wanted = tuple[int, Sequence[int], Sequence[float]]  # a layer, and its experts with a score for each
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,23 @@ def on_cpu(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
 def where_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
     """The GPU computes what it holds and the CPU all else; nothing is moved."""
     return timed(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
+
+
+def assign_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+    """As assign, where nothing can be moved to the GPU within a layer, in a time that is linear in the experts.
+
+    Of what the GPU holds, those with the fewest rows go to the CPU as long as that lets the layer end sooner: rows slow
+    the GPU down less. What is not in memory stays with the GPU.
+    """
+    held = sorted((of for of in wanted if of.on_gpu), key=lambda of: (of.rows, of.expert))
+    on_gpu = frozenset(of.expert for of in held)
+    cpu = sum(times.cpu(of.rows) for of in wanted if not of.on_gpu)
+    gpu = sum(times.gpu(of.rows) for of in held)
+    for of in held:
+        moved_cpu, moved_gpu = cpu + times.cpu(of.rows), gpu - times.gpu(of.rows)
+        if of.in_memory and max(moved_cpu, moved_gpu) < max(cpu, gpu):
+            cpu, gpu, on_gpu = moved_cpu, moved_gpu, on_gpu - {of.expert}
+    return timed(on_gpu, wanted, times)
 
 
 def best_of_all(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
@@ -207,6 +225,15 @@ class GpuCache:
         of_layer = self._scores[layer]
         of_layer *= self._memory
         of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
+
+    def observe_pass(self, layers: Sequence[Wanted]) -> None:
+        """The same of a whole pass, each layer once: its index, its experts, and the score of each."""
+        rows = np.array([layer for layer, _, _ in layers])
+        self._scores[rows] *= self._memory
+        of_experts = np.repeat(rows, [len(experts) for _, experts, _ in layers])
+        scores = np.concatenate([np.asarray(of_layer, np.float64) for _, _, of_layer in layers])
+        experts = np.concatenate([np.asarray(of_layer) for _, of_layer, _ in layers])
+        self._scores[of_experts, experts] += (1 - self._memory) * scores
 
     def swap(self) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
         """The (layer, expert) to move to the GPU while the link is idle, and the one that makes room, None for no need.

@@ -66,7 +66,7 @@ class ExpertReads:
 
     cache_bytes: its size.  wanted: experts that passes wanted, each once in a layer of a pass.  hits: those that were
     in memory.  bytes_read: from disk.  prefetches, useful: experts that were read ahead, and those of them that were
-    wanted.  waited_seconds: of threads that compute, added up.  busy_seconds: in which the disk read.
+    wanted.  waited_seconds: of a thread that computes, on average.  busy_seconds: in which the disk read.
     """
 
     cache_bytes: int
@@ -89,8 +89,8 @@ class ExpertReads:
         return ExpertReads(self.cache_bytes, **rest)
 
 
-def reads_of(stats: StoreStats, cache_bytes: int) -> ExpertReads:
-    """The figures of a cache since it was made."""
+def reads_of(stats: StoreStats, cache_bytes: int, n_threads: int) -> ExpertReads:
+    """The figures of a cache since it was made. n_threads: that compute."""
     layers = stats.layers
     return ExpertReads(
         cache_bytes,
@@ -99,6 +99,6 @@ def reads_of(stats: StoreStats, cache_bytes: int) -> ExpertReads:
         sum(of.bytes_read for of in layers),
         sum(of.prefetches for of in layers),
         sum(of.useful for of in layers),
-        sum(of.seconds_waited for of in layers),
+        sum(of.seconds_waited for of in layers) / n_threads,
         stats.busy_seconds,
     )

@@ -22,6 +22,7 @@ PAYS = 0.05  # a larger cache must be faster by this share
 LEAST_TOKENS = 32  # of a run that counts
 _KEPT_RUNS = 5  # of each size, the last ones
 _KEPT_SIZES = 16
+_MOST_BYTES = 1 << 62  # more, from a damaged record, are no size
 _SAME = 0.05  # sizes that differ by less are one
 _FORMAT = 1
 
@@ -45,7 +46,9 @@ class CacheSizeSearch:
 
     def tell(self, cache_bytes: int, tokens_per_second: float, hit_rate: float, n_tokens: int) -> bool:
         """Take a run into account; gives whether it counts. One of a few tokens only says how warm the cache was."""
-        if n_tokens < LEAST_TOKENS or cache_bytes <= 0 or not math.isfinite(tokens_per_second + hit_rate):
+        if n_tokens < LEAST_TOKENS or not math.isfinite(tokens_per_second + hit_rate):
+            return False
+        if not 0 < cache_bytes <= _MOST_BYTES:
             return False
         if tokens_per_second <= 0:
             return False

@@ -18,10 +18,10 @@ from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, 
 from edgeinfer.types import LogitsRows, Output
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-_SIZES_FAR = (1, 4, 8, 16)
-_FAR = 256  # tokens of context for the second measurement, where there is time to fill it
+SIZES_FAR = (1, 4, 8, 16)
+FAR = 256  # tokens of context for the second measurement, where there is time to fill it
 _CHUNK = 32
-_SMALL, _ROUNDS = 8, 4  # sizes up to _SMALL, which most drafts need, are measured _ROUNDS times
+SMALL, ROUNDS = 8, 4  # sizes up to SMALL, which most drafts need, are measured ROUNDS times
 _FORMAT = 2
 
 
@@ -61,45 +61,53 @@ def measure_costs(session: TimedSession, budget_seconds: float) -> CostCurve:
     """
     max_tokens = min(session.n_ctx, session.n_batch)
     sizes = [size for size in SIZES if size <= max_tokens]
-    small = [size for size in sizes if size <= _SMALL]
+    small = [size for size in sizes if size <= SMALL]
     started = time.perf_counter()
     tokens = np.random.default_rng(1).integers(0, session.spec.n_vocab, max(sizes)).tolist()
     near: dict[int, float] = {}
     try:
         session.forward(tokens[:1])  # warm-up
-        _time(session, tokens, small * _ROUNDS, started + 0.7 * budget_seconds, near)
-        _time(session, tokens, sizes[len(small) :] * 2, started + 0.8 * budget_seconds, near)
-        n_far = _fill(session, tokens, min(_FAR, session.n_ctx - max(sizes)), started + 0.9 * budget_seconds)
+        time_passes(session, tokens, small * ROUNDS, started + 0.7 * budget_seconds, near)
+        time_passes(session, tokens, sizes[len(small) :] * 2, started + 0.8 * budget_seconds, near)
+        n_far = fill(session, tokens, min(FAR, session.n_ctx - max(sizes)), started + 0.9 * budget_seconds)
         far: dict[int, float] = {}
         if n_far:
-            again = [size for size in _SIZES_FAR if size in near and n_far + size <= session.n_ctx]
-            _time(session, tokens, again * _ROUNDS, started + budget_seconds, far)
+            again = [size for size in SIZES_FAR if size in near and n_far + size <= session.n_ctx]
+            time_passes(session, tokens, again * ROUNDS, started + budget_seconds, far)
     finally:
         session.truncate(0)
-    return CostCurve(0, _monotonic(near), n_far, _monotonic(far))
+    return CostCurve(0, monotonic(near), n_far, monotonic(far))
 
 
-def _monotonic(seconds: Mapping[int, float]) -> dict[int, float]:
+def monotonic(seconds: Mapping[int, float]) -> dict[int, float]:
     """Without outliers: no size costs more than a larger one."""
     return {size: min(of for larger, of in seconds.items() if larger >= size) for size in seconds}
 
 
-def _time(
-    session: TimedSession, tokens: Sequence[int], sizes: Sequence[int], deadline: float, seconds: dict[int, float]
+def time_passes(
+    session: TimedSession,
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    deadline: float,
+    seconds: dict[int, float],
+    waited: Callable[[int], float] = lambda size: 0.0,
 ) -> None:
-    """Time passes of these sizes one after the other until the deadline; seconds: the fastest of each size."""
+    """Time passes of these sizes one after the other until the deadline; seconds: the fastest of each size.
+
+    waited: seconds of the last pass that do not count; its argument is the size.
+    """
     for size in sizes:
         expected = seconds.get(size) or 2.0 * max(seconds.values(), default=0.0)
         started = time.perf_counter()
         if seconds and started + expected > deadline:
             return
         session.forward(tokens[:size], logits="all")
-        elapsed = time.perf_counter() - started
+        elapsed = time.perf_counter() - started - waited(size)
         session.commit(())
         seconds[size] = min(elapsed, seconds.get(size, elapsed))
 
 
-def _fill(session: TimedSession, tokens: Sequence[int], n: int, deadline: float) -> int:
+def fill(session: TimedSession, tokens: Sequence[int], n: int, deadline: float) -> int:
     """Commit up to n tokens until the deadline; returns their number."""
     longest = 0.0
     while session.n_past + _CHUNK <= n and len(tokens) >= _CHUNK and time.perf_counter() + longest < deadline:
@@ -123,10 +131,16 @@ def default_folder() -> Path | None:
     return record_folder("costs")
 
 
-def cached_costs(key: str, measure: Callable[[], CostCurve], max_ratio: float = MAX_RATIO_OF_TWO) -> CostModel:
+def cached_costs(
+    key: str,
+    measure: Callable[[], CostCurve],
+    max_ratio: float = MAX_RATIO_OF_TWO,
+    make: Callable[[CostCurve, Callable[[CostCurve], None]], CostModel] = CostModel,
+) -> CostModel:
     """The cost model of that key: from disk, or measured now and kept there.
 
-    max_ratio: of the cost of two tokens to that of one. A measurement above it is used, but not kept.
+    max_ratio: of the cost of two tokens to that of one. A measurement above it is used, but not kept.  make: the model
+    of a curve and of what keeps it.
     """
     folder = default_folder()
     curve = load_curve(key, folder)
@@ -134,7 +148,7 @@ def cached_costs(key: str, measure: Callable[[], CostCurve], max_ratio: float = 
         curve = measure()
         if curve.near.get(2, 0.0) <= max_ratio * curve.near[1]:  # else the next load measures again
             save_curve(key, curve, folder)
-    return CostModel(curve, lambda corrected: save_curve(key, corrected, folder))
+    return make(curve, lambda corrected: save_curve(key, corrected, folder))
 
 
 def load_curve(key: str, folder: Path | None) -> CostCurve | None:
@@ -143,20 +157,26 @@ def load_curve(key: str, folder: Path | None) -> CostCurve | None:
     try:
         near, far = (_seconds(record[name]) for name in ("near", "far"))
         n_near, n_far = int(record["n_near"]), int(record["n_far"])
+        unions, union_seconds = _seconds(record.get("unions", {})), float(record.get("union_seconds", 0.0))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     if 1 not in near or not set(far) <= set(near) or not 0 <= n_near <= n_far or (far and n_near == n_far):
         return None
-    return CostCurve(n_near, near, n_far, far)
+    if not 0.0 <= union_seconds < math.inf or any(not 0.5 <= union <= n + 0.5 for n, union in unions.items()):
+        return None
+    return CostCurve(n_near, near, n_far, far, unions, union_seconds)
 
 
 def save_curve(key: str, curve: CostCurve, folder: Path | None) -> None:
     """Write a curve atomically. Where nothing can be written, it is measured again at the next load."""
-    write_record(folder, key, {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far})
+    record = {"n_near": curve.n_near, "near": curve.near, "n_far": curve.n_far, "far": curve.far}
+    if curve.unions:
+        record |= {"unions": curve.unions, "union_seconds": curve.union_seconds}
+    write_record(folder, key, record)
 
 
 def _seconds(record: Mapping[str, object]) -> dict[int, float]:
-    """Seconds by number of tokens from a JSON object. Raises ValueError, TypeError."""
+    """Seconds, or unions, by number of tokens from a JSON object. Raises ValueError, TypeError."""
     seconds = {int(size): float(value) for size, value in record.items()}  # type: ignore[arg-type]
     for size, value in seconds.items():
         if not 1 <= size <= MAX_TOKENS or not math.isfinite(value) or not 0.0 < value < 1e4:

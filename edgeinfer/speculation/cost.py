@@ -7,7 +7,7 @@ instruction set, and 1.9 times with another. edgeinfer.speculation.calibration m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,12 +27,17 @@ class CostCurve:
     """Seconds of forward passes with all logits, as measured.
 
     near, far: seconds by number of tokens, after contexts of n_near and n_far tokens. far may be empty.
+
+    Of a model with experts also: unions: bytes of the experts that n tokens wanted in these passes, each expert once,
+    over those of one token.  union_seconds: what as many experts as those of one token cost.
     """
 
     n_near: int
     near: Mapping[int, float]
     n_far: int
     far: Mapping[int, float]
+    unions: Mapping[int, float] = field(default_factory=dict)
+    union_seconds: float = 0.0
 
 
 class CostModel:
@@ -54,6 +59,7 @@ class CostModel:
             self._slope = _interpolated(sizes, [max(0.0, each) / (curve.n_far - curve.n_near) for each in added])
         self._point = [1.0] * (MAX_TOKENS + 1)  # correction factors
         self._drift = 1.0
+        self._added = [0.0] * (MAX_TOKENS + 1)  # milliseconds beside the corrected curve
         self._n_context = -_CONTEXT_STEP  # that _now is for
         self._now: list[float] = []
 
@@ -86,6 +92,11 @@ class CostModel:
             self._update()
 
     @property
+    def may_be_padded(self) -> bool:
+        """Whether a pass with dummy tokens tells what a longer one costs, for little."""
+        return True
+
+    @property
     def is_doubtful(self) -> bool:
         """Whether a second token costs so much that the calibration may have been disturbed."""
         now = self._now or self.milliseconds(0)
@@ -100,28 +111,33 @@ class CostModel:
         if milliseconds < now[n]:
             last = MAX_TOKENS if n > self._longest else n
             for size in range(n, last + 1):
-                expected = now[size] * milliseconds / now[n]
-                self._point[size] = expected / (self._base[size] + self._slope[size] * self._n_context)
+                expected = now[size] * milliseconds / now[n] - self._added[size]
+                if expected > 0.0:
+                    self._point[size] = expected / (self._base[size] + self._slope[size] * self._n_context)
             self._update()
         self._longest = max(self._longest, n)
 
     def close(self) -> None:
         """Hand the corrected curve to `keep`: one measured while the machine was busy does not last."""
-        curve = self._curve
         if self._keep is not None and self._n_observed >= _MIN_PASSES:
-            near, far = (
-                {n: 1e-3 * self._drift * of_n for n, of_n in enumerate(self._after(n_past)) if n}
-                for n_past in (curve.n_near, curve.n_far)
-            )
-            self._keep(replace(curve, near=near, far=far if curve.far else {}))
+            self._keep(self._corrected())
+
+    def _corrected(self) -> CostCurve:
+        """The curve as the passes were."""
+        curve = self._curve
+        near, far = (
+            {n: 1e-3 * self._drift * of_n for n, of_n in enumerate(self._after(n_past)) if n}
+            for n_past in (curve.n_near, curve.n_far)
+        )
+        return replace(curve, near=near, far=far if curve.far else {})
 
     def _update(self) -> None:
         self._now = self._after(self._n_context)
 
     def _after(self, n_past: int) -> list[float]:
         """(MAX_TOKENS + 1,) milliseconds after a context."""
-        base, slope, point = self._base, self._slope, self._point
-        now = [(base[n] + slope[n] * n_past) * point[n] for n in range(MAX_TOKENS + 1)]
+        base, slope, point, added = self._base, self._slope, self._point, self._added
+        now = [(base[n] + slope[n] * n_past) * point[n] + added[n] for n in range(MAX_TOKENS + 1)]
         for n in range(MAX_TOKENS - 1, 1, -1):  # a longer pass can be made in its place
             now[n] = min(now[n], now[n + 1])
         for n in range(2, MAX_TOKENS + 1):  # or two shorter ones

@@ -21,13 +21,18 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
-from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
+from edgeinfer.speculation.calibration_text import calibration_tokens
+from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.draft_source import DraftSource, head_source, model_source
 from edgeinfer.speculation.drafter_state import DrafterPlacement
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
+from edgeinfer.speculation.expert_calibration import measure_expert_costs
+from edgeinfer.speculation.expert_cost import ExpertCostModel
+from edgeinfer.speculation.expert_forecast import ExpertForecast
+from edgeinfer.speculation.expert_passes import PassesOf, experts_in
 from edgeinfer.speculation.open_on_device import open_on_device
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.plan import DraftPlan, drafter_name
@@ -36,6 +41,8 @@ from edgeinfer.types import Device, MemoryPlan
 
 # At most, for both curves of a model together; a draft model's passes take less time.
 _CALIBRATION_SECONDS, _DRAFT_CALIBRATION_SECONDS = 2.0, 0.6
+
+_EXPERT_RATIO = 2.2  # of two tokens to one, with experts: a larger one means a disturbed measurement
 
 
 def open_speculator(
@@ -47,6 +54,7 @@ def open_speculator(
     """
     seconds = _CALIBRATION_SECONDS - (0.0 if planned.file is None else _DRAFT_CALIBRATION_SECONDS)
     costs = _costs(file, session, plan, device, seconds)
+    forecast = _forecast(session)
     drafters: list[Drafter] = []
     placements: dict[str, DrafterPlacement] = {}
     if "suffix" in planned.free:
@@ -62,7 +70,15 @@ def open_speculator(
             planned.dropped[name] = str(error)
     rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
     rates = {} if rate is None else {HeadDrafter.name: rate}
-    return Speculator(session, drafters, costs, planned.n_vocab, draft_max, placements, rates)
+    return Speculator(session, drafters, costs, planned.n_vocab, draft_max, placements, rates, forecast)
+
+
+def _forecast(session: Session) -> ExpertForecast | None:
+    """Which experts tokens want, for a model some of whose experts are read from disk."""
+    if not isinstance(session, NativeSession) or (cache := session.model.expert_cache) is None:
+        return None
+    layers = experts_in(session.spec)
+    return ExpertForecast(session.model, cache.presence, list(layers), max(layers.values()))
 
 
 def _open_file(
@@ -160,5 +176,24 @@ def _costs(
     isa = device.isa or best_isa()
     is_short = plan.n_ctx < MAX_TOKENS
     of_plan = (plan.cache_type, plan.ternary_bits, is_short)
-    key = cost_key(file, devices.cpu_name(), isa, device.n_threads, build_id(), *of_plan, *facts)
+    of_machine = (devices.cpu_name(), isa, device.n_threads, build_id())
+    if isinstance(session, NativeSession) and experts_in(session.spec):
+        return _expert_costs(file, session, calibration_seconds, *of_machine, *of_plan, *facts)
+    key = cost_key(file, *of_machine, *of_plan, *facts)
     return cached_costs(key, lambda: measure_costs(session, calibration_seconds))
+
+
+def _expert_costs(file: ModelFile, session: NativeSession, calibration_seconds: float, *facts: object) -> CostModel:
+    """The same for a model with experts. What watches its passes does not see those of the calibration."""
+    model, passes = session.model, PassesOf(session.model)
+
+    def measure() -> CostCurve:
+        tokens = calibration_tokens(file)
+        watcher, model.watcher = model.watcher, None
+        try:
+            return measure_expert_costs(session, passes, tokens, calibration_seconds)
+        finally:
+            model.watcher = watcher
+
+    key = cost_key(file, *facts, "text", passes.is_cached)
+    return cached_costs(key, measure, _EXPERT_RATIO, lambda curve, keep: ExpertCostModel(curve, passes, keep))

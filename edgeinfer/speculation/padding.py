@@ -24,6 +24,8 @@ class PassPadding:
 
     def n_tokens(self, n_nodes: int, max_nodes: int, costs: CostModel) -> int:
         """Dummy tokens for the next pass, which verifies n_nodes of at most max_nodes."""
+        if not costs.may_be_padded:
+            return 0
         self._n_idle = 0 if n_nodes else self._n_idle + 1
         self._n_short = 0 if n_nodes + 1 >= _LONG else self._n_short + 1
         if self._n_short >= self._max_short and max_nodes + 1 >= _LONG:

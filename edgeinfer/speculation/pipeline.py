@@ -13,6 +13,8 @@ from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter
+from edgeinfer.speculation.expert_cost import ExpertCostModel
+from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
 from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
 from edgeinfer.speculation.stats import StatsCounter
@@ -56,7 +58,7 @@ class Speculator:
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
     draft_max: most nodes of a tree.  placements: of drafters with a model, by name.  acceptance_rates: where measured
-    beforehand, by name of the drafter.
+    beforehand, by name of the drafter.  forecast: of the target's experts, where some are read from disk.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Speculator:
         draft_max: int,
         placements: Mapping[str, DrafterPlacement] | None = None,
         acceptance_rates: Mapping[str, float] | None = None,
+        forecast: ExpertForecast | None = None,
     ) -> None:
         self._session = session
+        self._forecast = forecast
         self.costs = costs
         self._n_vocab = n_vocab
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, session.n_batch - 1)
@@ -231,13 +235,14 @@ class Speculator:
             return [], VerifyTree()
         proposals: list[Proposal] = []
         min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
+        limits = max_nodes, max_depth, min_probability
         for state in self._states:
             if not state.costly and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
         tree = VerifyTree()
         if proposals:
-            tree = select_tree(proposals, verify_ms, max_nodes, max_depth, min_probability)
+            tree = self._select(context, proposals, verify_ms, limits)
         free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
         for state in self._states:
@@ -253,8 +258,27 @@ class Speculator:
                 proposals = costly + proposals  # more reliable than those that copy
                 self._record_wait(state, asked)
                 spent_ms = 1e3 * (perf_counter() - started)
-                tree = select_tree(proposals, verify_ms, max_nodes, max_depth, min_probability, spent_ms)
+                tree = self._select(context, proposals, verify_ms, limits, spent_ms)
         return proposals, tree
+
+    def _select(
+        self,
+        context: Context,
+        proposals: Sequence[Proposal],
+        verify_ms: Sequence[float],
+        limits: tuple[int, int, float],
+        spent_ms: float = 0.0,
+    ) -> VerifyTree:
+        """See select_tree: without nodes whose experts would have to be waited for, where these can be told."""
+        costs, forecast = self.costs, self._forecast
+        if forecast is None or not forecast.is_trusted or not isinstance(costs, ExpertCostModel):
+            return select_tree(proposals, verify_ms, *limits, spent_ms)
+        n_past = self._session.n_past
+
+        def keep(tree: VerifyTree, order: list[int], path_probabilities: Sequence[float]) -> list[int]:
+            return forecast.kept(context.tokens[-1], tree, order, path_probabilities, costs, n_past)
+
+        return select_tree(proposals, verify_ms, *limits, spent_ms, keep)
 
     def _prepare(
         self,

@@ -9,9 +9,9 @@ The path probability of a node is the product of the acceptance probabilities al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.tree import DraftTree
@@ -44,6 +44,11 @@ class VerifyTree:
     path: list[int] = field(default_factory=list)
 
 
+Keep: TypeAlias = Callable[[VerifyTree, list[int], Sequence[float]], list[int]]
+"""Is given a tree, the order of its nodes and their path probabilities; gives the nodes that may be verified, in that
+order, each of them with its parent."""
+
+
 def min_useful_probability(verify_ms: Sequence[float]) -> float:
     """Path probability below which no node is worth verifying: the least cost of one more token over that of one."""
     one = verify_ms[1]
@@ -57,18 +62,21 @@ def select_tree(
     max_depth: int,
     min_probability: float = 0.0,
     spent_ms: float = 0.0,
+    keep: Keep | None = None,
 ) -> VerifyTree:
     """The tree with the most expected tokens per millisecond, empty where decoding without a draft is as good.
 
     proposals: the most reliable drafter first.  verify_ms: cost of a pass by number of tokens.  max_depth: number of
     levels.  min_probability: nodes with a lower path probability are left out.  spent_ms: spent on drafts already.
+    keep: which of the nodes may be chosen.
     """
     merged, path_probabilities = _merge(proposals, min_probability, max_depth)
     if not path_probabilities:
         return merged
     # No node has a higher path probability than its parent, and each comes after it; the sort is stable. So the first n
     # nodes are a tree for every n.
-    order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)[:max_nodes]
+    order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
+    order = (order if keep is None else keep(merged, order, path_probabilities))[:max_nodes]
     expected, best_rate, best_n, best_expected = 1.0, _MIN_GAIN / (verify_ms[1] + spent_ms), 0, 1.0
     for n, node in enumerate(order, start=1):
         expected += path_probabilities[node]

@@ -85,7 +85,7 @@ def open_edgeinfer(job: Job) -> Opened:
         least = expert_sizes(path).least
         cache = job.limit - MARGIN - before - (plan_model(path, *sizes, least).use.total - least)
     plan = plan_model(path, *sizes, cache)
-    prefetch = 0.0 if job.variant.endswith("no prefetch") else None
+    prefetch = 0.0 if job.variant.endswith("no-prefetch") else None
     stack = ExitStack()
     model = stack.enter_context(open_model(path, *sizes, cache, prefetch))
     session = stack.enter_context(closing(model.session()))
@@ -113,7 +113,7 @@ VARIANTS: dict[str, Callable[[Job], Opened]] = {
     "predicted": open_llama,
     "repacked": open_llama,
     "edgeinfer": open_edgeinfer,
-    "edgeinfer, no prefetch": open_edgeinfer,
+    "edgeinfer-no-prefetch": open_edgeinfer,
 }
 
 

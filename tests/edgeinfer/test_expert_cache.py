@@ -116,7 +116,7 @@ def test_a_cache_below_what_a_pass_needs_is_refused_with_the_number_that_works(f
 
 
 def test_what_does_not_fit_is_refused_with_the_context_that_would(file, monkeypatch):
-    with pytest.raises(BudgetExceeded, match=r"experts 501\.0 MiB.*no n_ctx fits"):
+    with pytest.raises(BudgetExceeded, match=r"experts 501\.0 MiB.*no n_ctx fits; use a smaller expert cache"):
         planned(file, monkeypatch, 400, expert_cache="50%")
     with pytest.raises(BudgetExceeded, match=r"110\.0 MiB at least .*n_ctx 704 fits"):
         planned(file, monkeypatch, 109.7)
@@ -126,7 +126,8 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(file, monkeypa
 def test_a_backend_without_a_cache_refuses_it_for_a_model_with_experts(file, monkeypatch, value):
     with pytest.raises(InvalidArgument, match='must be "auto" with the reference backend'):
         planned(file, monkeypatch, 4000, backend="reference", expert_cache=value)
-    assert planned(file, monkeypatch, 4000, backend="reference").expert_cache is None
+    for auto in ("auto", "AUTO", " auto "):
+        assert planned(file, monkeypatch, 4000, backend="reference", expert_cache=auto).expert_cache is None
 
 
 def test_the_fallback_to_llama_cpp_refuses_it_too(file, monkeypatch, backends):

@@ -29,9 +29,10 @@ from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"]
+FORMATS += ["MXFP4"]
 MODELS = [("llama", format) for format in FORMATS] + [("qwen2", "Q4_0"), ("qwen2", "Q4_K"), ("bitnet-b1.58", "I2_S")]
 MODELS += [(name, "F32") for name in ARCHITECTURES[1:]]
-SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # for which the reference rounds activations alike
+SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")  # for which the reference rounds activations alike
 
 
 @pytest.fixture(scope="module")

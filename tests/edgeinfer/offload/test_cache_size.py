@@ -40,7 +40,27 @@ def test_a_request_is_read(value: object, request_of_it: CacheRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "all of it", "0%", "101%", "-5%", "25%%", "3.5", "3 gallons", "nan%", "0", 0, -1, True, 2.5, b"1", []]
+    "value",
+    [
+        "",
+        "all of it",
+        "0%",
+        "101%",
+        "-5%",
+        "25%%",
+        "3.5",
+        "3 gallons",
+        "nan%",
+        "\u0663%",
+        "1e3",
+        "0",
+        0,
+        -1,
+        True,
+        2.5,
+        b"1",
+        [],
+    ],
 )
 def test_what_is_no_size_is_refused_by_its_name(value: object) -> None:
     with pytest.raises(InvalidArgument, match="expert_cache must be"):
@@ -140,3 +160,9 @@ def test_runs_are_kept_on_disk_and_damaged_files_are_ignored(tmp_path: Path, mon
     for text in ("", whole[:-9], whole.replace("6442450944", "x"), "[1]", '{"format": 1, "runs": {"7": [[1]]}}'):
         path.write_text(text)
         assert load_search("key") == CacheSizeSearch()
+
+
+def test_sizes_of_a_damaged_record_that_no_memory_has_are_left_out() -> None:
+    search = CacheSizeSearch.from_record({"format": 1, "runs": {"9" * 400: [[1.0, 0.5]], str(GIB): [[1.0, 0.5]]}})
+    assert list(search.runs) == [GIB]
+    assert search.tell(2 * GIB, 2.0, 0.5, LEAST_TOKENS) and search.best(1 << 62) == 2 * GIB

@@ -81,8 +81,8 @@ class OfStore:
 
 
 def test_the_figures_of_a_request_are_what_was_added() -> None:
-    before = reads_of(OfStore(), 4096)
-    assert before == ExpertReads(4096, 16, 10, 400, 6, 4, 1.0, 2.0) and before.hit_rate == 0.625
-    later = reads_of(OfStore([OfLayer(10, 8, 260, 4, 3, 0.75), OfLayer(10, 5)], 2.5), 4096)
-    assert later.since(before) == ExpertReads(4096, 4, 3, 60, 1, 1, 0.25, 0.5)
+    before = reads_of(OfStore(), 4096, 2)
+    assert before == ExpertReads(4096, 16, 10, 400, 6, 4, 0.5, 2.0) and before.hit_rate == 0.625
+    later = reads_of(OfStore([OfLayer(10, 8, 260, 4, 3, 0.75), OfLayer(10, 5)], 2.5), 4096, 2)
+    assert later.since(before) == ExpertReads(4096, 4, 3, 60, 1, 1, 0.125, 0.5)
     assert ExpertReads(1).hit_rate == 1.0

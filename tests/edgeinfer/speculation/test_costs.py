@@ -44,7 +44,7 @@ def test_no_size_costs_more_than_a_larger_one(plain, monkeypatch):
     def time_passes(session, tokens, sizes, deadline, seconds):
         seconds.update({size: 0.060 if size == 2 else 0.010 * size for size in sizes})
 
-    monkeypatch.setattr("edgeinfer.speculation.calibration._time", time_passes)
+    monkeypatch.setattr("edgeinfer.speculation.calibration.time_passes", time_passes)
     near = measure_costs(plain.session, 0.5).near
     assert [near[size] for size in (1, 2, 3, 4)] == [0.010, 0.030, 0.030, 0.040]
 

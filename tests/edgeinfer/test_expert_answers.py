@@ -1,0 +1,59 @@
+"""Answers of a model whose experts cannot be read, or not always: they end with an error, and the next one is whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import SUPPORT, compile_faults, environment_of
+from tiny_experts import write_tiny_experts
+
+import edgeinfer
+from edgeinfer.errors import ExpertReadError, InvalidArgument
+
+SECONDS = 120
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_experts(tmp_path / "model.gguf", "qwen3moe", "Q8_0", n_experts=32)
+
+
+def answers(model: Path, reads: str, n: int) -> list[dict[str, str]]:
+    environment = environment_of(compile_faults(model.parent), model.name, reads)
+    command = [sys.executable, str(SUPPORT / "try_answers.py"), str(model), "25%", str(n)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_an_answer_that_a_read_error_ended_is_followed_by_whole_ones(model: Path) -> None:
+    (whole,) = answers(model, "", 1)
+    n_failing = 0
+    for number in (1, 20, 60):
+        found = answers(model, f"eio:{number}:0", 3)
+        ended = [answer for answer in found if "error" in answer]
+        n_failing += len(ended)
+        assert len(ended) <= 1 and found[-1] == whole
+        assert [answer for answer in found if answer not in ended] == [whole] * (3 - len(ended))
+        for answer in ended:
+            assert whole["text"].startswith(answer["before"])
+            assert "model.gguf: tensor blk." in answer["error"] and "Input/output error" in answer["error"]
+    assert n_failing
+
+
+def test_a_stream_that_an_error_ended_has_no_completion_and_says_so(model: Path) -> None:
+    with edgeinfer.load(model, expert_cache="25%", n_ctx=64, draft="none") as engine:
+        stream = engine.stream("ab", max_tokens=40, temperature=0.0, loop_guard=0)
+        next(stream)
+        os.truncate(model, 4096)
+        with pytest.raises(ExpertReadError, match=r"model\.gguf: tensor blk\.\d.*load it again"):
+            list(stream)
+        assert stream.failed
+        with pytest.raises(InvalidArgument, match="an error ended it"):
+            _ = stream.completion
+        with pytest.raises(ExpertReadError, match="load it again"):
+            engine.generate("cd", max_tokens=4)
+        assert not engine.interrupt()  # nothing runs
