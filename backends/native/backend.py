@@ -103,12 +103,13 @@ class NativeBackend:
         check_cache(cache_type, spec)
         n_batch = min(n_batch, n_ctx)
         spec = self._spec(model, spec)
+        bits = self._ternary_bits(model, spec, n_threads)
+        experts = self.experts(model, spec, bits)
         config = decoder_config(spec, n_ctx, n_batch)
         embedding = embedding_of(model, spec)  # which stays mapped
-        bits = self._ternary_bits(model, spec, n_threads)
         weights = packed_bytes(self._parts(model, spec, bits)) + (0 if embedding is None else embedding.n_bytes)
         activations = config.activation_bytes(_core.FrontConfig(), n_threads)
-        kv_cache, experts = config.kv_bytes(_core.KvType[cache_type], n_ctx), self.experts(model, spec, bits)
+        kv_cache = config.kv_bytes(_core.KvType[cache_type], n_ctx)
         if expert_cache is not None and expert_cache >= experts.n_bytes:
             expert_cache = None
         use = MemoryUse(weights, kv_cache, activations, experts=self._expert_bytes(model, experts, expert_cache))

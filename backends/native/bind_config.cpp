@@ -126,6 +126,8 @@ void bind_enums(nb::module_& m) {
 }
 
 void bind_feed_forward(nb::module_& m) {
+    m.attr("MOST_EXPERTS_USED") = kMostUsed;
+    m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
         .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a);
     nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")

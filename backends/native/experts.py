@@ -115,17 +115,27 @@ class ModelExperts:
 
 
 def experts_of(model: ModelFile, spec: ModelSpec, packing: Packing) -> ModelExperts:
-    """The experts of a model. Raises UnsupportedModel for a tensor type that the engine lacks."""
+    """The experts of a model. Raises UnsupportedModel for a tensor type that the engine lacks, and too many experts."""
     layout, layers = _core.ExpertLayout(), []
     for index, layer in enumerate(spec.layers):
         block = layer.ffn
         if not isinstance(block, Experts):
             layout.add_layer_without_experts()
             continue
+        _check_room(model, index, block)
         gate, up, down = (_part(model, block, role, packing) for role in EXPERT_ROLES)
         layout.add_layer(block.n_experts, *((part.packed_as, *part.shape) for part in (gate, up, down)))
         layers.append(ExpertLayer(index, block.n_experts, block.n_used, (gate, up, down)))
     return ModelExperts(tuple(layers), layout)
+
+
+def _check_room(model: ModelFile, index: int, block: Experts) -> None:
+    """Raises UnsupportedModel where a token wants more experts, or chooses from more groups, than there is room for."""
+    if block.n_used > _core.MOST_EXPERTS_USED or block.n_groups > _core.MOST_EXPERT_GROUPS:
+        raise UnsupportedModel(
+            f"{model.path}: a token wants {block.n_used} experts of layer {index}, in {block.n_groups} groups; the "
+            f"native engine takes {_core.MOST_EXPERTS_USED} experts and {_core.MOST_EXPERT_GROUPS} groups at most"
+        )
 
 
 def _part(model: ModelFile, block: Experts, role: ExpertRole, packing: Packing) -> ExpertPart:

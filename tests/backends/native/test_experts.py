@@ -349,6 +349,14 @@ def test_a_type_without_a_kernel_for_experts_is_refused_by_name(
         NativeBackend().plan(file, read_spec(file), 64)
 
 
+def test_more_experts_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
+    file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_experts=70, n_used=65))
+    spec, wanted = read_spec(file), r"m\.gguf: a token wants 65 experts of layer 0, in 1 groups; .* 64 experts"
+    for refuse in (NativeBackend().expert_sizes, lambda *model: NativeBackend().plan(*model, 64)):
+        with pytest.raises(UnsupportedModel, match=wanted):
+            refuse(file, spec)
+
+
 def test_tuning_counts_the_experts_of_one_token(tmp_path: Path) -> None:
     model = load(write_tiny_experts(tmp_path / "m.gguf", "qwen3moe", "Q8_0"))
     decoder, use = model.decoder(), model.memory()
