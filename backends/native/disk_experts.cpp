@@ -208,23 +208,35 @@ void DiskExperts::warm(std::vector<ExpertId> experts) {
 void DiskExperts::run_reader(uint8_t* buffer) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        std::optional<ExpertId> id;
-        to_read_.wait(lock, [&] { return closing_ || (id = next_read()); });
+        std::optional<Piece> piece;
+        to_read_.wait(lock, [&] { return closing_ || (piece = next_piece()); });
         if (closing_) return;
-        begin_read(*id);
         if (has_reads()) to_read_.notify_one();
-        uint8_t* slot = entry(*id).slot;
+        const ExpertId id = piece->id;
+        uint8_t* slot = entry(id).slot;
         lock.unlock();
         size_t n_read = 0;
-        std::string failure;
+        std::unique_ptr<std::string> failure;
         try {
-            n_read = source_->read(id->layer, id->expert, buffer, slot);
+            n_read = source_->read(id.layer, id.expert, piece->number, buffer, slot);
         } catch (const std::exception& error) {
-            failure = error.what();
+            failure = std::make_unique<std::string>(error.what());
         }
         lock.lock();
-        end_read(*id, n_read, failure);
+        end_piece(id, n_read, std::move(failure));
     }
+}
+
+std::optional<DiskExperts::Piece> DiskExperts::next_piece() {
+    if (!open_) {
+        const std::optional<ExpertId> id = next_read();
+        if (!id) return {};
+        begin_read(*id);
+        open_ = {*id, 0};
+    }
+    const Piece piece = *open_;
+    if (++open_->number == source_->n_pieces(piece.id.layer)) open_.reset();
+    return piece;
 }
 
 // An expert to be read, with a free slot for it.
@@ -303,21 +315,31 @@ void DiskExperts::begin_read(ExpertId id) {
     e.slot = slots_.take(id.layer);
     e.state = State::Reading;
     e.read_number = ++n_reads_;
+    e.pieces_left = source_->n_pieces(id.layer);
+    e.n_read = 0;
 }
 
-void DiskExperts::end_read(ExpertId id, size_t n_read, const std::string& failure) {
+void DiskExperts::end_piece(ExpertId id, size_t n_read, std::unique_ptr<std::string> failure) {
     Entry& e = entry(id);
-    if (failure.empty()) {
+    e.n_read += n_read;
+    if (!e.failure) e.failure = std::move(failure);
+    if (--e.pieces_left == 0) end_read(id);
+}
+
+void DiskExperts::end_read(ExpertId id) {
+    Entry& e = entry(id);
+    const std::unique_ptr<std::string> failure = std::move(e.failure);
+    if (!failure) {
         e.state = State::InMemory;
         e.record.store(e.slot, std::memory_order_release);
         if (!e.is_wanted) recency_.add(id);
         stats_of(id.layer).reads++;
-        stats_of(id.layer).bytes_read += n_read;
+        stats_of(id.layer).bytes_read += e.n_read;
     } else {
         slots_.give_back(id.layer, e.slot);
         e.state = State::Absent;
         e.is_prefetched = false;
-        if (e.is_wanted && error_.empty()) error_ = failure;
+        if (e.is_wanted && error_.empty()) error_ = *failure;
     }
     arrived_.notify_all();
     if (has_reads()) to_read_.notify_one();  // for which there may be room now

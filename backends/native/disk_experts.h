@@ -2,7 +2,8 @@
 //
 // An expert is absent, queued, being read, or in memory; what a pass wants stays in memory until it is done. Reads that a
 // pass waits for come first, then hints, then what is read ahead of the first pass. A read gets its slot when it begins,
-// so where a layer wants more experts than there are slots, each that is done makes room for the next.
+// so where a layer wants more experts than there are slots, each that is done makes room for the next. The readers read
+// an expert together, piece by piece, and then the next one: the first of several is there early.
 #pragma once
 
 #include <atomic>
@@ -70,10 +71,18 @@ private:
         std::atomic<const uint8_t*> record{nullptr};  // where it is in memory
         uint8_t* slot = nullptr;
         uint64_t read_number = 0;  // in the order in which reads began
+        int pieces_left = 0;       // of the read that is under way
+        size_t n_read = 0;         // bytes of it so far
+        std::unique_ptr<std::string> failure;
         State state = State::Absent;
         bool is_wanted = false;
         bool is_hinted = false;      // stands among the hints
         bool is_prefetched = false;  // came so, and no pass wanted it yet
+    };
+
+    struct Piece {
+        ExpertId id;
+        int number;
     };
 
     Entry& entry(ExpertId id);
@@ -84,7 +93,8 @@ private:
     void want(ExpertId id);
     void release(ExpertId id);
     void drop_hints(int layer);
-    bool has_reads() const { return !demanded_.empty() || !hinted_.empty() || !warm_.empty(); }
+    bool has_reads() const { return open_ || !demanded_.empty() || !hinted_.empty() || !warm_.empty(); }
+    std::optional<Piece> next_piece();
     std::optional<ExpertId> next_read();
     std::optional<ExpertId> next_demanded();
     std::optional<ExpertId> next_hinted();
@@ -92,7 +102,8 @@ private:
     bool is_hint_worth(ExpertId hinted, ExpertId victim) const;
     void evict(ExpertId id);
     void begin_read(ExpertId id);
-    void end_read(ExpertId id, size_t n_read, const std::string& failure);
+    void end_piece(ExpertId id, size_t n_read, std::unique_ptr<std::string> failure);
+    void end_read(ExpertId id);
 
     void run_reader(uint8_t* buffer);
     void close();
@@ -106,6 +117,7 @@ private:
     std::vector<size_t> first_entry_;  // by layer
     std::vector<Entry> entries_;
     std::deque<ExpertId> demanded_, hinted_, warm_;
+    std::optional<Piece> open_;     // the next piece of a read that has begun
     std::vector<ExpertId> wanted_;  // of the layers of this pass so far that are not over
     std::vector<ExpertLayerStats> stats_;
     ExpertLayerStats before_pass_;  // of all layers

@@ -85,9 +85,21 @@ PackedExperts::PackedExperts(std::shared_ptr<const ExpertLayout> layout, const s
     refuse_file(path, error);
 }
 
-size_t PackedExperts::read(int layer, int expert, uint8_t*, uint8_t* record) const {
+// Some 1 MiB each: large enough for the speed of the disk, and an expert that several threads read together is there
+// before the next ones.
+int PackedExperts::n_pieces(int layer) const {
+    constexpr size_t kBytes = size_t{1} << 20, kMost = 3;
+    return static_cast<int>(
+        std::clamp((this->layout().layer(layer).record_bytes + kBytes / 2) / kBytes, size_t{1}, kMost));
+}
+
+size_t PackedExperts::read(int layer, int expert, int piece, uint8_t*, uint8_t* record) const {
     const ExpertLayer& sizes = this->layout().layer(layer);
-    return read_range(file_, path_, offset_ + sizes.first_byte_of(expert), sizes.record_bytes, record,
+    const size_t n_pieces = static_cast<size_t>(this->n_pieces(layer));
+    const size_t each = static_cast<size_t>(round_up((sizes.record_bytes + n_pieces - 1) / n_pieces));
+    const size_t first = std::min(sizes.record_bytes, static_cast<size_t>(piece) * each);
+    const size_t n_bytes = std::min(each, sizes.record_bytes - first);
+    return read_range(file_, path_, offset_ + sizes.first_byte_of(expert) + first, n_bytes, record + first,
                       names_[static_cast<size_t>(layer)], expert);
 }
 
@@ -123,26 +135,24 @@ bool UnpackedExperts::is_direct() const {
     return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->is_direct(); });
 }
 
-size_t UnpackedExperts::read(int layer, int expert, uint8_t* buffer, uint8_t* record) const {
+// A piece is a matrix.
+size_t UnpackedExperts::read(int layer, int expert, int piece, uint8_t* buffer, uint8_t* record) const {
     const ExpertLayer& sizes = this->layout().layer(layer);
-    size_t n_read = 0;
-    for (int part = 0; part < kExpertParts; part++) {
-        const ExpertTensor& tensor = tensors_[first_tensor_[static_cast<size_t>(layer)] + static_cast<size_t>(part)];
-        const size_t file = static_cast<size_t>(tensor.file);
-        const uint64_t offset = tensor.offset + static_cast<uint64_t>(expert) * tensor.stride;
-        n_read += read_range(*files_[file], paths_[file], offset, tensor.n_bytes, buffer, tensor.name, expert);
-        const uint8_t* source = buffer + (offset - round_down(offset));
-        if (is_ternary(tensor.format) && !holds_trits(tensor.format, source, tensor.n_bytes)) {
-            throw std::runtime_error(paths_[file] + ": " + tensor.name + ", expert " + std::to_string(expert) +
-                                     " at byte " + std::to_string(offset) +
-                                     ": a ternary weight has the code 3; the file is damaged");
-        }
-        const size_t end = part + 1 < kExpertParts ? sizes.offsets[part + 1] : sizes.record_bytes;
-        const Matrix& matrix = sizes.parts[part];
-        pack(tensor, matrix, source, record + sizes.offsets[part]);
-        const size_t packed = sizes.offsets[part] + matrix.n_bytes();
-        std::memset(record + packed, 0, end - packed);
+    const ExpertTensor& tensor = tensors_[first_tensor_[static_cast<size_t>(layer)] + static_cast<size_t>(piece)];
+    const size_t file = static_cast<size_t>(tensor.file);
+    const uint64_t offset = tensor.offset + static_cast<uint64_t>(expert) * tensor.stride;
+    const size_t n_read = read_range(*files_[file], paths_[file], offset, tensor.n_bytes, buffer, tensor.name, expert);
+    const uint8_t* source = buffer + (offset - round_down(offset));
+    if (is_ternary(tensor.format) && !holds_trits(tensor.format, source, tensor.n_bytes)) {
+        throw std::runtime_error(paths_[file] + ": " + tensor.name + ", expert " + std::to_string(expert) +
+                                 " at byte " + std::to_string(offset) +
+                                 ": a ternary weight has the code 3; the file is damaged");
     }
+    const size_t end = piece + 1 < kExpertParts ? sizes.offsets[piece + 1] : sizes.record_bytes;
+    const Matrix& matrix = sizes.parts[piece];
+    pack(tensor, matrix, source, record + sizes.offsets[piece]);
+    const size_t packed = sizes.offsets[piece] + matrix.n_bytes();
+    std::memset(record + packed, 0, end - packed);
     return n_read;
 }
 

@@ -32,9 +32,11 @@ public:
 
     // Of memory that each reader has for itself, page-aligned.
     virtual size_t buffer_bytes() const = 0;
-    // Fills in a record, any number of them at once; gives the bytes that were read for it. Throws std::runtime_error,
-    // which says what could not be read and why; then the record is of no use.
-    virtual size_t read(int layer, int expert, uint8_t* buffer, uint8_t* record) const = 0;
+    // A record is read in so many pieces, which fill it in together.
+    virtual int n_pieces(int layer) const = 0;
+    // Fills in a piece of a record, any number of them at once; gives the bytes that were read for it. Throws
+    // std::runtime_error, which says what could not be read and why; then the record is of no use.
+    virtual size_t read(int layer, int expert, int piece, uint8_t* buffer, uint8_t* record) const = 0;
     // Whether all files are read past the system's cache.
     virtual bool is_direct() const = 0;
 
@@ -61,7 +63,8 @@ public:
                   std::vector<std::string> names);
 
     size_t buffer_bytes() const override { return 0; }
-    size_t read(int layer, int expert, uint8_t* buffer, uint8_t* record) const override;
+    int n_pieces(int layer) const override;
+    size_t read(int layer, int expert, int piece, uint8_t* buffer, uint8_t* record) const override;
     bool is_direct() const override { return file_.is_direct(); }
 
 private:
@@ -92,7 +95,8 @@ public:
     // For matrices of at most so many bytes.
     static size_t buffer_bytes_of(size_t n_bytes);
     size_t buffer_bytes() const override { return buffer_bytes_; }
-    size_t read(int layer, int expert, uint8_t* buffer, uint8_t* record) const override;
+    int n_pieces(int) const override { return kExpertParts; }
+    size_t read(int layer, int expert, int piece, uint8_t* buffer, uint8_t* record) const override;
     bool is_direct() const override;
 
 private:

@@ -228,7 +228,7 @@ void ExpertsBlock::finish_tier(const Pass& pass) const {
 // Waits for the expert; gives false, and stops the pass, if it does not come.
 bool ExpertsBlock::find_record(const Pass& pass, int thread, ExpertWork& work) const {
     if (work.expert == ExpertWork::kShared) return true;
-    const uint8_t* record = store_.wait(index_, work.expert, [&] { return pass.gives_up(thread); });
+    const uint8_t* record = store_.wait(index_, work.expert, [&] { return pass.gives_up_waiting(thread); });
     if (!record) {
         pass.stop();
         return false;

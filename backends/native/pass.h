@@ -63,13 +63,20 @@ public:
         if (thread == 0 && poll_()) stop();
         return is_stopped();
     }
+    // The same for what may wait for long, every few milliseconds: the thread that polls may be asleep without a task.
+    bool gives_up_waiting(int thread) const {
+        if (thread != 0) pool.wake();
+        return gives_up(thread);
+    }
 
-    // Tasks of a pass that was stopped are counted, but not done.
+    // Tasks of a pass that was stopped are counted, but not done. There may be none: what cuts the work of experts is such
+    // a task itself.
     template <class Task>
     void for_tasks(int thread, int n_tasks, const Task& task) const {
-        pool.for_tasks(thread, n_tasks, [&](int i) {
-            if (!gives_up(thread)) task(i);
-        });
+        const auto unless_stopped = [&](int i) {
+            if (i < n_tasks && !gives_up(thread)) task(i);
+        };
+        pool.for_tasks(thread, std::max(1, n_tasks), unless_stopped, [&] { gives_up(thread); });
     }
 
     // Items that take a microsecond or so. Where there are many, several make a task: threads that take them one by one

@@ -61,6 +61,10 @@ void Pool::work(int index) {
 void Pool::next_phase(uint32_t phase) {
     done_.store(0, std::memory_order_relaxed);
     ticket_.store(static_cast<uint64_t>(phase) << 32, std::memory_order_release);
+    wake();
+}
+
+void Pool::wake() {
     phases_.fetch_add(1, std::memory_order_release);
     phases_.notify_all();
 }

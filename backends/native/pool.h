@@ -31,8 +31,9 @@ public:
     // Inside a program, called by every thread for the same phases in the same order: does tasks 0..n_tasks-1 of this
     // phase together, n_tasks >= 1, and returns when all are done. What a thread computes for itself between two phases
     // may be made from data that others are already changing; then its phase is over, and it gets no task to use it in.
-    template <class Task>
-    void for_tasks(int thread, int n_tasks, const Task& task) {
+    // awake(): called by a thread that waits for the tasks of others whenever wake() was called.
+    template <class Task, class Awake>
+    void for_tasks(int thread, int n_tasks, const Task& task, const Awake& awake) {
         const uint32_t phase = threads_[thread].phase++;
         for (uint64_t ticket = ticket_.load(std::memory_order_acquire);;) {
             if (static_cast<uint32_t>(ticket >> 32) != phase) return;
@@ -47,9 +48,17 @@ public:
         for (;;) {
             const uint32_t seen = phases_.load(std::memory_order_acquire);
             if (static_cast<uint32_t>(ticket_.load(std::memory_order_acquire) >> 32) != phase) return;
+            awake();
             wait_for_change(phases_, seen, threads_[thread].spins);
         }
     }
+    template <class Task>
+    void for_tasks(int thread, int n_tasks, const Task& task) {
+        for_tasks(thread, n_tasks, task, [] {});
+    }
+
+    // Inside a task that waits for something else than other tasks: wakes the threads that have none.
+    void wake();
 
 private:
     static constexpr int kMostSpins = 4000, kFewestSpins = 60;  // some 70 microseconds, and one

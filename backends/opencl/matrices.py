@@ -266,12 +266,14 @@ def _converted(part: Part, first: int, last: int) -> tuple[NDArray[np.generic], 
     return _words(codes.values.reshape(n_rows, part.n_in), part.format), _scales(codes, n_rows, part)
 
 
-def _words(codes: NDArray[np.int8], format: Format) -> NDArray[np.uint8]:
-    """Codes (n, n_in) in tiles of lines of words, as bytes."""
-    n_fields = 8 // format.bits
-    unsigned = (codes + np.int8(format.offset)).view(np.uint8).reshape(len(codes), -1, n_fields, 4)
-    shifts = np.arange(0, 8, format.bits, dtype=np.uint8)[:, None]
-    return _tiled(np.bitwise_or.reduce(unsigned << shifts, axis=2))
+def _words(codes: NDArray[np.int8], format: Format) -> NDArray[np.uint32]:
+    """Codes (n, n_in) in tiles of lines of words."""
+    unsigned = codes if not format.offset else codes + np.int8(format.offset)
+    fields = np.ascontiguousarray(unsigned).view("<u4").reshape(len(codes), -1, 8 // format.bits)
+    words = fields[:, :, 0].copy()
+    for field in range(1, fields.shape[2]):  # four codes at once: none reaches into the next byte
+        words |= fields[:, :, field] << np.uint32(format.bits * field)
+    return _tiled(words)
 
 
 def _scales(codes: Codes, n_rows: int, part: Part) -> NDArray[np.float16]:

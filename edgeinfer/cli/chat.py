@@ -310,6 +310,8 @@ class Repl:
             experts = self.engine.experts
             share = f", {experts.share:.0%} of all experts" if experts is not None else ""
             note(f"experts  cache of {human_bytes(n_bytes)}{share}")
+        if (tier := self.engine.expert_tier) is not None:
+            note(f"experts  {tier.describe()}")
         speculation = None if self._last is None else self._last.timings.speculation
         for name, placed in ({} if self.engine.speculator is None else self.engine.speculator.placements).items():
             is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}

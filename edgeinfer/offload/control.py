@@ -17,6 +17,7 @@ from edgeinfer.offload.size_search import load_search, save_search, search_key
 from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
 from edgeinfer.types import ExpertSizes
 
+_OBSERVED = 17  # passes, in one of which experts are predicted only to count; no multiple of a window's
 _COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something
 
 
@@ -52,6 +53,14 @@ class PrefetchingCache(ExpertCache, Protocol):
 
     def set_prefetch(self, layer: int, n: int) -> None:
         """Read so many experts of a layer ahead, as its router predicts them from the input of the layer before."""
+        ...
+
+    def observe(self, every: int) -> None:
+        """In every so many passes, predict layers too that are not read ahead, to count."""
+        ...
+
+    def predictions(self) -> Sequence[tuple[int, int]]:
+        """By layer, how many experts were predicted, and how many of these were wanted."""
         ...
 
 
@@ -100,9 +109,11 @@ class ExpertControl:
         return self._amounts
 
     def begin(self) -> None:
-        """Have the experts read that were used most before."""
+        """Have the experts read that were used most before, and the predictions of others counted."""
         if self._cache is None:
             return
+        if self._predicting is not None:
+            self._predicting.observe(_OBSERVED)
         if most := self._usage.most_used(self._cache.record_bytes, self._cache.n_bytes):
             self._cache.warm(most)
 
@@ -151,8 +162,9 @@ class ExpertControl:
         now, stats, before = time.perf_counter(), cache.stats(), self._window
         of_layers = list(zip(stats.layers, before.layers, strict=True))
         seconds = max(now - self._window_began, 1e-9)
+        self._prefetch.tell_predictions(cache.predictions())
         waited = sum(after.seconds_waited - old.seconds_waited for after, old in of_layers)
-        changed = self._prefetch.end_window(
+        self._prefetch.end_window(
             WindowStats(
                 [after.prefetches - old.prefetches for after, old in of_layers],
                 [after.useful - old.useful for after, old in of_layers],
@@ -161,11 +173,11 @@ class ExpertControl:
             )
         )
         self._window, self._window_began = stats, now
-        if changed:
-            for layer, (n, set_before) in enumerate(zip(self._prefetch.amounts, self._amounts, strict=True)):
-                if n != set_before and cache.record_bytes[layer]:
-                    cache.set_prefetch(layer, n)
-            self._amounts = self._prefetch.amounts
+        amounts = self._prefetch.amounts
+        for layer, (n, set_before) in enumerate(zip(amounts, self._amounts, strict=True)):
+            if n != set_before and cache.record_bytes[layer]:
+                cache.set_prefetch(layer, n)
+        self._amounts = amounts
 
 
 def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_threads: int) -> ExpertControl | None:

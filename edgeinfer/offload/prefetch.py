@@ -27,6 +27,7 @@ _FIRST_REST, _LONGEST_REST = 8, 128  # windows between trials, doubled after eac
 _FORGET = 0.8  # of counts, from one window to the next
 _LEAST_ISSUED = 8.0  # reads ahead before their precision says something
 _LEFT_OUT = 64  # windows until a layer is tried again
+_LEAST_PREDICTED = 32  # experts of a layer before their precision says something
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,20 @@ class PrefetchControl:
         self._goes_up = True  # of the two neighbours of a level in the middle, which is tried next
         self._issued, self._useful = [0.0] * n_layers, [0.0] * n_layers
         self._left_out = [0] * n_layers  # windows for which a layer is not read ahead
+        self._is_guessed = [False] * n_layers  # layers whose predictions are wrong more often than right
 
     @property
     def amounts(self) -> list[int]:
         """By layer, how many experts are to be read ahead in the next passes."""
         n = math.ceil(LEVELS[self.level] * self._n_used)
-        return [0 if left else n for left in self._left_out]
+        return [0 if left or guess else n for left, guess in zip(self._left_out, self._is_guessed, strict=True)]
+
+    def tell_predictions(self, counts: Sequence[tuple[int, int]]) -> None:
+        """Take into account, by layer, how many experts were predicted so far, and how many of them were wanted.
+
+        A layer in which most predictions are wrong is not read ahead, and need not be tried.
+        """
+        self._is_guessed = [n >= _LEAST_PREDICTED and wanted < PRECISION * n for n, wanted in counts]
 
     def after_pass(self, seconds: float, n_rows: int) -> bool:
         """Take a pass into account; gives whether a window is over, so that `end_window` is to be called.
@@ -192,7 +201,8 @@ class PrefetchControl:
 
     def _is_imprecise(self) -> bool:
         """Whether reads ahead are of no use in most layers."""
-        return 2 * sum(left > 0 for left in self._left_out) > len(self._left_out)
+        useless = (left > 0 or guess for left, guess in zip(self._left_out, self._is_guessed, strict=True))
+        return 2 * sum(useless) > len(self._left_out)
 
 
 class FirstLayerTable:

@@ -97,6 +97,15 @@ class DeviceTier:
         """Whether the device works, as far as is known."""
         return self._device is not None
 
+    def describe(self) -> str:
+        """A line for people: what it holds, and what it did since the model was loaded."""
+        if self._device is None:
+            return f"all computed by the CPU: {self.title} failed"
+        n_wanted = self.stats.taken + self.stats.left
+        return (
+            f"{self.n_slots} on {self.title}, which computed {self.stats.taken / max(1, n_wanted):.0%} of those wanted"
+        )
+
     def holds(self, layer: int, expert: int) -> bool:
         """Whether the device holds an expert."""
         return expert in self._slots.get(layer, ())

@@ -1,9 +1,10 @@
 """What a pass of n tokens costs with experts: it depends on how many different ones the tokens want, and on how many of
 these are read from disk first. Both are learnt from the passes.
 
-c(n) = curve(n) + union_ms (U(n) - U_curve(n)) + wait_ms m U(n): U is the expected union of n tokens in units of one
-token's experts, U_curve that of the passes which the curve was measured with, m the share that is not in memory, and
-wait_ms what passes waited for as many experts as one token wants.
+c(n) = curve(n) + union_ms (U(n) - U_curve(n)) + wait_ms (m + m_more (U(n) - 1)): U is the expected union of n tokens in
+units of one token's experts, U_curve that of the passes which the curve was measured with, m the share of one token's
+experts that is not in memory, m_more that of what further tokens want beyond these, and wait_ms what passes waited for
+as many experts as one token wants.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ class ExpertCostModel(CostModel):
         self._of_curve = _unions(curve)
         self._unions = list(self._of_curve)
         self._union_ms = 1e3 * curve.union_seconds
-        self._wanted = self._missing = self._waited_ms = 0.0  # decayed sums
-        self._wait_ms = 0.0
-        self._in_memory: list[float] = []
-        self._in_memory_of: list[float] | None = None  # the list that it was made from
+        self._missing = self._waited_ms = self._wait_ms = 0.0  # decayed sums, and their ratio
+        self._of_one = 0.0, 0.0  # passes of one token: missing, wanted; decayed sums
+        self._of_more = 0.0, 0.0  # what further tokens wanted beyond one: the same
 
     def union(self, n: int) -> float:
         """Expected experts of n tokens, each once, in units of one token's."""
@@ -48,8 +48,15 @@ class ExpertCostModel(CostModel):
 
     @property
     def missing_share(self) -> float:
-        """Of the experts that passes want."""
-        return self._missing / self._wanted if self._wanted else 0.0
+        """Of the experts that one token wants."""
+        missing, wanted = self._of_one
+        return missing / wanted if wanted else 0.0
+
+    @property
+    def missing_share_of_more(self) -> float:
+        """Of those that further tokens want beyond the experts of the first."""
+        missing, wanted = self._of_more
+        return min(missing / wanted, 1.0) if wanted else self.missing_share
 
     @property
     def may_be_padded(self) -> bool:
@@ -62,15 +69,9 @@ class ExpertCostModel(CostModel):
         now = self.milliseconds(0) if not self._now else self._now
         return now[2] > MAX_RATIO_OF_TWO * max(1.0, self._unions[2]) * now[1]
 
-    def in_memory_ms(self, n_past: int) -> list[float]:
-        """The same as `milliseconds` if all experts of the tokens behind the first one are in memory."""
-        if self.milliseconds(n_past) is not self._in_memory_of:
-            self._in_memory_of = self._now
-            a_token = self._wait_ms * self.missing_share
-            self._in_memory = [
-                ms - a_token * max(0.0, union - 1.0) for ms, union in zip(self._now, self._unions, strict=True)
-            ]
-        return self._in_memory
+    def without_waits(self, n: int, n_past: int) -> float:
+        """Milliseconds of a pass of n tokens whose experts are all in memory."""
+        return max(self.milliseconds(n_past)[n] - self._expected_wait(n), 0.0)
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """See CostModel."""
@@ -90,7 +91,7 @@ class ExpertCostModel(CostModel):
         return max(usual, _LEAST_SHARE * (self.milliseconds(n_past)[n] - wait), 0.0) + wait
 
     def _expected_wait(self, n: int) -> float:
-        return self._wait_ms * self.missing_share * self._unions[n]
+        return self._wait_ms * (self.missing_share + self.missing_share_of_more * max(self._unions[n] - 1.0, 0.0))
 
     def _learn(self, n: int, seen: PassExperts) -> None:
         if n > 1 and self._unions[n] > 1.0:
@@ -99,19 +100,22 @@ class ExpertCostModel(CostModel):
             self._unions = [min(1.0 + (union - 1.0) * of_all, max(m, 1)) for m, union in enumerate(self._unions)]
             self._unions[n] += _POINT_RATE * (seen.union - self._unions[n])
         if self._passes.is_cached:
-            self._learn_waits(seen)
+            self._learn_waits(n, seen)
         if any(abs(self._added_to(m) - self._added[m]) > _STEP * self._now[m] for m in (1, 2, 8)):
             self._added = [self._added_to(m) for m in range(MAX_TOKENS + 1)]
             self._update()
 
-    def _learn_waits(self, seen: PassExperts) -> None:
-        self._wanted = _DECAY * self._wanted + seen.union
+    def _learn_waits(self, n: int, seen: PassExperts) -> None:
         self._missing = _DECAY * self._missing + seen.missing
         self._waited_ms = _DECAY * self._waited_ms + seen.waited_ms
         if self._missing >= _LEAST_MISSING:
             self._wait_ms = self._waited_ms / self._missing
         elif not self._wait_ms:
             self._wait_ms = self._passes.disk_ms
+        if n == 1:
+            self._of_one = _decayed(self._of_one, seen.missing, seen.union)
+        elif self._of_one[1]:
+            self._of_more = _decayed(self._of_more, max(seen.missing - self.missing_share, 0.0), seen.union - 1.0)
 
     def _added_to(self, n: int) -> float:
         """Milliseconds beside the curve; a pass never costs less than a share of it."""
@@ -130,6 +134,10 @@ class ExpertCostModel(CostModel):
         curve = super()._corrected()
         self._added = kept
         return replace(curve, unions={n: union for n, union in enumerate(self._unions) if n})
+
+
+def _decayed(sums: tuple[float, float], missing: float, wanted: float) -> tuple[float, float]:
+    return _DECAY * sums[0] + missing, _DECAY * sums[1] + wanted
 
 
 def _unions(curve: CostCurve) -> list[float]:

@@ -16,6 +16,7 @@ from edgeinfer.backends.base import Watcher, chained
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.policy import VerifyTree
 
+_FEW = 8  # tokens of a pass
 _TABLE_BYTES = 4 << 20  # at most
 _MOST_TOKENS = 4096
 _MOST_ROWS, _EVERY = 32, 4  # of passes that say how good predictions are; of those of one row, every fourth one does
@@ -122,9 +123,8 @@ class ExpertForecast:
         A node that is accepted saves a pass, without what that would wait for the node's experts; one that is rejected
         waited for nothing.
         """
-        now = costs.in_memory_ms(n_past)
-        one_ms = now[1] - costs.wait_ms * costs.missing_share
-        more_ms = (now[min(9, len(now) - 1)] - now[1]) / 8
+        one_ms = costs.without_waits(1, n_past)
+        more_ms = (costs.without_waits(_FEW, n_past) - one_ms) / (_FEW - 1)  # of a further token
         known, experts = self._table.experts([first_token, *(tree.tokens[node] for node in order)])
         rows = dict(zip(known, experts, strict=True))
         absent = self._absent()

@@ -278,7 +278,7 @@ class Speculator:
         def keep(tree: VerifyTree, order: list[int], path_probabilities: Sequence[float]) -> list[int]:
             return forecast.kept(context.tokens[-1], tree, order, path_probabilities, costs, n_past)
 
-        return select_tree(proposals, costs.in_memory_ms(n_past), *limits, spent_ms, keep)
+        return select_tree(proposals, verify_ms, *limits, spent_ms, keep)
 
     def _prepare(
         self,

@@ -64,12 +64,12 @@ class FaultRuns:
         """A run of one of the models with some fault."""
         share = rng.choice([0, 0.25, 0.5, 0.75])
         first, every = rng.randint(2, 250), rng.choice([0, 0, rng.randint(5, 300)])
-        kind = rng.choice(["eio", "eio", "short", "slow", "end", "cut", "kill"])
+        kind = rng.choice(["eio", "eio", "short", "slow", "late", "cut", "kill"])
         reads = {
             "eio": f"eio:{first}:{every}",
             "short": f"short:{first}:{max(1, every % 4)}",
             "slow": f"slow:{first}:{max(9, every)}",
-            "end": f"end:{first}:{max(2, every)}",  # only two in a row are taken for the end
+            "late": f"late:{first}:{max(2, every)}",
             "cut": f"end:{first}:1",
             "kill": f"slow:{first}:{max(9, every)}",
         }[kind]
@@ -79,7 +79,7 @@ class FaultRuns:
             n_threads=rng.choice([1, 2]),
             reads=reads,
             past_the_cache=rng.random() < 0.8,
-            can_fail=kind in ("eio", "end", "cut"),
+            can_fail=kind in ("eio", "cut"),
             killed_after=rng.uniform(0.2, 1.5) if kind == "kill" else None,
         )
 

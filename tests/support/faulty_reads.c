@@ -2,8 +2,8 @@
  *
  * FAULTY_READS is a list of kind:first:every with commas between. Of the reads (pread) of files whose names contain
  * FAULTY_FILES, number `first` and each `every`-th one behind it (0: no other) has that kind of fault: eio, short (half of
- * what was asked for), end (nothing, as at the end of a file), slow (20 ms). FAULTY_DIRECT=1: files are not opened past
- * the page cache. */
+ * what was asked for), end (nothing, as at the end of a file), late (the same, but not twice in a row to a thread), slow
+ * (20 ms). FAULTY_DIRECT=1: files are not opened past the page cache. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 static atomic_long n_reads;
+static __thread int was_late;
 
 static int is_faulty_file(int descriptor) {
     const char* wanted = getenv("FAULTY_FILES");
@@ -43,12 +44,17 @@ static ssize_t faulty(ssize_t (*read)(int, void*, size_t, off_t), int descriptor
     for (; fault; fault = strchr(fault, ','), fault = fault ? fault + 1 : fault) {
         if (is_due(fault, "slow", number)) usleep(20000);
         if (is_due(fault, "end", number)) return 0;
+        if (is_due(fault, "late", number) && !was_late) {
+            was_late = 1;
+            return 0;
+        }
         if (is_due(fault, "short", number)) return read(descriptor, to, n >= 8192 ? n / 8192 * 4096 : n, offset);
         if (is_due(fault, "eio", number)) {
             errno = EIO;
             return -1;
         }
     }
+    was_late = 0;
     return read(descriptor, to, n, offset);
 }
 

@@ -37,7 +37,7 @@ def test_a_read_error_is_said_and_the_next_pass_reads_again(library: Path, tmp_p
         assert "expert" in error and "at byte" in error and str(tmp_path) in error
 
 
-@pytest.mark.parametrize("faults", ["short:2:2", "short:1:3,slow:7:11", "end:3:4"])
+@pytest.mark.parametrize("faults", ["short:2:2", "short:1:3,slow:7:11", "late:3:4"])
 @pytest.mark.parametrize("kind", ["packed", "unpacked"])
 def test_what_is_read_in_pieces_is_whole_in_the_end(library: Path, tmp_path: Path, kind: str, faults: str) -> None:
     found = tried(tmp_path, environment_of(library, "experts", faults), kind)

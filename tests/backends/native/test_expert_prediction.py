@@ -18,6 +18,7 @@ from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.errors import Interrupted
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.offload.control import PrefetchingCache, control_experts
 from edgeinfer.types import Device
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 16, 3
@@ -178,6 +179,14 @@ def test_counting_reads_nothing_ahead(path: Path, expected: NDArray[np.float32])
         seldom = np.array(cache.predictions())[:, 0] - always
         assert seldom[0] == 0 and all(0 < seldom[1:]) and all(seldom[1:] < always[1:])
         assert sum(layer.prefetches for layer in cache.stats().layers) == 0
+
+
+def test_what_controls_prefetch_finds_the_switches(path: Path) -> None:
+    with opened(path, 50) as model, ModelFile.open(path) as file:
+        control = control_experts(model, file, sizes_of(path), 2)
+        assert control is not None and isinstance(model.expert_cache, PrefetchingCache)
+        all_logits(model, [1] * 40)
+        assert [n for n, _ in cache_of(model).predictions()] == [0] + [2 * N_USED] * (N_LAYERS - 1)
 
 
 def test_a_model_in_memory_predicts_too(path: Path) -> None:

@@ -45,6 +45,9 @@ class FakeCache:
     hints: list[tuple[int, list[int]]] = field(default_factory=list)
     warmed: list[tuple[int, int]] = field(default_factory=list)
     counts: Stats = field(default_factory=Stats)
+    observed_every: int = 0
+    n_predicted: int = 0
+    right: int = 90  # of a hundred predictions
     chosen: tuple[list[int], ...] = ([-1, -1], [1, 2], [0, 3])
 
     def stats(self) -> Stats:
@@ -55,6 +58,12 @@ class FakeCache:
 
     def set_prefetch(self, layer: int, n: int) -> None:
         self.prefetch[layer] = n
+
+    def observe(self, every: int) -> None:
+        self.observed_every = every
+
+    def predictions(self) -> list[tuple[int, int]]:
+        return [(0, 0), *[(self.n_predicted, self.n_predicted * self.right // 100)] * 2]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         self.hints.append((layer, list(experts)))
@@ -106,6 +115,27 @@ def test_prefetch_goes_off_where_passes_are_slower_with_it(cache: FakeCache) -> 
     for _ in range(400):
         plain.forward()
     assert plain.now / cache.now > 0.98 and not any(cache.prefetch.values()) and cache.prefetch
+
+
+def test_where_most_predictions_are_wrong_nothing_is_tried(cache: FakeCache) -> None:
+    watched = ExpertControl(cache, SIZES, 2)
+    watched.begin()
+    assert cache.observed_every > 1
+    cache.n_predicted, cache.right = 100, 40
+    run(cache, watched, 300)
+    assert not cache.prefetch and not cache.hints
+    cache.right = 60
+    run(cache, watched, 1000)
+    assert cache.prefetch[1] == cache.prefetch[2] == 2
+
+
+def test_a_layer_whose_predictions_become_wrong_is_switched_off(cache: FakeCache) -> None:
+    watched = ExpertControl(cache, SIZES, 2)
+    run(cache, watched, 300)
+    assert any(watched.amounts)
+    cache.n_predicted, cache.right = 100, 40
+    run(cache, watched, 8)
+    assert not any(watched.amounts) and not any(cache.prefetch.values())
 
 
 def test_the_next_load_reads_first_what_was_used_most(cache: FakeCache) -> None:

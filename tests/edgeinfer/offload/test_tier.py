@@ -92,6 +92,7 @@ def test_it_takes_what_it_holds_where_that_is_faster() -> None:
     slow = made(FakeDevice(), ExpertTimes(cpu=lambda rows: 1.0, gpu=lambda rows: 9.0, transfer=float("inf")))
     assert not slow.choose(1, [0, 1, 2], [1, 1, 1])
     assert (tier.stats.taken, tier.stats.left) == (2, 4)
+    assert tier.describe() == "4 on fake, which computed 33% of those wanted"
 
 
 def test_what_is_not_in_memory_stays_with_the_device() -> None:
@@ -138,7 +139,7 @@ def test_a_device_that_fails_is_dropped_with_a_warning(call: str) -> None:
     device.fails = {call, "close"}
     with pytest.warns(RuntimeWarning, match=f"fake failed: {call} failed"):
         assert run_pass(tier, [0, 1]) is None
-    assert device.is_closed and not tier.is_in_use
+    assert device.is_closed and not tier.is_in_use and "fake failed" in tier.describe()
     assert tier.choose(1, [0, 1], [1, 1]) == () and not tier.holds(1, 0)
     tier.adapt()
     tier.close()

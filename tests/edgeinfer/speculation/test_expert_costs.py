@@ -148,7 +148,18 @@ def test_expected_waits_for_the_disk_are_part_of_the_cost() -> None:
     assert costs.missing_share == pytest.approx(0.25) and costs.wait_ms == pytest.approx(50.0)
     now = costs.milliseconds(0)
     assert now[1] == pytest.approx(10.0 + 12.5, rel=0.05) and now[4] == pytest.approx(22.0 + 30.0, rel=0.05)
-    assert costs.in_memory_ms(0)[4] == pytest.approx(22.0 + 12.5, rel=0.05)
+    assert costs.without_waits(4, 0) == pytest.approx(22.0, rel=0.1)
+
+
+def test_what_further_tokens_want_may_be_missing_more_often() -> None:
+    passes = Passes(is_cached=True, disk_ms=40.0)
+    costs = ExpertCostModel(CURVE, passes)
+    for n, union, missing in [(1, 1.0, 0.1), (4, 2.4, 0.1 + 1.4 * 0.5)] * 100:
+        passes.seen = PassExperts(union, missing, 50.0 * missing)
+        costs.observe(n, 0, 1e3 * CURVE.near[n] + 50.0 * missing)
+    assert costs.missing_share == pytest.approx(0.1) and costs.missing_share_of_more == pytest.approx(0.5)
+    now = costs.milliseconds(0)
+    assert now[1] == pytest.approx(15.0, rel=0.05) and now[4] == pytest.approx(22.0 + 40.0, rel=0.05)
 
 
 def test_the_kept_curve_has_the_learnt_unions_and_no_waits() -> None:
@@ -172,7 +183,7 @@ def test_no_observation_makes_a_cost_negative() -> None:
         passes.seen = PassExperts(union, union, waited)
         costs.observe(4, 0, 5.0)
         costs.correct(8, 0, 5.0)
-        assert min(costs.milliseconds(0)[1:]) > 0.0 and min(costs.in_memory_ms(0)[1:]) > 0.0
+        assert min(costs.milliseconds(0)[1:]) > 0.0
 
 
 # ---- what tokens want ------------------------------------------------------------------------------------------------

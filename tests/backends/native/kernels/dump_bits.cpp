@@ -1,6 +1,7 @@
 // Runs everything that computes on made-up numbers, once for each instruction set that this CPU has, and prints a hash
 // of the bits that come out: "isa what hash". All hashes of one `what` must be equal, on this CPU and on any other.
 // Arguments are names of instruction sets: only those are run.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -9,79 +10,12 @@
 #include <vector>
 
 #include "decoder.h"
+#include "expert_records.h"
 #include "packing.h"
+#include "random_weights.h"
+#include "router.h"
 
 namespace {
-
-// Numbers that are the same everywhere (Knuth's linear congruential generator).
-class Numbers {
-public:
-    uint32_t next() {
-        return static_cast<uint32_t>((state_ = state_ * 6364136223846793005u + 1442695040888963407u) >> 32);
-    }
-    float uniform() { return static_cast<float>(static_cast<int32_t>(next() >> 8) - (1 << 23)) * 0x1p-22f; }  // -2..2
-    std::vector<float> floats(size_t n) {
-        std::vector<float> values(n);
-        for (float& value : values) value = uniform();
-        return values;
-    }
-
-private:
-    uint64_t state_ = 42;
-};
-
-uint64_t hash(const void* data, size_t n_bytes) {  // FNV-1a
-    uint64_t h = 1469598103934665603u;
-    for (size_t i = 0; i < n_bytes; i++) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211u;
-    return h;
-}
-
-template <class T>
-void report(const Kernels& kernels, const std::string& what, const std::vector<T>& values) {
-    std::printf("%s %s %016llx\n", kernels.name, what.c_str(),
-                static_cast<unsigned long long>(hash(values.data(), values.size() * sizeof(T))));
-}
-
-constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
-                               Format::Q4_1, Format::Q5_0,  Format::Q5_1,  Format::Q4_K, Format::Q5_K,
-                               Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S, Format::MXFP4};
-constexpr Format kBaseThree[] = {Format::TQ_BASE_THREE, Format::I2_S_BASE_THREE};
-
-// A matrix of random codes as GGUF stores it, with every f16 and float in it small and finite.
-std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Numbers& numbers) {
-    int n_inputs;
-    size_t n_bytes;
-    block_size(static_cast<int>(format), n_inputs, n_bytes);
-    std::vector<uint8_t> data(static_cast<size_t>(n_out) * static_cast<size_t>(n_in / n_inputs) * n_bytes);
-    for (uint8_t& byte : data) byte = static_cast<uint8_t>(numbers.next());
-    if (format == Format::TQ2_0 || format == Format::I2_S) {  // no code is 3
-        for (uint8_t& byte : data) byte = static_cast<uint8_t>(byte & ~((byte & 0x55) << 1));
-    }
-    const auto small_f16 = [&](uint8_t* p) { p[1] = static_cast<uint8_t>(0x20 | (p[1] & 0x83)); };  // 2^-7 or so
-    for (uint8_t* p = data.data(); p < data.data() + data.size(); p += n_bytes) {
-        switch (format) {
-            case Format::F32: {
-                const float value = numbers.uniform();
-                std::memcpy(p, &value, 4);
-                break;
-            }
-            case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
-            case Format::Q6_K: small_f16(p + 208); break;
-            case Format::MXFP4: p[0] = static_cast<uint8_t>(0x70 | (p[0] & 0x0f)); break;  // 2^-16 .. 2^-1
-            case Format::I2_S:
-            case Format::TQ_BASE_THREE:
-            case Format::I2_S_BASE_THREE: break;
-            case Format::TQ1_0:
-            case Format::TQ2_0: small_f16(p + n_bytes - 2); break;
-            case Format::Q4_K:
-            case Format::Q5_K:
-            case Format::Q4_1:
-            case Format::Q5_1: small_f16(p + 2); [[fallthrough]];
-            default: small_f16(p);
-        }
-    }
-    return data;
-}
 
 struct InputArrays {
     std::vector<int8_t> q32, q256, q_token;
@@ -212,12 +146,43 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     report(kernels, "store_value", halves);
 }
 
+// Experts of rows, and their weights: with equal products, zeros of both signs, infinities and numbers that are none.
+void routing(const Kernels& kernels) {
+    Numbers numbers;
+    const float special[] = {0.0f, -0.0f, 1.0f, INFINITY, -INFINITY, NAN};
+    for (const RouterFunction function : {RouterFunction::Softmax, RouterFunction::Sigmoid,
+                                          RouterFunction::SoftmaxOfTopK, RouterFunction::SqrtSoftplus}) {
+        std::vector<int32_t> chosen;
+        std::vector<float> of_chosen;
+        for (int row = 0; row < 64; row++) {
+            ExpertsConfig config{16, 8 * (1 + row % 9), 1 + row % 8, function};
+            config.is_normalised = row % 3 == 0, config.weight_scale = 1.7f;
+            if (row % 2) config.n_groups = 4, config.n_used_groups = 4 - row % 3;
+            const size_t n = static_cast<size_t>(config.n_experts), k = static_cast<size_t>(config.n_used);
+            std::vector<float> products = numbers.floats(padded(config.n_experts)), bias = numbers.floats(n);
+            for (size_t i = 0; row >= 32 && i < n; i += 3) products[i] = special[numbers.next() % (row < 48 ? 3 : 6)];
+            std::vector<float> scores(n), weights(padded(config.n_used));
+            std::vector<int32_t> experts(k);
+            route(config, kernels, products.data(), row % 5 ? bias.data() : nullptr, scores.data(), experts.data(),
+                  weights.data());
+            chosen.insert(chosen.end(), experts.begin(), experts.end());
+            for (size_t i = 0; i < k; i++) of_chosen.push_back(weights[i] == weights[i] ? weights[i] : -1);  // any NaN
+        }
+        const std::string name = std::to_string(static_cast<int>(function));
+        report(kernels, "route-" + name, chosen);
+        report(kernels, "weights-" + name, of_chosen);
+    }
+}
+
+enum class SecondLayer { Dense, Experts };
+
 // A decoder of random weights in one format, with everything that only some architectures have for some of them.
 class RandomDecoder {
 public:
-    RandomDecoder(const Kernels& kernels, Format format, KvType kv_type)
+    RandomDecoder(const Kernels& kernels, Format format, KvType kv_type, SecondLayer second)
         : format_(format), weights_(std::make_shared<Weights>(size_t{16} << 20, nullptr, nullptr)) {
         config_ = config_of(format, kv_type);
+        if (second == SecondLayer::Experts) config_.layers[1].ffn = experts_of(format);
         for (int layer = 0; layer < config_.n_layers(); layer++) add_layer(layer);
         if (format == Format::Q4_0) {
             front_.kind = FrontKind::GatedFusion;
@@ -230,7 +195,7 @@ public:
         const Format embedding = format == Format::I2_S ? Format::F16 : format;
         kept_.push_back(source_of(embedding, 300, 256, numbers_));
         weights_->set_embedding({embedding, kept_.back().data(), 300, 256, kept_.back().size() / 300});
-        decoder_ = std::make_unique<Decoder>(config_, front_, kernels, pool_, weights_);
+        decoder_ = std::make_unique<Decoder>(config_, front_, kernels, pool_, weights_, experts());
         state_ = std::make_unique<TextState>(config_.text_sizes(kv_type, 128));
     }
 
@@ -274,8 +239,51 @@ private:
         if (format_ == Format::MXFP4) vector(mixer + "sinks", attention.n_heads);
         if (format_ == Format::I2_S) vector(mixer + "sub_norm", 288), vector(ffn + "sub_norm", 512);
         matrix(mixer + "q", 288, 256), matrix(mixer + "k", 96, 256), matrix(mixer + "v", 96, 256);
-        matrix(mixer + "output", 256, 288), matrix(ffn + "gate", 512, 256);
-        matrix(ffn + "up", 512, 256), matrix(ffn + "down", 256, 512);
+        matrix(mixer + "output", 256, 288);
+        if (config_.layers[static_cast<size_t>(layer)].experts()) return add_experts(ffn);
+        matrix(ffn + "gate", 512, 256), matrix(ffn + "up", 512, 256), matrix(ffn + "down", 256, 512);
+    }
+
+    static ExpertsConfig experts_of(Format format) {
+        ExpertsConfig experts{256, 10, 3};
+        experts.function = static_cast<RouterFunction>(static_cast<int>(format) % 4);
+        experts.is_normalised = format == Format::Q8_0, experts.weight_scale = 1.3f;
+        if (format == Format::Q4_K) experts.n_groups = 5, experts.n_used_groups = 2;
+        if (format == Format::MXFP4) experts.activation = Activation::ClampedSwiglu;
+        if (format == Format::Q6_K || format == Format::F16) experts.n_ff_shared = 512;
+        return experts;
+    }
+
+    void add_experts(const std::string& ffn) {
+        kept_.push_back(source_of(Format::F32, 10, 256, numbers_));
+        weights_->set_matrix(ffn + "router", Format::F32, 10, 256);
+        weights_->pack_rows(ffn + "router", 0, 10, Format::F32, kept_.back().data(), 1.0f, *pool_);
+        if (format_ == Format::MXFP4) {
+            vector(ffn + "router_bias", 10), vector(ffn + "gate_bias", 2560), vector(ffn + "down_bias", 2560);
+        }
+        if (format_ == Format::Q4_K) vector(ffn + "selection_bias", 10), vector(ffn + "up_scale", 10);
+        if (format_ == Format::Q6_K) vector(ffn + "shared_router", 256);
+        if (config_.layers[1].experts()->n_ff_shared) {
+            matrix(ffn + "shared_gate", 512, 256), matrix(ffn + "shared_up", 512, 256);
+            matrix(ffn + "shared_down", 256, 512);
+        }
+    }
+
+    // Null without a layer that has any.
+    std::shared_ptr<ExpertStore> experts() {
+        if (!config_.has_experts()) return nullptr;
+        const auto layout = std::make_shared<ExpertLayout>();
+        layout->add_layer_without_experts();
+        layout->add_layer(10, {format_, 256, 256}, {format_, 256, 256}, {format_, 256, 256});
+        auto records = std::make_shared<ExpertRecords>(layout, nullptr);
+        for (int i = 0; i < 10 * kExpertParts; i++) {
+            const std::vector<uint8_t> source = source_of(format_, 256, 256, numbers_);
+            for (int g = 0; g < 256 / kRows; g++) {
+                pack_expert_group(layout->layer(1), static_cast<ExpertPart>(i % kExpertParts), format_, source.data(),
+                                  g, records->record(1, i / kExpertParts));
+            }
+        }
+        return std::make_shared<ResidentExperts>(std::move(records));
     }
 
     void matrix(const std::string& name, int n_out, int n_in) {
@@ -304,31 +312,43 @@ private:
     std::unique_ptr<TextState> state_;
 };
 
-void decoder(const Kernels& kernels, KvType kv_type) {
+// A chain, a tree and a chain behind what of each was kept, and a token alone.
+void passes(const Kernels& kernels, const std::string& name, RandomDecoder& random) {
     const int n = 13;
     std::vector<int32_t> tokens(n), chain(n), rows(n);
     for (int i = 0; i < n; i++)
         tokens[static_cast<size_t>(i)] = (7 * i + 3) % 300, rows[static_cast<size_t>(i)] = i,
         chain[static_cast<size_t>(i)] = i - 1;
     const std::vector<int32_t> tree = {-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11}, path = {0, 1, 4, 5, 11};
+    const std::vector<float> features = random.features(n * 256);
+    const auto pass = [&](const std::vector<int32_t>& parents, int n_tokens) {
+        std::vector<float> logits(static_cast<size_t>(n_tokens) * 300);
+        const TextRows text{&random.state(), 128, tokens.data(), parents.data(), n_tokens, 0, features.data(),
+                            nullptr,         0,   nullptr,       size_t{0}};
+        random.decoder().forward({&text, 1}, rows.data(), n_tokens, logits.data(), 0, [] { return false; });
+        report(kernels, name + "-" + std::to_string(random.state().n_past()), logits);
+    };
+    pass(chain, n);
+    random.state().commit(rows.data(), n);
+    pass(tree, n);
+    random.state().commit(path.data(), static_cast<int>(path.size()));
+    pass(chain, n);
+    random.state().commit(rows.data(), 1);
+    pass(chain, 1);
+}
+
+void decoders(const Kernels& kernels) {
+    const auto name = [](const char* kind, int number, Format format) {
+        return kind + std::to_string(number) + "-" + std::to_string(static_cast<int>(format));
+    };
     for (const Format format : kFormats) {
-        RandomDecoder random(kernels, format, kv_type);
-        std::vector<float> logits(n * 300);
-        const std::vector<float> features = random.features(n * 256);
-        const auto pass = [&](const std::vector<int32_t>& parents) {
-            const TextRows text{&random.state(), 128, tokens.data(), parents.data(), n, 0, features.data(),
-                                nullptr,         0,   nullptr,       size_t{0}};
-            random.decoder().forward({&text, 1}, rows.data(), n, logits.data(), 0, [] { return false; });
-            report(kernels,
-                   "decoder-" + std::to_string(static_cast<int>(kv_type)) + "-" +
-                       std::to_string(static_cast<int>(format)) + "-" + std::to_string(random.state().n_past()),
-                   logits);
-        };
-        pass(chain);
-        random.state().commit(rows.data(), n);
-        pass(tree);
-        random.state().commit(path.data(), static_cast<int>(path.size()));
-        pass(chain);
+        for (const KvType kv_type : {KvType::F16, KvType::Q8_0}) {
+            RandomDecoder random(kernels, format, kv_type, SecondLayer::Dense);
+            passes(kernels, name("decoder-", static_cast<int>(kv_type), format), random);
+        }
+        if (format == Format::I2_S) continue;  // not of experts
+        RandomDecoder random(kernels, format, KvType::F16, SecondLayer::Experts);
+        passes(kernels, "experts-" + std::to_string(static_cast<int>(format)), random);
     }
 }
 
@@ -342,7 +362,7 @@ int main(int n_arguments, char** arguments) {
         if (!is_wanted || !instruction_sets[i].present()) continue;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
-        decoder(kernels, KvType::F16);
-        decoder(kernels, KvType::Q8_0);
+        routing(kernels);
+        decoders(kernels);
     }
 }

@@ -9,7 +9,7 @@ from parts import missing
 ROOT = Path(__file__).parents[4]
 
 
-def test_no_thread_leaves_a_phase_before_its_end(tmp_path: Path) -> None:
+def test_no_thread_leaves_a_phase_before_its_end_or_sleeps_when_it_is_woken(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         missing("compiler", "g++ is needed to build the pool alone")
