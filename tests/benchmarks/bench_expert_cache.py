@@ -11,8 +11,8 @@ pass 512 tokens at once instead, --chunks times, different text each time.
 
 mmap: llama.cpp as it is. steered: with MADV_RANDOM, and MADV_WILLNEED on what each layer chose, see steering.py.
 predicted: and on what the next layer will probably choose. repacked: llama.cpp's default, where memory suffices.
-edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. edgeinfer-no-prefetch: without
-reading ahead. Share 100 is no limit.
+edgeinfer: with the cache that the limit leaves; `edgeinfer pack` must have written its file. Share 100 is no limit.
+edgeinfer-no-prefetch: never reading ahead but in prefill; edgeinfer-prefetch: always, 5 of 8 of a token's experts.
 
 Medians and the 10th and 95th of a hundred of milliseconds a pass, over all repeats; bytes read and major faults for
 each pass; cores that other processes kept busy (figures with more than 0.2 of them are noise); GB of the files in the
