@@ -54,7 +54,6 @@ _CODES_OF: dict[GGMLType, Callable[[Bytes], Codes]] = {
     GGMLType.TQ1_0: tq1_0.codes_of,
     GGMLType.TQ2_0: tq2_0.codes_of,
     GGMLType.Q2_0: q2_0.codes_of,
-    GGMLType.MXFP4: mxfp4.codes_of,
 }
 # Each turns weights (n, block_elements) into blocks (n, block_bytes).
 _BYTES_OF: dict[GGMLType, Callable[[Floats], Bytes]] = {

@@ -78,6 +78,8 @@ def open_llama(job: Job) -> Opened:
 def open_edgeinfer(job: Job) -> Opened:
     from expert_sessions import expert_sizes, open_model, plan_model
 
+    from edgeinfer.offload.control import ExpertControl
+
     path, before = Path(job.path), status("RssAnon")
     sizes = job.n_ctx, job.n_batch, job.n_threads
     cache = None
@@ -85,9 +87,12 @@ def open_edgeinfer(job: Job) -> Opened:
         least = expert_sizes(path).least
         cache = job.limit - MARGIN - before - (plan_model(path, *sizes, least).use.total - least)
     plan = plan_model(path, *sizes, cache)
-    prefetch = 0.0 if job.variant.endswith("no-prefetch") else None
     stack = ExitStack()
-    model = stack.enter_context(open_model(path, *sizes, cache, prefetch))
+    model = stack.enter_context(open_model(path, *sizes, cache, PREFETCH[job.variant]))
+    if PREFETCH[job.variant] is None and model.expert_cache is not None:
+        control = ExpertControl(model.expert_cache, expert_sizes(path), job.n_threads)  # keeps nothing for the next run
+        model.watcher = control.run
+        control.begin()
     session = stack.enter_context(closing(model.session()))
 
     def forward(tokens: np.ndarray) -> np.ndarray:
@@ -114,7 +119,10 @@ VARIANTS: dict[str, Callable[[Job], Opened]] = {
     "repacked": open_llama,
     "edgeinfer": open_edgeinfer,
     "edgeinfer-no-prefetch": open_edgeinfer,
+    "edgeinfer-prefetch": open_edgeinfer,
 }
+# Of a token's experts, the share that is read ahead; None where that is decided as in the product.
+PREFETCH = {"edgeinfer": None, "edgeinfer-no-prefetch": 0.0, "edgeinfer-prefetch": 5 / 8}
 
 
 # ---- what the system counts ------------------------------------------------------------------------------------------
