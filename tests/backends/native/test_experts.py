@@ -379,7 +379,10 @@ def test_a_pass_that_is_stopped_between_experts_leaves_the_text_as_it_was(
 
 def test_the_first_pass_may_be_stopped_before_any_expert_is_chosen(tmp_path: Path, rng: np.random.Generator) -> None:
     n_tokens = 4000  # so that the interrupt comes in the first layer
-    file, backend = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_ctx_train=4096)), NativeBackend(tuned=False)
+    file, backend = (
+        ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_ctx_train=4096)),
+        NativeBackend(tuned=False),
+    )
     spec = read_spec(file)
     session = backend.load(file, spec, backend.plan(file, spec, 4096, n_tokens, 2), Device(2)).session()
     with interrupted_every(0.005, session), pytest.raises(Interrupted):
