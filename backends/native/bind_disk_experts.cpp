@@ -9,19 +9,6 @@ namespace {
 
 using ExpertNumbers = std::vector<std::pair<int, int>>;  // (layer, expert)
 
-void check_layer(const ExpertLayout& layout, int layer) {
-    if (layer < 0 || layer >= layout.n_layers() || layout.layer(layer).n_experts == 0) {
-        throw nb::value_error("there is no such layer of experts");
-    }
-}
-
-void check_experts(const ExpertLayout& layout, int layer, const std::vector<int32_t>& experts) {
-    check_layer(layout, layer);
-    for (const int32_t expert : experts) {
-        if (expert < 0 || expert >= layout.layer(layer).n_experts) throw nb::value_error("there is no such expert");
-    }
-}
-
 // ---- sources -------------------------------------------------------------------------------------------------------
 
 struct Source {

@@ -10,6 +10,19 @@
 #include "pool.h"
 #include "router.h"
 
+void check_layer(const ExpertLayout& layout, int layer) {
+    if (layer < 0 || layer >= layout.n_layers() || layout.layer(layer).n_experts == 0) {
+        throw nb::value_error("there is no such layer of experts");
+    }
+}
+
+void check_experts(const ExpertLayout& layout, int layer, const std::vector<int32_t>& experts) {
+    check_layer(layout, layer);
+    for (const int32_t expert : experts) {
+        if (expert < 0 || expert >= layout.layer(layer).n_experts) throw nb::value_error("there is no such expert");
+    }
+}
+
 namespace {
 
 using MatrixSizes = std::tuple<int, int, int>;  // format, n_out, n_in
@@ -24,19 +37,6 @@ void add_layer(ExpertLayout& layout, int n_experts, const MatrixSizes& gate, con
                const MatrixSizes& down) {
     if (n_experts < 1) throw nb::value_error("n_experts must be positive");
     layout.add_layer(n_experts, matrix_of(gate), matrix_of(up), matrix_of(down));
-}
-
-void check_layer(const ExpertLayout& layout, int layer) {
-    if (layer < 0 || layer >= layout.n_layers() || layout.layer(layer).n_experts == 0) {
-        throw nb::value_error("there is no such layer of experts");
-    }
-}
-
-void check_experts(const ExpertLayout& layout, int layer, const std::vector<int32_t>& experts) {
-    check_layer(layout, layer);
-    for (const int32_t expert : experts) {
-        if (expert < 0 || expert >= layout.layer(layer).n_experts) throw nb::value_error("there is no such expert");
-    }
 }
 
 // part: 0 gate, 1 up, 2 down. source: the whole matrix. ggml_type: of the source; see can_pack.

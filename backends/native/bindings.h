@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 #include "matrix.h"
@@ -44,6 +45,11 @@ Format format_of(int ggml_type, int n_in);
 size_t matrix_source_bytes(int ggml_type, int n_out, int n_in);
 // Bytes that a matrix (n_out, n_in), or a vector where n_in is 0, takes when packed.
 size_t packed_bytes(int format, int n_out, int n_in);
+
+// Raise ValueError for a layer without experts, and for experts that it lacks.
+class ExpertLayout;
+void check_layer(const ExpertLayout& layout, int layer);
+void check_experts(const ExpertLayout& layout, int layer, const std::vector<int32_t>& experts);
 
 // The fields of Prefetch in matrix.h.
 using PrefetchFields = std::tuple<int, bool, int, int, int, int, int, bool>;
