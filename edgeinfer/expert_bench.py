@@ -34,10 +34,9 @@ WARM_UP, TIMED = 16, 64  # tokens behind the prompt
 class CachePoint:
     """What was measured with an expert cache of some size, over the tokens behind the warm-up.
 
-    cache_bytes: None for all experts in memory.  share: of all experts.  belady: hit rate of the best policy on the
-    routing of this run, None without a cache.  waited_seconds: of a thread that computes, on
-    average, for a token.  is_equal: whether all logits are those of the whole model in memory, None where that was not
-    asked for.
+    cache_bytes: None for all experts in memory.  share: of all experts, 0..1.  belady: hit rate of the best policy on
+    the routing of this run, None without a cache.  waited_seconds: for a token, the mean of the threads that compute.
+    is_equal: whether all logits are those of the whole model in memory, None where that was not asked for.
     """
 
     cache_bytes: int | None

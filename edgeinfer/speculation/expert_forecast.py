@@ -83,6 +83,11 @@ class ExpertForecast:
         self._n_passes = 0
         model.watcher = chained(model.watcher, self.run)
 
+    @staticmethod
+    def memory() -> int:
+        """Most bytes of its table."""
+        return _TABLE_BYTES
+
     @property
     def precision(self) -> float:
         """Share of the experts predicted for a token that were absent and that it wanted."""

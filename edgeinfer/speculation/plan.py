@@ -21,6 +21,7 @@ from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
+from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
@@ -74,6 +75,8 @@ def plan_drafters(
         path = None if name is None else check_file_name("draft", name)
     planned = DraftPlan((), n_vocab, is_auto=draft_device == "auto")
     left = budget_bytes - plan.use.total
+    if plan.expert_cache is not None and (free or path is not None):
+        planned.n_bytes = min(max(left, 0), ExpertForecast.memory())  # which comes with drafters and an expert cache
     _plan_free(planned, free, plan.n_ctx, left)
     if path is None and draft_device not in ("auto", "cpu"):
         planned.dropped[draft_device] = "there is no draft model (-md) to run there"
