@@ -13,6 +13,9 @@ from edgeinfer.backends.llama_cpp.shared import Writable
 _T = TypeVar("_T")
 
 _STOP_SECONDS = 10.0  # that what runs may take to stop before it is killed
+_MEANWHILE_SECONDS = 0.05
+# A signal that comes just before a wait starts does not end it, and its handler runs behind it: no wait is without end.
+_SIGNAL_SECONDS = 0.5
 
 
 class Worker:
@@ -46,12 +49,14 @@ class Worker:
 
         meanwhile: called in this thread every 50 ms.
         """
+        seconds = _SIGNAL_SECONDS if meanwhile is None else _MEANWHILE_SECONDS
         self.flag[0] = 0
         future: Future[_T] = Future()  # there before the function runs: Ctrl-C may come out of submit
         try:
             self._threads.submit(_run, future, function, args)
-            while meanwhile is not None and not wait([future], 0.05).done:
-                meanwhile()
+            while not wait([future], seconds).done:
+                if meanwhile is not None:
+                    meanwhile()
             return future.result()
         except BaseException:
             self.stop()

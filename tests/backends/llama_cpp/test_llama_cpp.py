@@ -5,6 +5,7 @@ in units of the spread of the logits: in F32 2e-5 (state) to 1.3e-2 (gpt2; atten
 weights 7.3e-2 (activations are rounded to 8 bits). With one token too many in sight it is 0.25 at least.
 """
 
+import _thread
 import logging
 import os
 import resource
@@ -688,6 +689,23 @@ def test_ctrl_c_out_of_handing_over_ends_what_was_handed_over(is_begun: bool, mo
         with pytest.raises(KeyboardInterrupt):
             worker.call(work)
         assert ended.is_set() == is_begun
+
+
+def test_a_signal_that_ends_no_wait_is_seen_nevertheless() -> None:
+    """As one that comes between the last look for signals and the start of the wait."""
+    with Worker(bytearray(1), lambda: pytest.fail("killed")) as worker:
+
+        def work() -> None:
+            _thread.interrupt_main()  # as SIGINT, but the main thread sleeps on
+            patience = time.monotonic() + 30
+            while not worker.is_stopped and time.monotonic() < patience:
+                time.sleep(0.001)
+            stopped.append(worker.is_stopped)
+
+        stopped: list[bool] = []
+        with pytest.raises(KeyboardInterrupt):
+            worker.call(work)
+    assert stopped == [True]
 
 
 # ---- files and libraries that are not right --------------------------------------------------------------------
