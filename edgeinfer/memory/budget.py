@@ -27,8 +27,8 @@ class Item:
     """Bytes of one purpose, or of a part of it.
 
     purpose: "process" is the interpreter and its libraries, "window" the KV cache of layers with a sliding window.
-    planned: before anything is loaded.  taken: what is held now, None before that is known.  is_mapped: pages of a file,
-    which the system may take back and read again.  detail: which part, such as "rows" of the drafters, "" for all of it.
+    planned: before anything is loaded.  taken: what is held now, None before that is known.  is_mapped: pages of a
+    file, which the system may take back and read again.  detail: which part, as "rows" of the drafters, "" for it all.
     """
 
     purpose: Purpose

@@ -49,7 +49,7 @@ def _status(name: str, pid: int | str) -> int:
 
 def _by_psutil(name: str, pid: int | str) -> int:
     """The same outside of Linux."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     try:
         info = psutil.Process(None if pid == "self" else int(pid)).memory_info()
