@@ -21,6 +21,7 @@ from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_p
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
+    MATRIX_TYPES,
     Packing,
     Part,
     embedding_of,
@@ -159,6 +160,13 @@ class NativeBackend:
 
         write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
+
+    def warm_up(self, model: ModelFile, device: Device) -> None:
+        """See WarmableBackend: a product in each format of the file."""
+        isa = device.isa or best_isa()
+        for kind in sorted({info.type for info in model.tensors.values() if len(info.shape) > 1} & MATRIX_TYPES):
+            for n_tokens in (1, 4):
+                _core.time_format(int(kind), isa, 1, n_tokens, 1)
 
     def expert_sizes(self, model: ModelFile, spec: ModelSpec) -> ExpertSizes:
         """What the experts of a model take in memory. Raises UnsupportedModel."""
