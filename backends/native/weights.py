@@ -153,7 +153,7 @@ def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:
     for first in range(0, info.n_bytes, PIECE_BYTES):
         last = min(info.n_bytes, first + PIECE_BYTES)
         copy[first:last] = model.data(info.name, first, last)
-        model.release(info.name, 0, last)
+        model.release(info.name, first, last)
     return copy
 
 
@@ -290,7 +290,7 @@ def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: 
                 f"damaged, or not ternary"
             )
         weights.pack_rows(part.block, part.role, first_row, int(part.type), data, threads, part.scale)
-        model.release(part.name, 0, part.first_byte + last)  # the system maps some pages in front of a piece too
+        model.release(part.name, part.first_byte + first, part.first_byte + last)
 
 
 def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
