@@ -106,6 +106,11 @@ def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Pac
     return [_part(model, weight, packing) for weight in weights if len(weight.shape) < 3]
 
 
+def inputs_of(parts: Sequence[Part]) -> set[tuple[int, int]]:
+    """Packed format and n_in of the matrices that a decoder multiplies; what makes features has inputs of its own."""
+    return {(part.packed_as, part.shape[1]) for part in parts if len(part.shape) == 2 and part.block != "features"}
+
+
 def packed_bytes(parts: Sequence[Part]) -> int:
     """Bytes of all of them when packed."""
     return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
