@@ -91,6 +91,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tier = None if device is None else open_tier(device, planned, model)
     if tier is not None:
         opened.callback(tier.close)
+    file.unmap()
     name, to_close = planned.backend.name, opened.pop_all()
     return Engine(session, tokenizer, file, planned.plan, planned.device, name, to_close, speculator, experts, tier)
 
