@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgeinfer.backend_choice import PlannedModel
-from edgeinfer.backends.base import MeasurableBackend
+from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
 from edgeinfer.models.tokenizer import Tokenizer
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
+# Of a request: the words of its text, pieces of the answer; and each token as a number that several lists have.
+_REQUEST_BYTES, _TOKEN_BYTES = 1 << 20, 128
 
 
 def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
@@ -40,7 +42,8 @@ def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
         planned.backend.warm_up(planned.file, planned.device)
     _run_sampling()
     give_back_freed(planned)
-    return measure_process()
+    others = planned.backend.process_ids if isinstance(planned.backend, HasProcesses) else ()
+    return measure_process(others)
 
 
 def _run_sampling() -> None:
@@ -92,9 +95,9 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 
 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
-    """The logits of a pass, those of the pass before, and a copy that penalties change."""
+    """The logits of a pass, those of the pass before, and a copy that penalties change; texts as Python's objects."""
     n_rows = 3 if drafters is None else 3 + _most_nodes(planned, drafters)
-    return n_rows * _FLOAT * planned.spec.n_vocab
+    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
 
 
 def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:
