@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
