@@ -175,7 +175,7 @@ void bind_config(nb::module_& m) {
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
-                return Activations::n_bytes(config, front.kind, n_threads);
+                return Memory::size_of(Activations::n_bytes(config, front.kind, n_threads));
             },
             "front"_a, "n_threads"_a);
 }
