@@ -1,0 +1,247 @@
+"""How long passes of a model would take here, measured on made-up weights: a few layers stand for all of them.
+
+Needs the header of the file only. Layers of the real shapes and formats, with bytes that mean nothing, run through the
+real decoder; the speed does not depend on the values. What attention costs by length of the context is measured with
+layers that have little else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.machine import best_isa
+from edgeinfer.backends.native.model import NativeModel, assemble
+from edgeinfer.backends.native.session import NativeSession
+from edgeinfer.backends.native.weights import Packing, Part, embedding_of, map_weights, packed_bytes, parts_of
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
+from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.spec import ExpertRows, TensorRows
+from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, TernaryBits
+
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a pass that are timed, and one long pass for prompts
+PROMPT = 128
+MOST_BYTES = 1 << 30  # of made-up weights: what needs more is not tried
+_LAYER_BYTES, _OUTPUT_BYTES = 96 << 20, 64 << 20  # more than most caches have
+_CONTEXT, _ATTENTION_LAYERS, _NARROW = 512, 4, 64  # of what times attention; _NARROW: its n_embd
+_FILL = 0x3C  # about 1 as a half float, 0.01 as a float: nothing overflows, nothing is denormal
+_SECONDS = 0.35  # for passes of several tokens
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of parts of a pass, of the whole model.
+
+    layers, output: by number of tokens, with an empty context; output is the matrix behind the last layer, for all of
+    them.  row_position: of attention for one token, for each layer and position that it sees; in long passes it is
+    row_position_long.  layer_bytes, output_bytes: of the weights behind `layers` and `output`.
+    """
+
+    layers: Mapping[int, float]
+    output: Mapping[int, float]
+    row_position: float
+    row_position_long: float
+    layer_bytes: int
+    output_bytes: int
+
+
+def time_passes(
+    model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType, bits: TernaryBits
+) -> PassTimes | None:
+    """What passes would take, in about half a second; None where the layers are too large to be tried."""
+    isa = device.isa or best_isa()
+    chosen = Device(device.n_threads, isa)
+    trial, n_rows = _few_layers(model, spec, bits)
+    parts = _parts(model, trial, spec, bits)
+    if packed_bytes(parts) > MOST_BYTES:
+        return None
+    whole = _weight_bytes(model, spec, bits)
+    of_layers = packed_bytes([part for part in parts if part.block])
+    with _Made(model, trial, parts, PROMPT, chosen, cache_type) as session:
+        layers, output = _times(session)
+    in_layers = (whole[0] / max(1, of_layers)), (spec.n_logits / max(1, n_rows))
+    attention = _attention(model, spec, chosen, cache_type)
+    return PassTimes(
+        {n: seconds * in_layers[0] for n, seconds in layers.items()},
+        {n: seconds * in_layers[1] for n, seconds in output.items()},
+        *attention,
+        *whole,
+    )
+
+
+def _times(session: NativeSession) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of the layers, and of the output matrix, by number of tokens."""
+    tokens = np.zeros(PROMPT, np.int32)
+
+    def run(n: int, logits: Any) -> float:
+        started = time.perf_counter()
+        session.forward(tokens[:n], logits=logits)
+        elapsed = time.perf_counter() - started
+        session.commit(())
+        return elapsed
+
+    layers: dict[int, float] = {}
+    output: dict[int, float] = {}
+    run(4, "all")  # warm-up
+    deadline = time.perf_counter() + _SECONDS
+    for n in (*SIZES, PROMPT):
+        for turn in range(4 if n < 8 else 2):
+            if turn and time.perf_counter() > deadline:
+                break
+            inside, whole = run(n, ()), run(n, "all") if n <= max(SIZES) else math.inf
+            layers[n] = min(inside, layers.get(n, math.inf))
+            if n <= max(SIZES):
+                output[n] = min(whole, output.get(n, math.inf))
+    return layers, {n: max(0.0, whole - layers[n]) for n, whole in output.items()}
+
+
+def _attention(model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType) -> tuple[float, float]:
+    """Seconds of attention of one row for each position, of one layer: alone, and in a long pass."""
+    n_layers = min(_ATTENTION_LAYERS, spec.n_layers)
+    narrow = _narrow(spec, n_layers)
+    with _Made(model, narrow, list(_plain_parts(narrow)), _CONTEXT, device, cache_type, 2 * _CONTEXT) as session:
+        tokens = np.zeros(_CONTEXT, np.int32)
+
+        def run(n: int) -> float:
+            started = time.perf_counter()
+            session.forward(tokens[:n], logits=())
+            return time.perf_counter() - started
+
+        run(1)
+        near = min(run(1) for _ in range(5))
+        near_long = run(_CONTEXT)
+        session.commit(range(_CONTEXT))
+        far = min(run(1) for _ in range(5))
+        far_long = run(_CONTEXT)
+    seen = n_layers * _CONTEXT
+    return max(0.0, far - near) / seen, max(0.0, far_long - near_long) / (seen * _CONTEXT)
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[ModelSpec, int]:
+    """A model of some layers of this one, and the rows of its output matrix. Experts are one network of as many numbers
+    as a token uses.
+    """
+    n_layers = spec.n_layers
+    each = _weight_bytes(model, spec, bits)[0] / n_layers
+    n = min(n_layers, max(1, math.ceil(_LAYER_BYTES / max(1.0, each))))
+    layers = tuple(_without_experts(spec.layers[i * n_layers // n]) for i in range(n))
+    trial = replace(spec, n_layers=n, layers=layers)
+    rows = spec.n_logits
+    if isinstance(spec.output, str) and model.tensors[spec.output].type != GGMLType.I2_S:
+        row_bytes = model.tensors[spec.output].n_bytes / spec.n_logits
+        rows = min(rows, 16 * math.ceil(_OUTPUT_BYTES / row_bytes / 16))
+        trial = replace(trial, output=TensorRows(spec.output, 0, rows), n_logits=rows)
+    return trial, rows
+
+
+def _without_experts(layer: Layer) -> Layer:
+    block = layer.ffn
+    if not isinstance(block, Experts):
+        return layer
+    n_ff = block.n_used * block.n_ff + block.n_ff_shared
+    names = (_name(block.gate), _name(block.up), _name(block.down))
+    dense = Dense(block.n_embd, n_ff, *names, norm=block.norm, post_norm=block.post_norm)
+    return replace(layer, ffn=dense)
+
+
+def _name(tensor: str | ExpertRows) -> str:
+    return tensor if isinstance(tensor, str) else tensor.name
+
+
+def _parts(model: ModelFile, trial: ModelSpec, spec: ModelSpec, bits: TernaryBits) -> list[Part]:
+    """What the trial has in memory, in order."""
+    packing = Packing(ternary_bits=bits)
+    made = []
+    for weight in trial.weights():
+        info = model.tensors[_name(weight.tensor)] if isinstance(weight.tensor, str) else None
+        if info is not None and len(info.shape) == 3:  # experts, as one matrix
+            made.append(_made_up(weight, info.type, packing.format_of(info)))
+        else:
+            made += parts_of(model, [weight], packing)
+    return made
+
+
+def _made_up(weight: Weight, kind: GGMLType, packed_as: int) -> Part:
+    return Part(weight.block, weight.role, "", kind, packed_as, weight.shape, 0)
+
+
+def _weight_bytes(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[int, int]:
+    """Packed bytes that a token reads: of the layers, with the experts of one token, and of the output matrix."""
+    dense = replace(spec, layers=tuple(map(_without_experts, spec.layers)))
+    parts = _parts(model, dense, spec, bits)
+    output = [part for part in parts if not part.block]
+    return packed_bytes([part for part in parts if part.block]), packed_bytes(output)
+
+
+def _narrow(spec: ModelSpec, n_layers: int) -> ModelSpec:
+    """Layers with the attention of this model, but next to no weights."""
+    few = []
+    for layer in spec.layers[:n_layers]:
+        attention: Attention = replace(layer.mixer, n_embd=_NARROW, n_in=_NARROW, window=None)
+        few.append(Layer(attention, Dense(_NARROW, _NARROW, "", "", "", norm="")))
+    sizes = {"n_vocab": _NARROW, "n_embd": _NARROW, "n_logits": _NARROW, "n_layers": n_layers}
+    return replace(spec, **sizes, layers=tuple(few), output="", output_norm="", token_embd="")
+
+
+def _plain_parts(spec: ModelSpec) -> Iterator[Part]:
+    for weight in spec.weights():
+        kind = GGMLType.F16 if len(weight.shape) > 1 else GGMLType.F32
+        yield _made_up(weight, kind, int(kind))
+
+
+class _Made:
+    """A session of a made-up model; a context."""
+
+    def __init__(
+        self,
+        model: ModelFile,
+        spec: ModelSpec,
+        parts: Sequence[Part],
+        n_batch: int,
+        device: Device,
+        cache_type: CacheType,
+        n_ctx: int | None = None,
+    ) -> None:
+        weights = _core.Weights(packed_bytes(parts), _filled(packed_bytes(parts)))
+        map_weights(weights, parts)
+        self._set_embedding(model, spec, weights)
+        plan = MemoryPlan(n_ctx or n_batch, n_batch, MemoryUse(0, 0, 0), cache_type)
+        made = assemble(spec, _core.FrontConfig(), plan, device, weights, _core.Threads(device.n_threads), 0)
+        self._model = NativeModel(made, spec, plan)
+
+    def __enter__(self) -> NativeSession:
+        self._session = self._model.session()
+        return self._session
+
+    def __exit__(self, *error: object) -> None:
+        self._session.close()
+        self._model.close()
+
+    @staticmethod
+    def _set_embedding(model: ModelFile, spec: ModelSpec, weights: _core.Weights) -> None:
+        """Embeddings of which only the first row is in memory."""
+        if spec.token_embd == "":
+            weights.set_embedding(int(GGMLType.F32), spec.n_vocab, spec.n_embd, _filled(4 * spec.n_vocab * spec.n_embd))
+        elif (info := embedding_of(model, spec)) is not None:
+            rows = np.zeros(info.n_bytes, np.uint8)  # which take no memory before they are written
+            rows[: info.n_bytes // spec.n_vocab] = _FILL
+            weights.set_embedding(int(info.type), spec.n_vocab, spec.n_embd, rows)
+
+
+def _filled(n_bytes: int) -> NDArray[np.uint8]:
+    """Bytes at a whole cache line."""
+    space = np.empty(n_bytes + _ALIGNMENT, np.uint8)
+    first = -space.ctypes.data % _ALIGNMENT
+    space[first : first + n_bytes] = _FILL
+    return space[first : first + n_bytes]
