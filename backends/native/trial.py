@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +23,18 @@ from edgeinfer.backends.native.weights import Packing, Part, embedding_of, map_w
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
-from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, TernaryBits
+from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, TernaryBits
 
-SIZES = (1, 2, 4, 8, 16, 32)  # tokens of a pass that are timed, and one long pass for prompts
+SIZES = (1, 2, 4, 8, 16)  # tokens of a pass that are timed, and one long pass for prompts
 PROMPT = 128
 MOST_BYTES = 1 << 30  # of made-up weights: what needs more is not tried
-_LAYER_BYTES, _OUTPUT_BYTES = 96 << 20, 64 << 20  # more than most caches have
-_CONTEXT, _ATTENTION_LAYERS, _NARROW = 512, 4, 64  # of what times attention; _NARROW: its n_embd
+_LAYER_BYTES, _OUTPUT_BYTES = 64 << 20, 32 << 20  # more than most caches have
+_CONTEXT, _ROWS, _ATTENTION_LAYERS, _NARROW = 512, 256, 4, 64  # of what times attention; _NARROW: its n_embd
+_OTHER_BYTES = 48 << 20
+_TRIES = 3
+_LEAST_BUSY = 0.75  # of the threads' time must be spent at work
 _FILL = 0x3C  # about 1 as a half float, 0.01 as a float: nothing overflows, nothing is denormal
-_SECONDS = 0.35  # for passes of several tokens
+_SECONDS = 0.2  # for passes of several tokens
 _ALIGNMENT = 64
 
 
@@ -42,107 +44,126 @@ class PassTimes:
 
     layers, output: by number of tokens, with an empty context; output is the matrix behind the last layer, for all of
     them.  row_position: of attention for one token, for each layer and position that it sees; in long passes it is
-    row_position_long.  layer_bytes, output_bytes: of the weights behind `layers` and `output`.
+    row_position_long.  was_disturbed: other processes had the cores meanwhile.
     """
 
     layers: Mapping[int, float]
     output: Mapping[int, float]
     row_position: float
     row_position_long: float
-    layer_bytes: int
-    output_bytes: int
+    was_disturbed: bool
 
 
 def time_passes(
     model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType, bits: TernaryBits
 ) -> PassTimes | None:
     """What passes would take, in about half a second; None where the layers are too large to be tried."""
-    isa = device.isa or best_isa()
-    chosen = Device(device.n_threads, isa)
-    trial, n_rows = _few_layers(model, spec, bits)
-    parts = _parts(model, trial, spec, bits)
+    device = Device(device.n_threads, device.isa or best_isa())
+    trial = _few_layers(model, spec, bits)
+    parts = _parts(model, trial, bits)
     if packed_bytes(parts) > MOST_BYTES:
         return None
-    whole = _weight_bytes(model, spec, bits)
-    of_layers = packed_bytes([part for part in parts if part.block])
-    with _Made(model, trial, parts, PROMPT, chosen, cache_type) as session:
-        layers, output = _times(session)
-    in_layers = (whole[0] / max(1, of_layers)), (spec.n_logits / max(1, n_rows))
-    attention = _attention(model, spec, chosen, cache_type)
+    busy = Busy(device.n_threads)
+    with _Made(model, trial, parts, PROMPT, device, cache_type) as session:
+        layers, output = _times(session, busy)
+    row_position, row_position_long = _attention(model, spec, device, cache_type, busy)
+    layer_bytes, output_bytes = weight_bytes(model, spec, bits)
+    more_layers = layer_bytes / max(1, packed_bytes([part for part in parts if part.block]))
+    more_rows = spec.n_logits / max(1, trial.n_logits)
     return PassTimes(
-        {n: seconds * in_layers[0] for n, seconds in layers.items()},
-        {n: seconds * in_layers[1] for n, seconds in output.items()},
-        *attention,
-        *whole,
+        {n: more_layers * seconds for n, seconds in layers.items()},
+        {n: more_rows * seconds for n, seconds in output.items()},
+        row_position,
+        row_position_long,
+        busy.was_disturbed,
     )
 
 
-def _times(session: NativeSession) -> tuple[dict[int, float], dict[int, float]]:
+def _times(session: NativeSession, busy: Busy) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of the layers, and of the output matrix, by number of tokens."""
     tokens = np.zeros(PROMPT, np.int32)
 
-    def run(n: int, logits: Any) -> float:
-        started = time.perf_counter()
-        session.forward(tokens[:n], logits=logits)
-        elapsed = time.perf_counter() - started
+    def run(n: int, logits: LogitsRows) -> float:
+        seconds = busy.seconds(lambda: session.forward(tokens[:n], logits=logits))
         session.commit(())
-        return elapsed
+        return seconds
 
     layers: dict[int, float] = {}
-    output: dict[int, float] = {}
+    whole: dict[int, float] = {}
     run(4, "all")  # warm-up
     deadline = time.perf_counter() + _SECONDS
     for n in (*SIZES, PROMPT):
-        for turn in range(4 if n < 8 else 2):
+        for turn in range(_TRIES if n < 8 else 2):
             if turn and time.perf_counter() > deadline:
                 break
-            inside, whole = run(n, ()), run(n, "all") if n <= max(SIZES) else math.inf
-            layers[n] = min(inside, layers.get(n, math.inf))
-            if n <= max(SIZES):
-                output[n] = min(whole, output.get(n, math.inf))
-    return layers, {n: max(0.0, whole - layers[n]) for n, whole in output.items()}
+            layers[n] = min(run(n, ()), layers.get(n, math.inf))
+            if n != PROMPT:
+                whole[n] = min(run(n, "all"), whole.get(n, math.inf))
+    return layers, {n: max(0.0, seconds - layers[n]) for n, seconds in whole.items()}
 
 
-def _attention(model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType) -> tuple[float, float]:
+def _attention(
+    model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType, busy: Busy
+) -> tuple[float, float]:
     """Seconds of attention of one row for each position, of one layer: alone, and in a long pass."""
     n_layers = min(_ATTENTION_LAYERS, spec.n_layers)
     narrow = _narrow(spec, n_layers)
-    with _Made(model, narrow, list(_plain_parts(narrow)), _CONTEXT, device, cache_type, 2 * _CONTEXT) as session:
-        tokens = np.zeros(_CONTEXT, np.int32)
+    other = _filled(_OTHER_BYTES).view(np.uint64)
+    with _Made(model, narrow, list(_plain_parts(narrow)), _ROWS, device, cache_type, _CONTEXT + _ROWS) as session:
+        tokens = np.zeros(_ROWS, np.int32)
 
-        def run(n: int) -> float:
-            started = time.perf_counter()
-            session.forward(tokens[:n], logits=())
-            return time.perf_counter() - started
+        def alone() -> float:
+            other.sum()  # as the weights of a real pass do, it takes the keys and values out of the caches
+            return busy.seconds(lambda: session.forward(tokens[:1], logits=()))
 
-        run(1)
-        near = min(run(1) for _ in range(5))
-        near_long = run(_CONTEXT)
-        session.commit(range(_CONTEXT))
-        far = min(run(1) for _ in range(5))
-        far_long = run(_CONTEXT)
-    seen = n_layers * _CONTEXT
-    return max(0.0, far - near) / seen, max(0.0, far_long - near_long) / (seen * _CONTEXT)
+        alone()
+        near = min(alone() for _ in range(_TRIES))
+        long = []
+        for _ in range(_CONTEXT // _ROWS):
+            long.append(busy.seconds(lambda: session.forward(tokens, logits=())))
+            session.commit(range(_ROWS))
+        far = min(alone() for _ in range(_TRIES))
+    rise = (long[-1] - long[0]) / (len(long) - 1) / (_ROWS * _ROWS)
+    return max(0.0, far - near) / (n_layers * _CONTEXT), max(0.0, rise) / n_layers
+
+
+class Busy:
+    """Times passes, and how much of the time the threads were at work."""
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+        self._elapsed = self._at_work = 0.0
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds that it takes."""
+        started, at_work = time.perf_counter(), time.process_time()
+        work()
+        elapsed = time.perf_counter() - started
+        self._at_work += time.process_time() - at_work
+        self._elapsed += elapsed
+        return elapsed
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether other processes had the cores for so long that the times say little."""
+        return self._at_work < _LEAST_BUSY * self._n_threads * self._elapsed
 
 
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[ModelSpec, int]:
-    """A model of some layers of this one, and the rows of its output matrix. Experts are one network of as many numbers
-    as a token uses.
-    """
+def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> ModelSpec:
+    """A model of some layers of this one. The experts of a token are one network."""
     n_layers = spec.n_layers
-    each = _weight_bytes(model, spec, bits)[0] / n_layers
+    each = weight_bytes(model, spec, bits)[0] / n_layers
     n = min(n_layers, max(1, math.ceil(_LAYER_BYTES / max(1.0, each))))
     layers = tuple(_without_experts(spec.layers[i * n_layers // n]) for i in range(n))
     trial = replace(spec, n_layers=n, layers=layers)
-    rows = spec.n_logits
     if isinstance(spec.output, str) and model.tensors[spec.output].type != GGMLType.I2_S:
         row_bytes = model.tensors[spec.output].n_bytes / spec.n_logits
-        rows = min(rows, 16 * math.ceil(_OUTPUT_BYTES / row_bytes / 16))
+        rows = min(spec.n_logits, 16 * math.ceil(_OUTPUT_BYTES / row_bytes / 16))
         trial = replace(trial, output=TensorRows(spec.output, 0, rows), n_logits=rows)
-    return trial, rows
+    return trial
 
 
 def _without_experts(layer: Layer) -> Layer:
@@ -159,7 +180,7 @@ def _name(tensor: str | ExpertRows) -> str:
     return tensor if isinstance(tensor, str) else tensor.name
 
 
-def _parts(model: ModelFile, trial: ModelSpec, spec: ModelSpec, bits: TernaryBits) -> list[Part]:
+def _parts(model: ModelFile, trial: ModelSpec, bits: TernaryBits) -> list[Part]:
     """What the trial has in memory, in order."""
     packing = Packing(ternary_bits=bits)
     made = []
@@ -176,10 +197,10 @@ def _made_up(weight: Weight, kind: GGMLType, packed_as: int) -> Part:
     return Part(weight.block, weight.role, "", kind, packed_as, weight.shape, 0)
 
 
-def _weight_bytes(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[int, int]:
-    """Packed bytes that a token reads: of the layers, with the experts of one token, and of the output matrix."""
+def weight_bytes(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[int, int]:
+    """Packed bytes that one token reads: of the layers, with the experts of one token, and of the output matrix."""
     dense = replace(spec, layers=tuple(map(_without_experts, spec.layers)))
-    parts = _parts(model, dense, spec, bits)
+    parts = _parts(model, dense, bits)
     output = [part for part in parts if not part.block]
     return packed_bytes([part for part in parts if part.block]), packed_bytes(output)
 
