@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.busy import Busy
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
@@ -32,7 +33,6 @@ _LAYER_BYTES, _OUTPUT_BYTES = 64 << 20, 32 << 20  # more than most caches have
 _CONTEXT, _ROWS, _ATTENTION_LAYERS, _NARROW = 512, 256, 4, 64  # of what times attention; _NARROW: its n_embd
 _OTHER_BYTES = 48 << 20
 _TRIES = 3
-_LEAST_BUSY = 0.75  # of the threads' time must be spent at work
 _FILL = 0x3C  # about 1 as a half float, 0.01 as a float: nothing overflows, nothing is denormal
 _SECONDS = 0.2  # for passes of several tokens
 _ALIGNMENT = 64
@@ -125,28 +125,6 @@ def _attention(
         far = min(alone() for _ in range(_TRIES))
     rise = (long[-1] - long[0]) / (len(long) - 1) / (_ROWS * _ROWS)
     return max(0.0, far - near) / (n_layers * _CONTEXT), max(0.0, rise) / n_layers
-
-
-class Busy:
-    """Times passes, and how much of the time the threads were at work."""
-
-    def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
-        self._elapsed = self._at_work = 0.0
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds that it takes."""
-        started, at_work = time.perf_counter(), time.process_time()
-        work()
-        elapsed = time.perf_counter() - started
-        self._at_work += time.process_time() - at_work
-        self._elapsed += elapsed
-        return elapsed
-
-    @property
-    def was_disturbed(self) -> bool:
-        """Whether other processes had the cores for so long that the times say little."""
-        return self._at_work < _LEAST_BUSY * self._n_threads * self._elapsed
 
 
 # ---- what is tried ---------------------------------------------------------------------------------------------------

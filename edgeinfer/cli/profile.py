@@ -98,6 +98,6 @@ def _check_budget(found: Profile, memory: str | None) -> None:
     if memory is not None and not found.fits and found.fit is None:
         peak, budget = human_bytes(found.ledger.peak), human_bytes(found.budget)
         raise BudgetExceeded(
-            f"{found.path} needs {peak} at n_ctx {found.settings.n_ctx}, the machine has {budget}: --fit {memory} lists "
-            "what fits"
+            f"{found.path} needs {peak} at n_ctx {found.settings.n_ctx}, the machine has {budget}: "
+            f"--fit {memory} lists what fits"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from edgeinfer.arguments import human_bytes
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.profiler.fit import BEST, Fitting
 from edgeinfer.profiler.machine import Machine
@@ -61,7 +60,7 @@ def _machine_facts(machine: Machine) -> Iterator[str]:
     if machine.is_here:
         yield f"{machine.name}, {machine.n_threads} threads"
     free = "given" if "memory" in machine.given else "free here"
-    yield f"memory {human_bytes(machine.memory_bytes)} {free}"
+    yield f"memory {_size(machine.memory_bytes)} {free}"
     yield of("bandwidth", f"bandwidth {machine.read_bytes_per_second / 1e9:.1f} GB/s")
     yield of("compute", f"{machine.multiply_adds_per_second / 1e9:.0f} G multiply-adds/s")
     if machine.disk_bytes_per_second:
@@ -71,15 +70,15 @@ def _machine_facts(machine: Machine) -> Iterator[str]:
 def _ledger_lines(found: Profile) -> Iterator[str]:
     """The table by purpose, and whether it fits."""
     ledger = found.ledger
-    rows = [[item.name, human_bytes(item.planned), "mapped" if item.is_mapped else ""] for item in ledger.items]
-    rows.append(["all", human_bytes(ledger.planned), ""])
+    rows = [[item.name, _size(item.planned), "mapped" if item.is_mapped else ""] for item in ledger.items]
+    rows.append(["all", _size(ledger.planned), ""])
     if ledger.loading:
-        rows.append(["more while loading", human_bytes(ledger.loading), ""])
+        rows.append(["more while loading", _size(ledger.loading), ""])
     yield from _table(["purpose", "planned", ""], rows)
     rest = found.budget - ledger.peak
     what = "has" if "memory" in found.machine.given else "has free"
-    fits = f"{human_bytes(rest)} are left" if rest >= 0 else f"{human_bytes(-rest)} too few"
-    yield f"The peak is {human_bytes(ledger.peak)}, the machine {what} {human_bytes(found.budget)}: {fits}."
+    fits = f"{_size(rest)} are left" if rest >= 0 else f"{_size(-rest)} too few"
+    yield f"The peak is {_size(ledger.peak)}, the machine {what} {_size(found.budget)}: {fits}."
     for name, reason in found.planned.drafters.dropped.items():
         yield f"Left out is {name}: {reason}"
 
@@ -89,11 +88,12 @@ def _speed_lines(found: Profile) -> Iterator[str]:
     yield f"Expected, from {_ORIGINS[passes.origin]}:"
     if not found.machine.is_here and passes.origin != "limits":
         yield "  (scaled to that machine; what was not given is taken to be as here)"
-    if passes.is_disturbed:
+    if passes.is_disturbed or found.machine.is_disturbed:
         yield "  (other processes had the cores meanwhile: it is faster than this; it was not kept)"
     yield f"  tokens a second          {speed.tokens_per_second:.3g} without drafts"
     yield from _drafted_line(found, speed)
-    yield f"  first token              {_seconds(speed.first_token_seconds)} behind a prompt of {speed.prompt_tokens} tokens"
+    first = _seconds(speed.first_token_seconds)
+    yield f"  first token              {first} behind a prompt of {speed.prompt_tokens} tokens"
     costs = ", ".join(f"{n}: {cost:.2f}" for n, cost in found.costs.items())
     yield f"  cost of n tokens, c(n)   {costs}"
 
@@ -111,23 +111,23 @@ def _drafted_line(found: Profile, speed: Speed) -> Iterator[str]:
 def _context_row(row: AtContext) -> list[str]:
     kv_cache = row.ledger.of("KV cache") + row.ledger.of("window")
     tokens, seconds = f"{row.speed.tokens_per_second:.3g}", _seconds(row.speed.first_token_seconds)
-    return [str(row.n_ctx), human_bytes(row.ledger.peak), human_bytes(kv_cache), tokens, seconds]
+    return [str(row.n_ctx), _size(row.ledger.peak), _size(kv_cache), tokens, seconds]
 
 
 def _cache_lines(caches: Sequence[AtCache]) -> Iterator[str]:
     def row(at: AtCache) -> list[str]:
         hits = at.speed.hit_rate
         share = "" if hits is None else f"{100 * hits.share:.0f} %"
-        size = f"{human_bytes(at.expert_cache)}, {100 * at.share:.0f} %"
+        size = f"{_size(at.expert_cache)}, {100 * at.share:.0f} %"
         origin = "" if hits is None else _HIT_ORIGINS[hits.origin]
-        return [size, human_bytes(at.peak), share, f"{at.speed.tokens_per_second:.3g}", origin]
+        return [size, _size(at.peak), share, f"{at.speed.tokens_per_second:.3g}", origin]
 
     yield from _table(["expert cache", "memory", "hits", "tokens/s", ""], map(row, caches))
     yield "Hits and speed are expected: computing and reading from disk one after the other, the least that is likely."
 
 
 def _fit_lines(found: Profile) -> Iterator[str]:
-    fit, budget = found.fit or (), human_bytes(found.fit_budget or 0)
+    fit, budget = found.fit or (), _size(found.fit_budget or 0)
     if not fit:
         yield f"Nothing fits into {budget}."
         return
@@ -142,10 +142,10 @@ def _fit_lines(found: Profile) -> Iterator[str]:
 def _fit_row(row: Fitting, is_of_experts: bool) -> list[str]:
     settings = row.settings
     draft = settings.draft if isinstance(settings.draft, str) else ",".join(settings.draft)
-    cache = "all" if settings.expert_cache is None else human_bytes(settings.expert_cache)
+    cache = "all" if settings.expert_cache is None else _size(settings.expert_cache)
     label = "changes the text" if row.changes_text else ""
     start = [str(settings.n_ctx), settings.cache_type, draft, str(settings.n_batch)]
-    return [*start, *([cache] if is_of_experts else []), human_bytes(row.peak), f"{row.expected:.3g}", label]
+    return [*start, *([cache] if is_of_experts else []), _size(row.peak), f"{row.expected:.3g}", label]
 
 
 def verification_lines(found: Profile) -> Iterator[str]:
@@ -157,8 +157,8 @@ def verification_lines(found: Profile) -> Iterator[str]:
     rows = [
         [
             item.name,
-            human_bytes(item.planned),
-            "-" if item.taken is None else human_bytes(item.taken),
+            _size(item.planned),
+            "-" if item.taken is None else _size(item.taken),
             "" if not item.taken else _percent(item.planned, item.taken),
         ]
         for item in ledger.items
@@ -167,18 +167,22 @@ def verification_lines(found: Profile) -> Iterator[str]:
         ("all", ledger.planned, ledger.taken),
         ("peak", ledger.peak, ledger.peak_taken),
     ):
-        rows.append([name, human_bytes(planned), human_bytes(taken or 0), _percent(planned, taken) if taken else ""])
+        rows.append([name, _size(planned), _size(taken or 0), _percent(planned, taken) if taken else ""])
     yield f"Loaded in a process of its own, {checked.n_tokens} tokens of context filled:"
     yield from _table(["purpose", "planned", "taken", "error"], rows)
     yield ""
-    pairs = ((name, expected, measured) for name, expected, measured in checked.speeds())
-    yield from _table(
-        ["speed", "expected", "measured", "error"],
-        (
-            [name, f"{expected:.3g}", f"{measured:.3g}", _percent(expected, measured)]
-            for name, expected, measured in pairs
-        ),
-    )
+    rows = [
+        [of.name, of.unit, f"{of.expected:.3g}", f"{of.measured:.3g}", f"{100 * of.error:+.1f} %"]
+        for of in checked.speeds
+    ]
+    yield from _table(["speed", "unit", "expected", "measured", "error"], rows)
+
+
+def _size(n_bytes: int) -> str:
+    """Bytes with as many digits as make plans of one model differ: "1272 MiB", "18.3 GiB"."""
+    if n_bytes >= 10 << 30:
+        return f"{n_bytes / (1 << 30):.1f} GiB"
+    return f"{n_bytes / (1 << 20):.{0 if n_bytes >= 100 << 20 else 1}f} MiB"
 
 
 def _percent(expected: float, measured: float) -> str:

@@ -14,6 +14,7 @@ from edgeinfer.types import CacheType
 
 BEST = "first what leaves the text as it is, then the longest context, then expected speed"
 _SMALL_BATCH = 128
+_GAIN = 1.005  # of a step that is worth more memory
 _CACHE_STEPS = 8  # sizes of an expert cache that are tried
 
 SpeedOf = Callable[[Settings, Planned], Speed]
@@ -52,9 +53,30 @@ def fitting(planner: Planner, wanted: Settings, budget: int, speed_of: SpeedOf) 
     return [fit for i, fit in enumerate(found) if not any(_is_no_worse(other, fit) for other in found[:i])]
 
 
+def by_budget(planner: Planner, wanted: Settings, speed_of: SpeedOf) -> list[Fitting]:
+    """With the context and the cache type that are wanted: what each larger budget gains in expected speed.
+
+    The least memory first; whatever takes more memory is faster.
+    """
+    found = []
+    for settings in _choices(planner, wanted):
+        if settings.cache_type == wanted.cache_type:
+            planned = planner.planned(settings)
+            changes_text = settings.cache_type != "f16"
+            found.append(Fitting(settings, planned.ledger.peak, speed_of(settings, planned), changes_text))
+    found.sort(key=lambda fit: (fit.peak, -fit.expected))
+    fastest = 0.0
+    steps = []
+    for fit in found:
+        if fit.expected > fastest * _GAIN:
+            fastest = fit.expected
+            steps.append(fit)
+    return steps
+
+
 def _is_no_worse(other: Fitting, fit: Fitting) -> bool:
-    """Whether another one has all that this one has: as long a context, as fast, as large a batch, the same cache."""
-    if other.settings.cache_type != fit.settings.cache_type:
+    """Whether another one has all that this one has: as long a context, as fast, as large a batch, as true a text."""
+    if other.changes_text and other.settings.cache_type != fit.settings.cache_type:
         return False
     pairs = (
         (other.settings.n_ctx, fit.settings.n_ctx),

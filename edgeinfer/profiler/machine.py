@@ -16,6 +16,7 @@ from typing import Any
 from edgeinfer import devices
 from edgeinfer.arguments import shown
 from edgeinfer.backends.native import MachineLimits, best_isa, build_id
+from edgeinfer.backends.native.busy import Busy
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 
@@ -31,7 +32,8 @@ class Machine:
 
     read_bytes_per_second: from memory.  multiply_adds_per_second: of 8-bit integers.  disk_bytes_per_second: of reads
     of some MB at random places, None where it is not known.  memory_bytes: for the process.  given: the names of the
-    figures that the caller gave; the others are of this machine.
+    figures that the caller gave; the others are of this machine.  is_disturbed: other processes had the cores while it
+    was measured, so that it can do more.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Machine:
     multiply_adds_per_second: float
     disk_bytes_per_second: float | None = None
     given: tuple[str, ...] = ()
+    is_disturbed: bool = False
 
     @property
     def is_here(self) -> bool:
@@ -83,15 +86,19 @@ def amount(name: str, value: object) -> float | None:
 
 
 def this_machine(n_threads: int) -> Machine:
-    """This machine; its limits are measured in some tenths of a second, and kept."""
+    """This machine. Its limits are measured in some tenths of a second, and kept unless others had the cores."""
     isa = best_isa()
     key = record_name(_FORMAT, devices.cpu_name(), n_threads, isa, build_id())
     limits = _limits_in(read_record(record_folder(_KIND), key))
+    is_disturbed = False
     if limits is None:
-        limits = MachineLimits.measure(isa, n_threads, _ROUNDS)
-        write_record(record_folder(_KIND), key, vars(limits))
+        busy, found = Busy(n_threads), []
+        busy.seconds(lambda: found.append(MachineLimits.measure(isa, n_threads, _ROUNDS)))
+        limits, is_disturbed = found[0], busy.was_disturbed
+        if not is_disturbed:
+            write_record(record_folder(_KIND), key, vars(limits))
     rates = limits.read_bytes_per_second, limits.int8_multiply_adds_per_second
-    return Machine(devices.cpu_name(), n_threads, devices.available_memory(), *rates)
+    return Machine(devices.cpu_name(), n_threads, devices.available_memory(), *rates, is_disturbed=is_disturbed)
 
 
 def described(here: Machine, wishes: Wishes) -> Machine:
@@ -105,6 +112,7 @@ def described(here: Machine, wishes: Wishes) -> Machine:
         wishes.compute or here.multiply_adds_per_second,
         wishes.disk or here.disk_bytes_per_second,
         given,
+        here.is_disturbed,
     )
 
 

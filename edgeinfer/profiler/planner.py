@@ -160,7 +160,7 @@ def _backend_of(file: ModelFile, options: LoadOptions) -> tuple[Backend, ModelSi
 
 
 def contexts_up_to(n_ctx_train: int, finest: int, least: int = 512) -> Sequence[int]:
-    """Numbers of positions to choose from: `finest` steps for each doubling, the last one what the model has learned."""
+    """Numbers of positions to choose from: `finest` steps a doubling, the last one what the model has learned."""
     found, size = [], least
     while size < n_ctx_train:
         found += [size + step * size // finest for step in range(finest) if size + step * size // finest < n_ctx_train]

@@ -15,7 +15,7 @@ from edgeinfer.loading import default_model
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import measure_process
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.profiler.fit import BEST, Fitting, fitting
+from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
 from edgeinfer.profiler.hits import HitRate, hit_rates, shares_of
 from edgeinfer.profiler.machine import Machine, Wishes, amount, described, measure_disk, this_machine
 from edgeinfer.profiler.passes import Passes, Work, expected_passes
@@ -54,10 +54,10 @@ class Profile:
     """What `edgeinfer.profile` found. Sizes are in bytes; all that is not named as measured is planned or expected.
 
     settings: those of `ledger` and `speed`.  budget: the memory of the machine, or what was given.  speed: with a short
-    context.  costs: c(n), the cost of a pass of n tokens over that of one.  contexts, caches: the same for other
-    contexts and expert caches.  fit: settings that fit into `fit_budget`, best first; None where that was not asked
-    for.  dropped: drafters that cannot be used, with the reason.  origin: of the times, see Passes.  verification: None
-    where that was not asked for.
+    context.  costs: c(n), the cost of a pass of n tokens over that of one.  speeds: expected for any settings.
+    contexts, caches: memory and speed with other contexts and expert caches.  budgets: for some contexts, what more
+    memory gains in speed.  fit: settings that fit into `fit_budget`, best first.  verification: what was measured. The
+    last three are None where they were not asked for.
     """
 
     path: Path
@@ -68,9 +68,10 @@ class Profile:
     budget: int
     planned: Planned
     speed: Speed
-    passes: Passes
+    speeds: SpeedModel
     contexts: Sequence[AtContext]
     caches: Sequence[AtCache] = ()
+    budgets: Sequence[Fitting] = ()
     fit_budget: int | None = None
     fit: Sequence[Fitting] | None = None
     verification: Verification | None = None
@@ -79,6 +80,11 @@ class Profile:
     def ledger(self) -> Ledger:
         """Every byte, by purpose."""
         return self.planned.ledger
+
+    @property
+    def passes(self) -> Passes:
+        """Expected times of passes."""
+        return self.speeds.passes
 
     @property
     def fits(self) -> bool:
@@ -111,6 +117,7 @@ class Profile:
             },
             "contexts": [_at_context(row) for row in self.contexts],
             "expert_caches": [asdict(row) for row in self.caches],
+            "budgets": [_fitting(row) for row in self.budgets],
             "fit_budget": self.fit_budget,
             "best_is": BEST,
             "fit": None if self.fit is None else [_fitting(row) for row in self.fit],
@@ -135,7 +142,8 @@ def profile(
 
     options, keywords: how it would be loaded, as for `load`.  memory: of the machine, in bytes or as text ("4GiB");
     None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
-    and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.  fit: also list the settings that fit into so much memory.
+    and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
+    fit: also list the settings that fit into so much memory.
     prompt_tokens: of the prompt whose first token is waited for.  verify: load it in a process of its own, fill the
     context, and compare; the model must fit then.
     Raises ModelFileError and what derives from it, InvalidArgument, and with verify what `load` raises.
@@ -169,10 +177,10 @@ class _Profiler:
         if self._sizes is not None and wishes.disk is None:
             here = replace(here, disk_bytes_per_second=measure_disk(file.paths[0]))
         self._machine = described(here, wishes)
-        self._passes = expected_passes(file, planner.spec, planned.plan, here, self._machine, planner.is_native)
+        passes = expected_passes(file, planner.spec, planned.plan, here, self._machine, planner.is_native)
         hits = None if self._sizes is None else hit_rates(file, self._sizes, planner.n_threads)
         work = Work.of(file, planner.spec, planned.plan)
-        self._speeds = SpeedModel(self._passes, work, self._machine, hits)
+        self._speeds = SpeedModel(passes, work, self._machine, hits)
 
     def profile(self, fit_budget: int | None) -> Profile:
         """All of it.  fit_budget: None for no list of what fits."""
@@ -189,9 +197,10 @@ class _Profiler:
             budget,
             self._planned,
             self._speed_of(self._settings, self._planned),
-            self._passes,
+            self._speeds,
             self._contexts(),
             [] if self._sizes is None else list(self._caches(self._sizes)),
+            self._budgets(),
             fit_budget,
             found,
         )
@@ -210,6 +219,20 @@ class _Profiler:
                 planned = self._planner.planned(settings)
                 rows.append(AtContext(planned.ledger, n_ctx, self._speed_of(settings, planned, n_ctx, n_ctx)))
         return rows
+
+    def _budgets(self) -> list[Fitting]:
+        """What more memory gains, for the context that was asked for and others."""
+        planner, settings = self._planner, self._settings
+        most = planner.spec.n_ctx_train
+        others = {n_ctx for n_ctx in (most // 64, most // 8, most) if n_ctx >= 256} if planner.is_native else set()
+        found = []
+        for n_ctx in sorted({settings.n_ctx, *others}):
+            found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._behind_half)
+        return found
+
+    def _behind_half(self, settings: Settings, planned: Planned) -> Speed:
+        """The speed in the middle of a context."""
+        return self._speed_of(settings, planned, settings.n_ctx // 2)
 
     def _caches(self, sizes: ExpertSizes) -> list[AtCache]:
         rows = []
