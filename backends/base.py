@@ -226,6 +226,15 @@ class ExpertBackend(Backend, Protocol):
         ...
 
 
+@runtime_checkable
+class WarmableBackend(Backend, Protocol):
+    """A backend whose code can be brought into memory before a model is."""
+
+    def warm_up(self, model: ModelFile, device: Device) -> None:
+        """Run the code that this model needs once, on next to no data, so that its pages are counted."""
+        ...
+
+
 class ExpertTier(Protocol):
     """What computes some experts beside the CPU, such as a GPU that holds them; asked in each layer of a pass.
 

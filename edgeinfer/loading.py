@@ -15,9 +15,8 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier, plan_tier, with_tier
-from edgeinfer.load_ledger import ledger_of
+from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
-from edgeinfer.memory.process import measure_process
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -78,7 +77,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(drafters.close)
         use = replace(planned.plan.use, drafters=drafters.n_bytes)
         planned = replace(planned, plan=replace(planned.plan, use=use))
-    ledger = ledger_of(planned, drafters, measure_process())
+    ledger = ledger_of(planned, drafters, process_of(planned, drafters))
     model = planned.load(options.progress)
     opened.callback(model.close)
     session = model.session()

@@ -78,6 +78,13 @@ class Tokenizer:
         return len(metadata.strings("tokens"))
 
     @staticmethod
+    def warm_up(file: ModelFile) -> None:
+        """Bring what cuts the texts of a model into memory, as the first text would."""
+        model, pre = kind_of(TokenizerMetadata(file))
+        if model != "llama":
+            list(cut(pre, "Ten words, 10 more"))
+
+    @staticmethod
     def _adds(name: str, id: int | None, metadata: TokenizerMetadata, default: bool) -> bool:
         adds = metadata.flag(f"add_{name}_token", default and id is not None)
         if adds and id is None:
