@@ -20,7 +20,7 @@ from edgeinfer.backends.native.busy import Busy
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.backends.native.weights import Packing, Part, embedding_of, map_weights, packed_bytes, parts_of
+from edgeinfer.backends.native.weights import Packing, Part, map_weights, packed_bytes, parts_of
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
@@ -64,9 +64,9 @@ def time_passes(
     if packed_bytes(parts) > MOST_BYTES:
         return None
     busy = Busy(device.n_threads)
-    with _Made(model, trial, parts, PROMPT, device, cache_type) as session:
+    with _Made(trial, parts, PROMPT, device, cache_type) as session:
         layers, output = _times(session, busy)
-    row_position, row_position_long = _attention(model, spec, device, cache_type, busy)
+    row_position, row_position_long = _attention(spec, device, cache_type, busy)
     layer_bytes, output_bytes = weight_bytes(model, spec, bits)
     more_layers = layer_bytes / max(1, packed_bytes([part for part in parts if part.block]))
     more_rows = spec.n_logits / max(1, trial.n_logits)
@@ -102,14 +102,12 @@ def _times(session: NativeSession, busy: Busy) -> tuple[dict[int, float], dict[i
     return layers, {n: max(0.0, seconds - layers[n]) for n, seconds in whole.items()}
 
 
-def _attention(
-    model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType, busy: Busy
-) -> tuple[float, float]:
+def _attention(spec: ModelSpec, device: Device, cache_type: CacheType, busy: Busy) -> tuple[float, float]:
     """Seconds of attention of one row for each position, of one layer: alone, and in a long pass."""
     n_layers = min(_ATTENTION_LAYERS, spec.n_layers)
     narrow = _narrow(spec, n_layers)
     other = _filled(_OTHER_BYTES).view(np.uint64)
-    with _Made(model, narrow, list(_plain_parts(narrow)), _ROWS, device, cache_type, _CONTEXT + _ROWS) as session:
+    with _Made(narrow, list(_plain_parts(narrow)), _ROWS, device, cache_type, _CONTEXT + _ROWS) as session:
         tokens = np.zeros(_ROWS, np.int32)
 
         def alone() -> float:
@@ -141,7 +139,7 @@ def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> ModelSp
         row_bytes = model.tensors[spec.output].n_bytes / spec.n_logits
         rows = min(spec.n_logits, 16 * math.ceil(_OUTPUT_BYTES / row_bytes / 16))
         trial = replace(trial, output=TensorRows(spec.output, 0, rows), n_logits=rows)
-    return trial
+    return replace(trial, n_vocab=trial.n_logits)
 
 
 def _without_experts(layer: Layer) -> Layer:
@@ -189,8 +187,8 @@ def _narrow(spec: ModelSpec, n_layers: int) -> ModelSpec:
     for layer in spec.layers[:n_layers]:
         attention: Attention = replace(layer.mixer, n_embd=_NARROW, n_in=_NARROW, window=None)
         few.append(Layer(attention, Dense(_NARROW, _NARROW, "", "", "", norm="")))
-    sizes = {"n_vocab": _NARROW, "n_embd": _NARROW, "n_logits": _NARROW, "n_layers": n_layers}
-    return replace(spec, **sizes, layers=tuple(few), output="", output_norm="", token_embd="")
+    made = replace(spec, layers=tuple(few), output="", output_norm="", token_embd="")
+    return replace(made, n_layers=n_layers, n_vocab=_NARROW, n_embd=_NARROW, n_logits=_NARROW)
 
 
 def _plain_parts(spec: ModelSpec) -> Iterator[Part]:
@@ -204,7 +202,6 @@ class _Made:
 
     def __init__(
         self,
-        model: ModelFile,
         spec: ModelSpec,
         parts: Sequence[Part],
         n_batch: int,
@@ -214,9 +211,9 @@ class _Made:
     ) -> None:
         weights = _core.Weights(packed_bytes(parts), _filled(packed_bytes(parts)))
         map_weights(weights, parts)
-        self._set_embedding(model, spec, weights)
+        _set_embedding(weights, spec.n_vocab, spec.n_embd)
         plan = MemoryPlan(n_ctx or n_batch, n_batch, MemoryUse(0, 0, 0), cache_type)
-        made = assemble(spec, _core.FrontConfig(), plan, device, weights, _core.Threads(device.n_threads), 0)
+        made = assemble(spec, _core.FrontConfig(), plan, device, weights, _core.Threads(device.n_threads), None)
         self._model = NativeModel(made, spec, plan)
 
     def __enter__(self) -> NativeSession:
@@ -227,15 +224,12 @@ class _Made:
         self._session.close()
         self._model.close()
 
-    @staticmethod
-    def _set_embedding(model: ModelFile, spec: ModelSpec, weights: _core.Weights) -> None:
-        """Embeddings of which only the first row is in memory."""
-        if spec.token_embd == "":
-            weights.set_embedding(int(GGMLType.F32), spec.n_vocab, spec.n_embd, _filled(4 * spec.n_vocab * spec.n_embd))
-        elif (info := embedding_of(model, spec)) is not None:
-            rows = np.zeros(info.n_bytes, np.uint8)  # which take no memory before they are written
-            rows[: info.n_bytes // spec.n_vocab] = _FILL
-            weights.set_embedding(int(info.type), spec.n_vocab, spec.n_embd, rows)
+
+def _set_embedding(weights: _core.Weights, n_vocab: int, n_embd: int) -> None:
+    """Embeddings of which only the first row takes memory."""
+    rows = np.zeros(2 * n_vocab * n_embd, np.uint8)  # pages come when they are written
+    rows[: 2 * n_embd] = _FILL
+    weights.set_embedding(int(GGMLType.F16), n_vocab, n_embd, rows)
 
 
 def _filled(n_bytes: int) -> NDArray[np.uint8]:

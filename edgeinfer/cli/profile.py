@@ -85,7 +85,7 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
             disk=flags["disk"],
             fit=flags["fit"],
             prompt_tokens=flags["prompt_tokens"],
-            verify=flags["verify"],
+            check=flags["verify"],
         )
 
 

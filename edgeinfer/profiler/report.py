@@ -135,7 +135,7 @@ def profile(
     disk: str | float | None = None,
     fit: str | int | None = None,
     prompt_tokens: int = PROMPT_TOKENS,
-    verify: bool = False,
+    check: bool = False,
     **keywords: Unpack[LoadKeywords],
 ) -> Profile:
     """What a model will take and how fast it will be, from the header of its file: it need not fit here.
@@ -144,22 +144,22 @@ def profile(
     None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
     and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
     fit: also list the settings that fit into so much memory.
-    prompt_tokens: of the prompt whose first token is waited for.  verify: load it in a process of its own, fill the
+    prompt_tokens: of the prompt whose first token is waited for.  check: load it in a process of its own, fill the
     context, and compare; the model must fit then.
-    Raises ModelFileError and what derives from it, InvalidArgument, and with verify what `load` raises.
+    Raises ModelFileError and what derives from it, InvalidArgument, and with check what `load` raises.
     """
     if not isinstance(options, LoadOptions | None):
         raise InvalidArgument(f"options must be LoadOptions: found {shown(options)}")
     options = replace(LoadOptions() if options is None else options, **keywords)
     check_integer("prompt_tokens", prompt_tokens, 1)
-    check_flag("verify", verify)
+    check_flag("check", check)
     rates = (amount(name, value) for name, value in (("bandwidth", bandwidth), ("compute", compute), ("disk", disk)))
     wishes = Wishes(_bytes("memory", memory), *rates)
     fit_budget = _bytes("fit", fit)
     place = default_model() if path is None else check_file_name("path", path)
     with ModelFile.open(place) as file:
         found = _Profiler(file, options, wishes, prompt_tokens).profile(fit_budget)
-    if verify:
+    if check:
         from edgeinfer.profiler.verify import verified
 
         found = replace(found, verification=verified(found, options))
