@@ -27,14 +27,14 @@ from edgeinfer.models.spec import ExpertRows, TensorRows
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, TernaryBits
 
 SIZES = (1, 2, 4, 8, 16)  # tokens of a pass that are timed, and one long pass for prompts
-PROMPT = 128
+PROMPT = 32  # a longer pass takes as long for each token
 MOST_BYTES = 1 << 30  # of made-up weights: what needs more is not tried
 _LAYER_BYTES, _OUTPUT_BYTES = 64 << 20, 32 << 20  # more than most caches have
 _CONTEXT, _ROWS, _ATTENTION_LAYERS, _NARROW = 512, 256, 4, 64  # of what times attention; _NARROW: its n_embd
 _OTHER_BYTES = 48 << 20
 _TRIES = 3
 _FILL = 0x3C  # about 1 as a half float, 0.01 as a float: nothing overflows, nothing is denormal
-_SECONDS = 0.2  # for passes of several tokens
+_SECONDS = 0.1  # for passes of several tokens
 _ALIGNMENT = 64
 
 
@@ -94,7 +94,7 @@ def _times(session: NativeSession, busy: Busy) -> tuple[dict[int, float], dict[i
     deadline = time.perf_counter() + _SECONDS
     for n in (*SIZES, PROMPT):
         for turn in range(_TRIES if n < 8 else 2):
-            if turn and time.perf_counter() > deadline:
+            if turn and n != PROMPT and time.perf_counter() > deadline:
                 break
             layers[n] = min(run(n, ()), layers.get(n, math.inf))
             if n != PROMPT:

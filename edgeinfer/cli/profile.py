@@ -94,7 +94,11 @@ def _check_budget(found: Profile, memory: str | None) -> None:
     from edgeinfer.arguments import human_bytes
 
     if found.fit is not None and not found.fit:
-        raise BudgetExceeded(f"{found.path}: no settings fit into {human_bytes(found.fit_budget or 0)}")
+        least = min(found.budgets, key=lambda row: row.peak)
+        raise BudgetExceeded(
+            f"{found.path}: no settings fit into {human_bytes(found.fit_budget or 0)}, n_ctx {least.settings.n_ctx} "
+            f"needs {human_bytes(least.peak)}: use a smaller quantisation or model"
+        )
     if memory is not None and not found.fits and found.fit is None:
         peak, budget = human_bytes(found.ledger.peak), human_bytes(found.budget)
         raise BudgetExceeded(

@@ -61,8 +61,10 @@ def _machine_facts(machine: Machine) -> Iterator[str]:
         yield f"{machine.name}, {machine.n_threads} threads"
     free = "given" if "memory" in machine.given else "free here"
     yield f"memory {_size(machine.memory_bytes)} {free}"
-    yield of("bandwidth", f"bandwidth {machine.read_bytes_per_second / 1e9:.1f} GB/s")
-    yield of("compute", f"{machine.multiply_adds_per_second / 1e9:.0f} G multiply-adds/s")
+    if machine.read_bytes_per_second:
+        yield of("bandwidth", f"bandwidth {machine.read_bytes_per_second / 1e9:.1f} GB/s")
+    if machine.multiply_adds_per_second:
+        yield of("compute", f"{machine.multiply_adds_per_second / 1e9:.0f} G multiply-adds/s")
     if machine.disk_bytes_per_second:
         yield of("disk", f"disk {machine.disk_bytes_per_second / 1e9:.2f} GB/s")
 
@@ -94,6 +96,8 @@ def _speed_lines(found: Profile) -> Iterator[str]:
     yield from _drafted_line(found, speed)
     first = _seconds(speed.first_token_seconds)
     yield f"  first token              {first} behind a prompt of {speed.prompt_tokens} tokens"
+    rate = found.speeds.work.n_bytes / passes.seconds(1, 0) / 1e9
+    yield f"  weights are read at      {rate:.1f} GB/s, {_size(found.speeds.work.n_bytes)} for a token"
     costs = ", ".join(f"{n}: {cost:.2f}" for n, cost in found.costs.items())
     yield f"  cost of n tokens, c(n)   {costs}"
 
@@ -171,6 +175,8 @@ def verification_lines(found: Profile) -> Iterator[str]:
     yield f"Loaded in a process of its own, {checked.n_tokens} tokens of context filled:"
     yield from _table(["purpose", "planned", "taken", "error"], rows)
     yield ""
+    if checked.was_disturbed:
+        yield "Other processes had the cores meanwhile: it is faster than this."
     rows = [
         [of.name, of.unit, f"{of.expected:.3g}", f"{of.measured:.3g}", f"{100 * of.error:+.1f} %"]
         for of in checked.speeds

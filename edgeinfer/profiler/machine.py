@@ -8,7 +8,7 @@ import random
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,17 @@ _MOST = 1e18
 class Machine:
     """What a pass is limited by.
 
-    read_bytes_per_second: from memory.  multiply_adds_per_second: of 8-bit integers.  disk_bytes_per_second: of reads
-    of some MB at random places, None where it is not known.  memory_bytes: for the process.  given: the names of the
-    figures that the caller gave; the others are of this machine.  is_disturbed: other processes had the cores while it
-    was measured, so that it can do more.
+    memory_bytes: for the process.  read_bytes_per_second: from memory.  multiply_adds_per_second: of 8-bit integers;
+    both None where nothing needs them.  disk_bytes_per_second: of reads of some MB at random places, None where it is
+    not known.  given: the names of the figures that the caller gave; the others are of this machine.  is_disturbed:
+    other processes had the cores while it was measured, so that it can do more.
     """
 
     name: str
     n_threads: int
     memory_bytes: int
-    read_bytes_per_second: float
-    multiply_adds_per_second: float
+    read_bytes_per_second: float | None = None
+    multiply_adds_per_second: float | None = None
     disk_bytes_per_second: float | None = None
     given: tuple[str, ...] = ()
     is_disturbed: bool = False
@@ -85,20 +85,31 @@ def amount(name: str, value: object) -> float | None:
     return found
 
 
-def this_machine(n_threads: int) -> Machine:
-    """This machine. Its limits are measured in some tenths of a second, and kept unless others had the cores."""
+def this_machine(n_threads: int, needs_limits: bool) -> Machine:
+    """This machine. Its limits are measured if they are needed, in some tenths of a second, and kept.
+
+    What is measured while others have the cores is not kept.
+    """
     isa = best_isa()
     key = record_name(_FORMAT, devices.cpu_name(), n_threads, isa, build_id())
-    limits = _limits_in(read_record(record_folder(_KIND), key))
-    is_disturbed = False
-    if limits is None:
-        busy, found = Busy(n_threads), []
-        busy.seconds(lambda: found.append(MachineLimits.measure(isa, n_threads, _ROUNDS)))
-        limits, is_disturbed = found[0], busy.was_disturbed
+    limits, is_disturbed = _limits_in(read_record(record_folder(_KIND), key)), False
+    if limits is None and needs_limits:
+        limits, is_disturbed = _measured(isa, n_threads)
         if not is_disturbed:
             write_record(record_folder(_KIND), key, vars(limits))
-    rates = limits.read_bytes_per_second, limits.int8_multiply_adds_per_second
-    return Machine(devices.cpu_name(), n_threads, devices.available_memory(), *rates, is_disturbed=is_disturbed)
+    here = Machine(devices.cpu_name(), n_threads, devices.available_memory(), is_disturbed=is_disturbed)
+    if limits is None:
+        return here
+    read, compute = limits.read_bytes_per_second, limits.int8_multiply_adds_per_second
+    return replace(here, read_bytes_per_second=read, multiply_adds_per_second=compute)
+
+
+def _measured(isa: str, n_threads: int) -> tuple[MachineLimits, bool]:
+    """The limits, and whether others had the cores meanwhile."""
+    busy = Busy(n_threads)
+    found: list[MachineLimits] = []
+    busy.seconds(lambda: found.append(MachineLimits.measure(isa, n_threads, _ROUNDS)))
+    return found[0], busy.was_disturbed
 
 
 def described(here: Machine, wishes: Wishes) -> Machine:

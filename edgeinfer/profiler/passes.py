@@ -12,13 +12,14 @@ import numpy as np
 from edgeinfer import devices
 from edgeinfer.backends.native import best_isa, build_id
 from edgeinfer.backends.native.trial import PROMPT, PassTimes, time_passes, weight_bytes
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.file_experts import experts_of, is_of_experts
 from edgeinfer.profiler.hits import union_of
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
-from edgeinfer.speculation.calibration import default_folder, load_curve
+from edgeinfer.speculation.calibration import default_folder, load_curve, monotonic
 from edgeinfer.speculation.open import costs_key
 from edgeinfer.types import Device, MemoryPlan
 
@@ -85,25 +86,26 @@ def _sum_of_seen(window: int | None, n_tokens: int) -> float:
 
 
 def expected_passes(
-    file: ModelFile, spec: ModelSizes, plan: MemoryPlan, here: Machine, machine: Machine, is_native: bool
+    file: ModelFile, spec: ModelSizes, plan: MemoryPlan, times: PassTimes | None, here: Machine, machine: Machine
 ) -> Passes:
     """What passes of a model will take on a machine.
 
-    here: this one, as measured.  machine: the one that is asked for.
+    times: of trial_times.  here: this machine.  machine: the one that is asked for. Both have limits if it is another
+    one, or there are no times.
     """
     work = Work.of(file, spec, plan)
     windows = [layer.mixer.window for layer in spec.layers] if isinstance(spec, ModelSpec) else [None] * spec.n_layers
-    times = _trial(file, spec, plan, here.n_threads) if is_native and isinstance(spec, ModelSpec) else None
     origin: Origin = "limits" if times is None else "made-up weights"
     if times is None:
         found = work.limits(machine, plan, spec)
     else:
         found = times if machine.is_here else _elsewhere(times, here, machine)
     whole = {n: seconds + found.output.get(n, 0.0) for n, seconds in found.layers.items() if n in found.output}
-    if is_native and machine.is_here and not work.n_experts and (kept := _calibrated(file, plan, here.n_threads)):
+    is_calibrated = times is not None and machine.is_here and not work.n_experts
+    if is_calibrated and (kept := _calibrated(file, plan, here.n_threads)):
         whole, origin = whole | kept, "calibrated"
     return Passes(
-        whole,
+        monotonic(whole),
         found.layers[PROMPT],
         found.output[1],
         found.row_position,
@@ -151,7 +153,7 @@ class Work:
 
     def limits(self, machine: Machine, plan: MemoryPlan, spec: ModelSizes) -> PassTimes:
         """The least that passes can take: bytes over bandwidth, or multiply-adds over their rate."""
-        read, compute = machine.read_bytes_per_second, machine.multiply_adds_per_second
+        read, compute = _limits_of(machine)
         of_output = self.output_bytes / max(1, self.n_bytes)
         whole = {n: max(self.n_bytes / read, n * self.multiply_adds / compute) for n in (1, 2, 4, 8, 16, 32, PROMPT)}
         position = plan.use.kv_cache / max(1, plan.n_ctx * spec.n_layers) / read
@@ -160,13 +162,21 @@ class Work:
         return PassTimes(layers, output, position, 0.0, False)
 
 
+def _limits_of(machine: Machine) -> tuple[float, float]:
+    """Bytes and multiply-adds a second."""
+    read, compute = machine.read_bytes_per_second, machine.multiply_adds_per_second
+    if read is None or compute is None:
+        raise InvalidArgument(f"{machine.name}: its limits are needed, and were not measured")
+    return read, compute
+
+
 def _elsewhere(times: PassTimes, here: Machine, there: Machine) -> PassTimes:
     """The times on another machine, whose engine comes as near to its limits as it does here.
 
     A pass is as long as reading its weights, or as its multiply-adds in a long pass, whichever is longer.
     """
-    slower_read = here.read_bytes_per_second / there.read_bytes_per_second
-    slower_compute = here.multiply_adds_per_second / there.multiply_adds_per_second
+    (own_read, own_compute), (read, compute) = _limits_of(here), _limits_of(there)
+    slower_read, slower_compute = own_read / read, own_compute / compute
     most = max(times.output)
     each_layer, each_output = times.layers[PROMPT] / PROMPT, times.output[most] / most
 
@@ -191,8 +201,11 @@ def _calibrated(file: ModelFile, plan: MemoryPlan, n_threads: int) -> dict[int, 
     return None if curve is None or curve.n_near else dict(curve.near)
 
 
-def _trial(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_threads: int) -> PassTimes | None:
-    """Times of made-up layers, from disk or measured now. What was disturbed is not kept."""
+def trial_times(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_threads: int) -> PassTimes | None:
+    """Times of made-up layers here, from disk or measured now; None where they are too large to be tried.
+
+    What was disturbed is not kept.
+    """
     isa = best_isa()
     facts = (devices.cpu_name(), n_threads, isa, build_id(), plan.cache_type, plan.ternary_bits)
     key = record_key(file, _KIND, _FORMAT, *facts)

@@ -14,11 +14,12 @@ from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading import default_model
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import measure_process
+from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
 from edgeinfer.profiler.hits import HitRate, hit_rates, shares_of
 from edgeinfer.profiler.machine import Machine, Wishes, amount, described, measure_disk, this_machine
-from edgeinfer.profiler.passes import Passes, Work, expected_passes
+from edgeinfer.profiler.passes import Passes, Work, expected_passes, trial_times
 from edgeinfer.profiler.planner import Planned, Planner, Settings, contexts_up_to
 from edgeinfer.profiler.speed import Speed, SpeedModel
 from edgeinfer.types import ExpertSizes
@@ -173,13 +174,18 @@ class _Profiler:
         self._planned = planned = planner.planned(settings)
         self._prompt_tokens = prompt_tokens
         self._sizes = planner.experts
-        here = this_machine(planner.n_threads)
+        spec, plan = planner.spec, planned.plan
+        times = None
+        if planner.is_native and isinstance(spec, ModelSpec):
+            times = trial_times(file, spec, plan, planner.n_threads)
+        is_elsewhere = wishes.bandwidth is not None or wishes.compute is not None
+        here = this_machine(planner.n_threads, needs_limits=times is None or is_elsewhere)
         if self._sizes is not None and wishes.disk is None:
             here = replace(here, disk_bytes_per_second=measure_disk(file.paths[0]))
         self._machine = described(here, wishes)
-        passes = expected_passes(file, planner.spec, planned.plan, here, self._machine, planner.is_native)
+        passes = expected_passes(file, spec, plan, times, here, self._machine)
         hits = None if self._sizes is None else hit_rates(file, self._sizes, planner.n_threads)
-        work = Work.of(file, planner.spec, planned.plan)
+        work = Work.of(file, spec, plan)
         self._speeds = SpeedModel(passes, work, self._machine, hits)
 
     def profile(self, fit_budget: int | None) -> Profile:

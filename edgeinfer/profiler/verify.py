@@ -42,11 +42,13 @@ class Verification:
     """What was planned and taken, and how fast it was.
 
     ledger: as that process planned it before it loaded anything, with what it took.  n_tokens: in its context.
+    was_disturbed: other processes had the cores meanwhile, so it can be faster.
     """
 
     ledger: Ledger
     n_tokens: int
     speeds: tuple[Measured, ...]
+    was_disturbed: bool = False
 
     @property
     def error(self) -> float | None:
@@ -56,7 +58,8 @@ class Verification:
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         speeds = [vars(of) | {"error": of.error} for of in self.speeds]
-        return {"ledger": self.ledger.as_json(), "n_tokens": self.n_tokens, "error": self.error, "speeds": speeds}
+        found = {"ledger": self.ledger.as_json(), "n_tokens": self.n_tokens, "error": self.error, "speeds": speeds}
+        return found | {"was_disturbed": self.was_disturbed}
 
 
 def verified(profile: Profile, options: LoadOptions) -> Verification:
@@ -100,7 +103,7 @@ def _verification(profile: Profile, reply: dict[str, Any]) -> Verification:
     ]
     ledger = reply["ledger"]
     taken = Ledger(tuple(items), ledger["loading"], ledger["taken"], ledger["peak_taken"])
-    return Verification(taken, reply["n_tokens"], tuple(_speeds(profile, reply["speeds"])))
+    return Verification(taken, reply["n_tokens"], tuple(_speeds(profile, reply["speeds"])), reply["was_disturbed"])
 
 
 def _speeds(profile: Profile, speeds: list[dict[str, Any]]) -> Iterator[Measured]:

@@ -29,6 +29,7 @@ def main() -> None:
 
 
 def _measure(asked: dict[str, Any]) -> dict[str, Any]:
+    from edgeinfer.backends.native.busy import Busy
     from edgeinfer.load_options import LoadOptions
     from edgeinfer.loading import load
 
@@ -36,8 +37,11 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
     if isinstance(options["draft"], list):
         options["draft"] = tuple(options["draft"])
     with load(asked["path"], LoadOptions(**options)) as engine:
-        speeds = list(_speeds(engine, asked["prompt_tokens"]))
-        return {"ledger": engine.memory.as_json(), "n_tokens": engine.session.n_past, "speeds": speeds}
+        busy = Busy(engine.device.n_threads)
+        speeds: list[dict[str, Any]] = []
+        busy.seconds(lambda: speeds.extend(_speeds(engine, asked["prompt_tokens"])))
+        found = {"ledger": engine.memory.as_json(), "n_tokens": engine.session.n_past, "speeds": speeds}
+        return found | {"was_disturbed": busy.was_disturbed}
 
 
 def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
