@@ -227,8 +227,13 @@ class ExpertBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class WarmableBackend(Backend, Protocol):
-    """A backend whose code can be brought into memory before a model is."""
+class MeasurableBackend(Backend, Protocol):
+    """A backend whose code can be brought into memory before a model is, so that it can be measured.
+
+    source_bytes: the most of a model file that is in memory beside what it is packed to.
+    """
+
+    source_bytes: int
 
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """Run the code that this model needs once, on next to no data, so that its pages are counted."""

@@ -117,7 +117,7 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         return None
     from edgeinfer.speculation.plan import plan_drafters
 
-    return plan_drafters(
+    drafters = plan_drafters(
         draft,
         planned.file,
         n_tokens,
@@ -126,6 +126,8 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         devices.available_memory(),
         options.draft_device,
     )
+    drafters.draft_max = min(options.draft_max, drafters.draft_max)
+    return drafters
 
 
 def _open_drafters(drafters: DraftPlan, planned: PlannedModel, session: Session, draft_max: int) -> Speculator:

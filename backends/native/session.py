@@ -78,7 +78,7 @@ class NativeText:
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""
         use = self._decoder.memory()
-        return replace(use, kv_cache=self._open().used_bytes)
+        return replace(use, kv_cache=self._open().used_bytes, windows=self._open().window_bytes)
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any text of the model."""

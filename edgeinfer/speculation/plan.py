@@ -14,6 +14,7 @@ from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
@@ -36,6 +37,7 @@ class DraftPlan:
     "weights", "caches", "rows", "features", "tables".  dropped: those that cannot be used, with the reason.  file,
     spec: of the draft model or the head, None without one.  plan: of it on the CPU, None where it does not fit there.
     places: other devices for it, with a plan for each.  is_auto: they are used only where they are faster than the CPU.
+    draft_max: most draft tokens that a pass verifies.
     """
 
     free: tuple[str, ...]
@@ -47,6 +49,7 @@ class DraftPlan:
     plan: MemoryPlan | None = None
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True
+    draft_max: int = DEFAULT_DRAFT_MAX
 
     @property
     def n_bytes(self) -> int:
