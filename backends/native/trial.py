@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,8 @@ from edgeinfer.backends.native.busy import Busy
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.backends.native.weights import Packing, Part, map_weights, packed_bytes, parts_of
+from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, wanted_by_user
+from edgeinfer.backends.native.weights import Packing, Part, is_mostly_ternary, map_weights, packed_bytes, parts_of
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
@@ -55,19 +57,29 @@ class PassTimes:
 
 
 def time_passes(
-    model: ModelFile, spec: ModelSpec, device: Device, cache_type: CacheType, bits: TernaryBits
+    model: ModelFile,
+    spec: ModelSpec,
+    device: Device,
+    cache_type: CacheType,
+    bits: TernaryBits,
+    choices: Mapping[int, Prefetch] | None = None,
 ) -> PassTimes | None:
-    """What passes would take, in about half a second; None where the layers are too large to be tried."""
+    """What passes would take, in about half a second; None where the layers are too large to be tried.
+
+    choices: how the model reads its weights, of tuning.kept_choices; None tries some.
+    """
     device = Device(device.n_threads, device.isa or best_isa())
     trial = _few_layers(model, spec, bits)
     parts = _parts(model, trial, bits)
     if packed_bytes(parts) > MOST_BYTES:
         return None
     busy = Busy(device.n_threads)
+    layer_bytes, output_bytes = weight_bytes(model, spec, bits)
     with _Made(trial, parts, PROMPT, device, cache_type) as session:
+        if layer_bytes + output_bytes >= LEAST_BYTES and wanted_by_user() != "off":
+            _choose_reading(session, choices, is_mostly_ternary(parts))
         layers, output = _times(session, busy)
     row_position, row_position_long = _attention(spec, device, cache_type, busy)
-    layer_bytes, output_bytes = weight_bytes(model, spec, bits)
     more_layers = layer_bytes / max(1, packed_bytes([part for part in parts if part.block]))
     more_rows = spec.n_logits / max(1, trial.n_logits)
     return PassTimes(
@@ -77,6 +89,33 @@ def time_passes(
         row_position_long,
         busy.was_disturbed,
     )
+
+
+def _choose_reading(session: NativeSession, choices: Mapping[int, Prefetch] | None, is_ternary: bool) -> None:
+    """Read weights as the model does: as it was tuned, or in the best of some ways for one token."""
+    decoder = session.model.decoder()
+    known = Prefetch(*decoder.prefetch(is_ternary, 1))
+    if choices is None:
+        ways = [known, known._replace(at_once=2), known._replace(at_once=2, ahead=2048)]
+        choices = {1: min(ways, key=lambda way: _seconds_of_one(session, way, is_ternary))}
+    for n, choice in choices.items():
+        with suppress(ValueError, TypeError):  # one that this decoder lacks
+            decoder.set_prefetch(is_ternary, n, choice)
+
+
+def _seconds_of_one(session: NativeSession, way: Prefetch, is_ternary: bool) -> float:
+    """The least of some passes of one token, infinity for a way that this decoder lacks."""
+    try:
+        session.model.decoder().set_prefetch(is_ternary, 1, way)
+    except ValueError:
+        return math.inf
+    least = math.inf
+    for _ in range(_TRIES):
+        started = time.perf_counter()
+        session.forward([0], logits=())
+        least = min(least, time.perf_counter() - started)
+        session.commit(())
+    return least
 
 
 def _times(session: NativeSession, busy: Busy) -> tuple[dict[int, float], dict[int, float]]:

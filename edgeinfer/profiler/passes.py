@@ -12,6 +12,7 @@ import numpy as np
 from edgeinfer import devices
 from edgeinfer.backends.native import best_isa, build_id
 from edgeinfer.backends.native.trial import PROMPT, PassTimes, time_passes, weight_bytes
+from edgeinfer.backends.native.tuning import kept_choices
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
@@ -207,12 +208,13 @@ def trial_times(file: ModelFile, spec: ModelSpec, plan: MemoryPlan, n_threads: i
     What was disturbed is not kept.
     """
     isa = best_isa()
-    facts = (devices.cpu_name(), n_threads, isa, build_id(), plan.cache_type, plan.ternary_bits)
+    choices = kept_choices(file, n_threads, isa, build_id(), False, plan.ternary_bits)
+    facts = (devices.cpu_name(), n_threads, isa, build_id(), plan.cache_type, plan.ternary_bits, choices)
     key = record_key(file, _KIND, _FORMAT, *facts)
     kept = _times_in(read_record(record_folder(_KIND), key))
     if kept is not None:
         return kept
-    times = time_passes(file, spec, Device(n_threads, isa), plan.cache_type, plan.ternary_bits)
+    times = time_passes(file, spec, Device(n_threads, isa), plan.cache_type, plan.ternary_bits, choices)
     if times is not None and not times.was_disturbed:
         write_record(record_folder(_KIND), key, asdict(times))
     return times

@@ -57,9 +57,9 @@ def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
         engine.speculator = drafting
         timings = _run(engine, text[:short], answer)
         yield _speed("short context, drafts", timings, short, answer, is_drafted=True)
-    prompt = min(prompt_tokens, engine.n_ctx - answer)
-    yield _first_token("first token", _run(engine, text[1 : 1 + prompt], 1), prompt)
     full = engine.n_ctx - answer
+    if prompt_tokens < full:
+        yield _first_token("first token", _run(engine, text[1 : 1 + prompt_tokens], 1), prompt_tokens)
     timings = _run(engine, text[2 : 2 + full], answer)
     yield _first_token("first token, full context", timings, full)
     engine.speculator = None

@@ -179,5 +179,4 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
     assert taken["weights"] == planned["weights"] and taken["KV cache"] == planned["KV cache"]
     assert checked.ledger.peak_taken > taken["weights"]
     assert {of.unit for of in checked.speeds} == {"tokens/s", "s"} and all(of.measured > 0 for of in checked.speeds)
-    tiny_prompt = [of for of in checked.speeds if of.name.startswith("first token")]
-    assert [of.expected > 0 for of in tiny_prompt] == [True, True]
+    assert [of.n_past for of in checked.speeds if of.unit == "tokens/s"] == [40, 56]
