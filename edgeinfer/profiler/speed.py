@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from edgeinfer.profiler.hits import HitRate
+from edgeinfer.profiler.hits import HitRate, union_of
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.passes import Passes, Work
 from edgeinfer.profiler.planner import Planned, Settings
@@ -65,9 +65,8 @@ class SpeedModel:
         read = self._read_seconds(hits)
         one = self.passes.seconds(1, n_past) + read
         first = self.passes.prompt_seconds(prompt_tokens, settings.n_batch)
-        if hits is not None and (disk := self.machine.disk_bytes_per_second):
-            missing = 1.0 - (settings.expert_cache or 0) / max(1, planned.plan.use.experts or 1)
-            first = max(first, max(0.0, missing) * self.work.expert_bytes / disk)
+        if settings.expert_cache is not None:
+            first = max(first, self._prompt_read_seconds(prompt_tokens, settings.expert_cache))
         drafted = self._drafted(planned, n_past, read)
         return Speed(n_past, 1.0 / one, prompt_tokens, first, hits, read, drafted)
 
@@ -77,6 +76,15 @@ class SpeedModel:
         if hits is None or not disk:
             return 0.0
         return (1.0 - hits.share) * self.work.expert_bytes / disk
+
+    def _prompt_read_seconds(self, n_tokens: int, cache_bytes: int) -> float:
+        """Until the disk has given all experts that a prompt wants and the cache lacks; computing overlaps with it."""
+        disk, work = self.machine.disk_bytes_per_second, self.work
+        if not disk:
+            return 0.0
+        wanted = work.expert_bytes * union_of(n_tokens, work.n_experts, work.n_used)
+        in_all = work.expert_bytes * work.n_experts / max(1, work.n_used)
+        return max(0.0, 1.0 - cache_bytes / max(1.0, in_all)) * wanted / disk
 
     def _drafted(self, planned: Planned, n_past: int, read: float) -> Drafted | None:
         """The speed with a draft model or a head, with the number of draft tokens that gives the most."""

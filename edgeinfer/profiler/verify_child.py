@@ -41,7 +41,8 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         speeds: list[dict[str, Any]] = []
         busy.seconds(lambda: speeds.extend(_speeds(engine, asked["prompt_tokens"])))
         found = {"ledger": engine.memory.as_json(), "n_tokens": engine.session.n_past, "speeds": speeds}
-        return found | {"was_disturbed": busy.was_disturbed}
+        is_cached = engine.memory_plan.expert_cache is not None  # then threads wait for the disk, not for the cores
+        return found | {"was_disturbed": busy.was_disturbed and not is_cached}
 
 
 def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
@@ -56,7 +57,7 @@ def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
     if drafting is not None:
         engine.speculator = drafting
         timings = _run(engine, text[:short], answer)
-        yield _speed("short context, drafts", timings, short, answer, is_drafted=True)
+        yield _speed(f"short context, drafts{_accepted(timings)}", timings, short, answer, is_drafted=True)
     full = engine.n_ctx - answer
     if prompt_tokens < full:
         yield _first_token("first token", _run(engine, text[1 : 1 + prompt_tokens], 1), prompt_tokens)
@@ -83,6 +84,13 @@ def _run(engine: Engine, prompt: list[int], n: int) -> Timings:
 def _speed(name: str, timings: Timings, n_prompt: int, n: int, is_drafted: bool = False) -> dict[str, Any]:
     found = {"name": name, "unit": "tokens/s", "n_past": n_prompt + n // 2, "n_prompt": n_prompt}
     return found | {"measured": timings.decode_tokens_per_second, "is_drafted": is_drafted}
+
+
+def _accepted(timings: Timings) -> str:
+    """The share of draft tokens that were right, for the name of a speed."""
+    counts = timings.speculation.by_drafter.values() if timings.speculation is not None else ()
+    drafted = sum(of.drafted for of in counts)
+    return f" ({100 * sum(of.accepted for of in counts) / drafted:.0f} % accepted)" if drafted else ""
 
 
 def _first_token(name: str, timings: Timings, n_prompt: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def main() -> None:
     speeds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for of in (of for found in rounds for of in found["speeds"]):
         for name in ("expected", "measured"):
-            speeds[of["name"]][name].append(of[name])
+            speeds[of["name"].partition(" (")[0]][name].append(of[name])
     table = {}
     for name, of in speeds.items():
         expected, measured = statistics.median(of["expected"]), statistics.median(of["measured"])
