@@ -93,6 +93,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tier = None if device is None else open_tier(device, planned, model)
     if tier is not None:
         opened.callback(tier.close)
+    file.unmap()
     give_back_freed(planned)
     name, to_close = planned.backend.name, opened.pop_all()
     device_plan = planned.plan, planned.device
