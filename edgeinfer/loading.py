@@ -15,7 +15,7 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier, plan_tier, with_tier
-from edgeinfer.load_ledger import ledger_of, process_of
+from edgeinfer.load_ledger import give_back_freed, ledger_of, process_of
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -93,6 +93,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tier = None if device is None else open_tier(device, planned, model)
     if tier is not None:
         opened.callback(tier.close)
+    give_back_freed(planned)
     name, to_close = planned.backend.name, opened.pop_all()
     device_plan = planned.plan, planned.device
     return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, ledger)
