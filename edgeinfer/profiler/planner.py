@@ -10,7 +10,7 @@ from edgeinfer import devices
 from edgeinfer.backend_choice import DEFAULT_N_CTX, PlannedModel, open_backend
 from edgeinfer.backends.base import Backend, ExpertBackend
 from edgeinfer.errors import UnsupportedModel, warn
-from edgeinfer.load_ledger import ledger_of
+from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import Process
@@ -66,16 +66,16 @@ class Planned:
 
 
 class Planner:
-    """Plans of a file on one backend.  process: what the process takes by itself."""
+    """Plans of a file on one backend. What the process takes by itself is measured at the first."""
 
-    def __init__(self, file: ModelFile, options: LoadOptions, process: Process) -> None:
+    def __init__(self, file: ModelFile, options: LoadOptions) -> None:
         if is_draft_head(file):
             raise UnsupportedModel(f"{file.path}: a draft head, which drafts for a model: profile that one with -md")
         self.file = file
         self.n_tokens = Tokenizer.size_in(file)
         self.n_threads = options.n_threads or devices.default_n_threads()
         self.backend, self.spec = _backend_of(file, options)
-        self._process = process
+        self._process: Process | None = None
         self._known: dict[Settings, Planned] = {}
 
     @property
@@ -118,6 +118,7 @@ class Planner:
             if drafts is not None:
                 plan = replace(plan, use=replace(plan.use, drafters=drafts.n_bytes))
             planned = PlannedModel(self.file, self.backend, self.spec, plan, Device(self.n_threads))
+            self._process = self._process or process_of(planned, drafts)
             return Planned(plan, ledger_of(planned, drafts, self._process), _drafters_of(drafts))
         finally:
             if drafts is not None:

@@ -13,7 +13,6 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading import default_model
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.memory.process import measure_process
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
@@ -169,7 +168,7 @@ def profile(
 
 class _Profiler:
     def __init__(self, file: ModelFile, options: LoadOptions, wishes: Wishes, prompt_tokens: int) -> None:
-        self._planner = planner = Planner(file, options, measure_process())
+        self._planner = planner = Planner(file, options)
         self._settings = settings = planner.settings(options)
         self._planned = planned = planner.planned(settings)
         self._prompt_tokens = prompt_tokens

@@ -15,7 +15,7 @@ from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.memory.process import Process
-from edgeinfer.profiler import machine, passes, report
+from edgeinfer.profiler import machine, passes, planner, report
 from edgeinfer.profiler.hits import recency_hit_rate, union_of
 from edgeinfer.profiler.machine import Machine, amount, described
 from edgeinfer.profiler.passes import Passes
@@ -32,7 +32,7 @@ def _given_speeds(monkeypatch):
     monkeypatch.setattr(report, "this_machine", lambda n_threads, needs_limits: HERE)
     monkeypatch.setattr(report, "trial_times", lambda *_: TIMES)
     monkeypatch.setattr(report, "measure_disk", lambda path: 1 * GB)
-    monkeypatch.setattr(report, "measure_process", lambda: Process(40 << 20, 0))  # this one grows while tests run
+    monkeypatch.setattr(planner, "process_of", lambda *_: Process(40 << 20, 0))  # this one grows while tests run
 
 
 @pytest.fixture(scope="module")
