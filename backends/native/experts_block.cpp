@@ -324,6 +324,7 @@ void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) c
         float* y = pass.b.own_h[static_cast<size_t>(thread)];
         pass.kernels.weighted_sum(outputs, b.weights + r * n_used, config_.n_used, pass.config.n_embd, y);
         if (config_.n_ff_shared) pass.kernels.add_scaled(y, b.shared_out + r * ld, pass.config.n_embd, *shared_weight);
+        clear_padding(y, pass.config.n_embd);
         if (post_norm_) pass.kernels.rms_norm(y, post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);
         pass.kernels.add_scaled(pass.b.x + r * ld, y, pass.config.n_embd, pass.config.residual_scale);
     });
