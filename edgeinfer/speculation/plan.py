@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.memory.plan import human_bytes
@@ -204,6 +204,7 @@ def _plan_head(
     own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
     n_rows = 0 if head.features is None else head.features.n_rows
     extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, planned.n_vocab, n_rows)
+    extra["rows"] += kept_bytes(head)
     if draft_device != "auto":  # a head is so small that the CPU is done before another device has answered
         _plan_places(planned, file, head, plan, left - sum(extra.values()), draft_device, target=target)
     return head, own, extra
