@@ -69,7 +69,8 @@ class LoadOptions:
     the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
     "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used is
     left out with a RuntimeWarning that says why.
-    draft_max: most drafted tokens that one pass verifies; 0 is no drafting.
+    draft_max: most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take more
+    than 12 MiB, it is fewer.
     draft_device: where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists
     them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is missing
     or fails, the CPU drafts, with a RuntimeWarning that says why.

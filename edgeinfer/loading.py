@@ -85,7 +85,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
     speculator = None
     if drafters is not None:
-        speculator = _open_drafters(drafters, planned, session, options.draft_max)
+        speculator = _open_drafters(drafters, planned, session, drafters.draft_max)
         opened.callback(speculator.close)
     experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
     if experts is not None:
@@ -117,7 +117,7 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         if draft != "auto":
             warn(f"nothing is drafted: with the {planned.backend.name} backend that costs time, or changes the text")
         return None
-    from edgeinfer.speculation.plan import plan_drafters
+    from edgeinfer.speculation.plan import draft_max_of, plan_drafters
 
     drafters = plan_drafters(
         draft,
@@ -128,7 +128,7 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         devices.available_memory(),
         options.draft_device,
     )
-    drafters.draft_max = min(options.draft_max, drafters.draft_max)
+    drafters.draft_max = min(options.draft_max, draft_max_of(planned.spec.n_vocab))
     return drafters
 
 

@@ -26,6 +26,8 @@ from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
+_LOGITS_BYTES = 12 << 20  # of a pass: 12 MiB are 32 rows for 98,000 tokens, 11 for 262,000; longer drafts are rare
+_LEAST_DRAFTED = 7
 _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 
 
@@ -109,6 +111,11 @@ def plan_drafters(
             raise
         planned.dropped[drafter_name(file)] = str(error)
     return planned
+
+
+def draft_max_of(n_vocab: int) -> int:
+    """Most draft tokens that a pass verifies: as many as leave their logits within _LOGITS_BYTES, and at least 7."""
+    return max(_LEAST_DRAFTED, min(DEFAULT_DRAFT_MAX, _LOGITS_BYTES // (4 * n_vocab) - 1))
 
 
 def heads_folder() -> Path:
