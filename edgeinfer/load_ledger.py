@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
 # Of a request: the words of its text, pieces of the answer; and each token as a number that several lists have.
-_REQUEST_BYTES, _TOKEN_BYTES = 1 << 20, 128
+_REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
 
 
 def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:

@@ -23,6 +23,7 @@ from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
 from edgeinfer.speculation.expert_forecast import ExpertForecast
+from edgeinfer.speculation.expert_passes import experts_in
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
@@ -92,7 +93,9 @@ def plan_drafters(
     left = budget_bytes - plan.use.total
     if plan.expert_cache is not None and (free or path is not None):
         # It comes with drafters and an expert cache.
-        planned.add({"tables": min(max(left, 0), ExpertForecast.memory())})
+        layers = experts_in(read_spec(target))
+        n_bytes = ExpertForecast.memory(len(layers) * max(layers.values(), default=0))
+        planned.add({"tables": min(max(left, 0), n_bytes)})
     _plan_free(planned, free, plan.n_ctx, left)
     if path is None and draft_device not in ("auto", "cpu"):
         planned.dropped[draft_device] = "there is no draft model (-md) to run there"
@@ -210,7 +213,9 @@ def _plan_head(
     head = read_head_beside(file, target, read_spec(target))
     own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
     n_rows = 0 if head.features is None else head.features.n_rows
-    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, planned.n_vocab, n_rows)
+    extra = HeadDrafter.memory(
+        plan.n_ctx, plan.n_batch, head.decoder.n_embd, planned.n_vocab, n_rows, head.decoder.n_logits
+    )
     extra["rows"] += kept_bytes(head)
     if draft_device != "auto":  # a head is so small that the CPU is done before another device has answered
         _plan_places(planned, file, head, plan, left - sum(extra.values()), draft_device, target=target)
