@@ -12,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
 from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
 from edgeinfer.backends.native.expert_times import expert_seconds
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
@@ -22,6 +22,8 @@ from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_p
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
+    MATRIX_TYPES,
+    PIECE_BYTES,
     Packing,
     Part,
     embedding_of,
@@ -60,6 +62,7 @@ class NativeBackend:
     """
 
     name = "native"
+    source_bytes = 2 * PIECE_BYTES  # read, and as rows that are made of them
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class NativeBackend:
             config.kv_bytes(_core.KvType[cache_type], n_ctx),
             config.activation_bytes(_core.FrontConfig(), n_threads),
             experts=self._expert_bytes(model, experts, expert_cache),
+            windows=window_bytes(spec, n_ctx, n_batch, cache_type),
         )
         if expert_cache is None and self._packed_file(model) is not None:
             use = replace(use, mapped=use.weights, mapped_experts=use.experts)
@@ -170,6 +174,17 @@ class NativeBackend:
 
         write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
+
+    def give_back_freed(self) -> None:
+        """See MeasurableBackend."""
+        _core.give_back_freed()
+
+    def warm_up(self, model: ModelFile, device: Device) -> None:
+        """See MeasurableBackend: a product in each format of the file."""
+        isa = device.isa or best_isa()
+        for kind in sorted({info.type for info in model.tensors.values() if len(info.shape) > 1} & MATRIX_TYPES):
+            for n_tokens in (1, 4):
+                _core.time_format(int(kind), isa, 1, n_tokens, 1)
 
     def expert_sizes(self, model: ModelFile, spec: ModelSpec) -> ExpertSizes:
         """What the experts of a model take in memory. Raises UnsupportedModel."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+from edgeinfer.types import CacheType
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (
@@ -68,6 +70,17 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             ffn=_feed_forward(layer.ffn),
         )
     return config
+
+
+def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
+    """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
+    layers = [layer for layer in spec.layers if layer.mixer.window]
+    whole = [replace(layer, mixer=replace(layer.mixer, window=None)) for layer in layers]
+    windows, others = (
+        decoder_config(replace(spec, layers=of), n_ctx, n_batch).kv_bytes(_core.KvType[cache_type], n_ctx) if of else 0
+        for of in (layers, whole)
+    )
+    return windows if windows < others else 0
 
 
 def add_inputs(config: _core.DecoderConfig, matrices: Iterable[tuple[int, int]]) -> None:

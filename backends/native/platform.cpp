@@ -17,6 +17,9 @@
 #include <fstream>
 #include <mutex>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__linux__) && !defined(__ANDROID__)
 #define EI_HAS_AFFINITY 1
 #include <pthread.h>
@@ -271,6 +274,12 @@ void map_now(const uint8_t* p, size_t n_bytes) {
     madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(p) + n_bytes - first, kPopulateRead);
 #else
     static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
+void give_back_freed() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
 #endif
 }
 

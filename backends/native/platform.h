@@ -78,6 +78,9 @@ private:
 // three times as long. Does no harm to other memory.
 void map_now(const uint8_t* p, size_t n_bytes);
 
+// Gives memory that was freed, and that the allocator keeps for later, back to the system, where it can.
+void give_back_freed();
+
 // Tells the core that this is a waiting loop.
 void relax();
 
