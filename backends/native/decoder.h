@@ -104,6 +104,7 @@ private:
         }
     }
     void add_layer(int index, int& n_with_experts);
+    void fill_turns();
     void begin(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;
