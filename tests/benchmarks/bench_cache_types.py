@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_cache_types.py MODEL.gguf ... [--threads 2] [--windows 2] [--rounds 15]
 
 Perplexity over windows of 2048 tokens of this project's documentation, from position 128 on, with the divergence
-KL(f16 || type) of each row. Recall: 2000 tokens of lines with codes of three digits; how many of 40 of them, asked for
-one by one behind the text, are the most probable continuation. Time: one token behind 2000, types in turns, medians.
+KL(f16 || type) of each row. Recall: 1960 tokens of documentation with 24 codes of three digits spread over it; how many
+are, asked for one by one behind it, the most probable continuation. Time: one token behind 1960, types in turns,
+medians.
 One JSON line on stdout at the end; with --note it says what else ran on the machine.
 """
 
@@ -29,7 +30,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.types import CacheType, Device
 
-N_CTX, N_BATCH, N_UNSEEN, N_LINES, N_ASKED = 2048, 512, 128, 2000, 40
+N_CTX, N_BATCH, N_UNSEEN, N_PAST, N_ASKED = 2048, 512, 128, 1960, 24
 TYPES: tuple[CacheType, ...] = get_args(CacheType)
 DOCS = Path(__file__).parents[2] / "docs"
 FIRST = ("red", "blue", "green", "grey", "black", "white", "brown", "pink", "gold", "silver", "orange", "purple")
@@ -40,7 +41,8 @@ Sessions = dict[CacheType, NativeSession]
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     shifted: NDArray[np.float32] = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    logs: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logs
 
 
 def perplexity(sessions: Sessions, tokens: NDArray[np.int32]) -> dict[str, dict[str, float]]:
@@ -69,7 +71,7 @@ def perplexities(sessions: Sessions, tokenizer: Tokenizer, n_windows: int) -> di
     ids = np.array(tokenizer.encode(text), dtype=np.int32)
     windows = ids[: n_windows * N_CTX].reshape(-1, N_CTX)
     of_windows = [perplexity(sessions, window) for window in windows]
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     for kind in TYPES:
         total = {name: sum(of[kind][name] for of in of_windows) for name in of_windows[0][kind]}
         results[kind] = {
@@ -80,50 +82,51 @@ def perplexities(sessions: Sessions, tokenizer: Tokenizer, n_windows: int) -> di
     return results
 
 
-def lines(rng: np.random.Generator) -> dict[str, str]:
+def needles(rng: np.random.Generator) -> dict[str, str]:
     """Codes by names."""
     names = [f"{a} {b}" for a in FIRST for b in SECOND]
-    return {name: str(rng.integers(100, 1000)) for name in rng.permutation(names).tolist()}
+    return {name: str(rng.integers(100, 1000)) for name in rng.permutation(names)[:N_ASKED].tolist()}
 
 
-def is_recalled(session: NativeSession, question: list[int], answer: list[int]) -> bool:
-    """Whether each token of the answer is the most probable one behind the question. Commits nothing."""
-    logits = session.forward([*question, *answer], logits=range(len(question) - 1, len(question) + len(answer) - 1))
-    return logits.logits.argmax(axis=-1).tolist() == answer
+def haystack(tokenizer: Tokenizer, codes: dict[str, str]) -> list[int]:
+    """About N_PAST tokens of this project's documentation with the codes spread over it."""
+    words = "".join(page.read_text() for page in sorted(DOCS.glob("*.md"))).split()
+    n_tokens = len(tokenizer.encode(" ".join(words[:2000])))
+    each = 2000 * (N_PAST - 20 * len(codes)) // n_tokens // len(codes)  # words before a code
+    parts = [
+        " ".join(words[i * each : (i + 1) * each]) + f"\nThe code of the {name} is {code}.\n"
+        for i, (name, code) in enumerate(codes.items())
+    ]
+    ids: list[int] = tokenizer.encode("".join(parts))
+    return ids[:N_PAST]
 
 
-def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, float]:
-    """Share of the codes that each type gives back."""
-    rng = np.random.default_rng(3)
-    codes, text = lines(rng), []
-    ids: list[int] = []
-    for name, code in codes.items():
-        text.append(f"The code of the {name} is {code}.\n")
-        added = tokenizer.encode("".join(text))
-        if len(added) > N_LINES - 100:
-            break
-        ids = added
-    held = list(codes)[: len(text) - 1]
-    results = {}
-    asked = rng.choice(held, min(N_ASKED, len(held)), replace=False).tolist()
+def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
+    """Share of the codes that each type gives back, and the mean of -log p of a code. Asking commits nothing."""
+    codes = needles(np.random.default_rng(3))
+    ids, results = haystack(tokenizer, codes), {}
     for kind, session in sessions.items():
         session.truncate(0)
         run_text(session, ids, logits="none")
-        n = 0
-        for name in asked:
-            whole = tokenizer.encode(f"The code of the {name} is {codes[name]}")
+        n_right, nll = 0, 0.0
+        for name, code in codes.items():
             question = tokenizer.encode(f"The code of the {name} is")
-            n += is_recalled(session, question, whole[len(question) :])
-        results[str(kind)] = round(n / len(asked), 3)
+            answer = tokenizer.encode(f"The code of the {name} is {code}")[len(question) :]
+            rows = range(len(question) - 1, len(question) + len(answer) - 1)
+            logs = log_softmax(session.forward([*question, *answer], logits=rows).logits)
+            n_right += logs.argmax(axis=-1).tolist() == answer
+            nll -= float(logs[np.arange(len(answer)), answer].sum())
+        results[str(kind)] = {"recalled": round(n_right / len(codes), 3), "nll": round(nll / len(codes), 4)}
     return results
 
 
 def milliseconds(sessions: Sessions, rounds: int) -> dict[str, float]:
-    """Median of a token behind N_LINES others, types in turns."""
-    rng, times = np.random.default_rng(5), {kind: [] for kind in sessions}  # type: dict[CacheType, list[float]]
+    """Median of a token behind N_PAST others, types in turns."""
+    rng = np.random.default_rng(5)
+    times: dict[CacheType, list[float]] = {kind: [] for kind in sessions}
     for session in sessions.values():
         session.truncate(0)
-        run_text(session, rng.integers(0, 1000, N_LINES), logits="none")
+        run_text(session, rng.integers(0, 1000, N_PAST), logits="none")
     for turn in range(rounds + 1):
         for kind, session in sessions.items():
             started = time.perf_counter()
