@@ -53,7 +53,8 @@ class LoadOptions:
     backend: what runs the model. "auto" is native; with a RuntimeWarning it is llama.cpp for a model that native does
     not support, and the reference where native does not run.
     n_batch: prompt tokens in one forward pass. It changes memory and speed, and the text with llama.cpp only.
-    cache_type: type of the numbers in the KV cache. "q8_0" takes 53 % of the bytes of "f16" and changes the text.
+    cache_type: type of the numbers in the KV cache. Others than "f16" change the text: "q8_0" takes 56 % of its bytes,
+    "k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has measured.
     ternary_bits: bits of memory for each weight of a ternary model with the native backend. The text is the same.
     "auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.
     expert_cache: memory for the experts of a mixture-of-experts model with the native backend; others are read from
