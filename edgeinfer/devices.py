@@ -40,6 +40,26 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, min(limits))
 
 
+def machine_available_memory(root: Path = _ROOT) -> int:
+    """Bytes that the machine has left, whatever the limits of this process are."""
+    return _memory_available(root)
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of the machine's memory."""
+    return _meminfo("MemTotal", root)
+
+
+def memory_stall_seconds(root: Path = _ROOT) -> float:
+    """Seconds since the machine started in which a task waited for memory, 0 where the system does not count them."""
+    for line in _read(root / "proc/pressure/memory").splitlines():
+        kind, *fields = line.split()
+        totals = [field.removeprefix("total=") for field in fields if field.startswith("total=")]
+        if kind == "some" and totals and totals[0].isdigit():
+            return int(totals[0]) / 1e6
+    return 0.0
+
+
 def cpu_name(root: Path = _ROOT) -> str:
     """Name of the CPU as the maker gives it, or the architecture where the system does not say."""
     for line in _read(root / "proc/cpuinfo").splitlines():
@@ -70,12 +90,17 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _memory_available(root: Path) -> int:
+    return _meminfo("MemAvailable", root)
+
+
+def _meminfo(name: str, root: Path) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    memory = psutil.virtual_memory()
+    return int(memory.total if name == "MemTotal" else memory.available)
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:
