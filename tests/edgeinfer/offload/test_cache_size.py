@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.offload.cache_size import ALL, AUTO, CacheRequest, largest_cache, parse, resolve
+from edgeinfer.offload.cache_size import ALL, AUTO, largest_cache, parse, resolve
+from edgeinfer.sizes import SizeRequest
 from edgeinfer.offload.size_search import LEAST_TOKENS, CacheSizeSearch, load_search, save_search
 from edgeinfer.types import ExpertSizes
 
@@ -21,21 +22,21 @@ SIZES = ExpertSizes(total=16 * GIB, least=64 * MIB, a_token=3 * GIB, n_layers=48
         ("auto", AUTO),
         (" Auto", AUTO),
         (None, ALL),
-        ("25%", CacheRequest(share=0.25)),
-        ("12.5 %", CacheRequest(share=0.125)),
+        ("25%", SizeRequest(share=0.25)),
+        ("12.5 %", SizeRequest(share=0.125)),
         ("100%", ALL),
-        ("3.5GiB", CacheRequest(n_bytes=3584 * MIB)),
-        ("800MB", CacheRequest(n_bytes=800_000_000)),
-        ("800 mb", CacheRequest(n_bytes=800_000_000)),
-        ("2TiB", CacheRequest(n_bytes=2 << 40)),
-        ("1000000", CacheRequest(n_bytes=1_000_000)),
-        ("9007199254740993", CacheRequest(n_bytes=9007199254740993)),  # which no float is
-        ("12B", CacheRequest(n_bytes=12)),
-        (4096, CacheRequest(n_bytes=4096)),
-        (np.int64(7), CacheRequest(n_bytes=7)),
+        ("3.5GiB", SizeRequest(n_bytes=3584 * MIB)),
+        ("800MB", SizeRequest(n_bytes=800_000_000)),
+        ("800 mb", SizeRequest(n_bytes=800_000_000)),
+        ("2TiB", SizeRequest(n_bytes=2 << 40)),
+        ("1000000", SizeRequest(n_bytes=1_000_000)),
+        ("9007199254740993", SizeRequest(n_bytes=9007199254740993)),  # which no float is
+        ("12B", SizeRequest(n_bytes=12)),
+        (4096, SizeRequest(n_bytes=4096)),
+        (np.int64(7), SizeRequest(n_bytes=7)),
     ],
 )
-def test_a_request_is_read(value: object, request_of_it: CacheRequest) -> None:
+def test_a_request_is_read(value: object, request_of_it: SizeRequest) -> None:
     assert parse(value) == request_of_it
 
 
