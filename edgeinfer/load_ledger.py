@@ -27,7 +27,7 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
     yield Item("weights", use.weights)
     yield Item("KV cache", use.kv_cache)
     yield Item("activations", use.activations)
-    if drafters is not None:
-        yield Item("drafters", drafters.n_bytes)
+    for part, n_bytes in () if drafters is None else drafters.parts.items():
+        yield Item("drafters", n_bytes, detail=part)
     yield Item("experts", use.experts)
     yield Item("expert device", use.expert_device)

@@ -15,7 +15,9 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier, plan_tier, with_tier
+from edgeinfer.load_ledger import ledger_of
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
+from edgeinfer.memory.process import measure_process
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -76,6 +78,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(drafters.close)
         use = replace(planned.plan.use, drafters=drafters.n_bytes)
         planned = replace(planned, plan=replace(planned.plan, use=use))
+    ledger = ledger_of(planned, drafters, measure_process())
     model = planned.load(options.progress)
     opened.callback(model.close)
     session = model.session()
@@ -92,7 +95,8 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if tier is not None:
         opened.callback(tier.close)
     name, to_close = planned.backend.name, opened.pop_all()
-    return Engine(session, tokenizer, file, planned.plan, planned.device, name, to_close, speculator, experts, tier)
+    device_plan = planned.plan, planned.device
+    return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, ledger)
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -75,9 +75,15 @@ class Ledger:
         """The items of a purpose."""
         return tuple(item for item in self.items if item.purpose == purpose)
 
-    def without_taken(self) -> Ledger:
-        """The plan alone."""
-        return Ledger(tuple(replace(item, taken=None) for item in self.items), self.loading)
+    def with_taken(self, held: Mapping[str, int], resident: int, peak: int | None) -> Ledger:
+        """The same with what is taken now.
+
+        held: bytes by name of the item. What no item tells is the process's own.  resident, peak: of the process.
+        """
+        rest = resident - sum(held.values())
+        taken = (rest if item.purpose == "process" else held.get(item.name) for item in self.items)
+        items = tuple(replace(item, taken=n_bytes) for item, n_bytes in zip(self.items, taken, strict=True))
+        return Ledger(items, self.loading, resident, peak)
 
     def as_json(self) -> dict[str, Any]:
         """The ledger as JSON has it."""

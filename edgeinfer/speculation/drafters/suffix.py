@@ -151,6 +151,10 @@ class SuffixDrafter:
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is wanted."""
 
+    def held(self) -> dict[str, int]:
+        """See HoldingDrafter."""
+        return {"tables": BYTES_PER_TOKEN * len(self._automaton.text)}
+
     def close(self) -> None:
         """Free the automaton."""
         self._automaton = SuffixAutomaton()
