@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
+_STACK = 8 << 20  # bytes of addresses that a thread has for its stack
+_HEAP = 64 << 20  # and that the C library sets aside for a thread that allocates memory
 
 
 def default_n_threads(root: Path = _ROOT) -> int:
@@ -34,9 +37,12 @@ def physical_cores(root: Path = _ROOT) -> int:
     return len({_core_of(cpu, root) for cpu in os.sched_getaffinity(0)})
 
 
-def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process can still take without swapping and without being killed."""
-    limits = [_memory_available(root), *_cgroup_memory(root)]
+def available_memory(root: Path = _ROOT, n_threads: int = 0) -> int:
+    """Bytes that this process can still take without swapping and without being killed.
+
+    n_threads: that it will start; limits of the process (`ulimit -d`, `ulimit -v`) count the addresses of their stacks.
+    """
+    limits = [_memory_available(root), *_cgroup_memory(root), *_process_limits(root, n_threads)]
     return max(0, min(limits))
 
 
@@ -101,6 +107,20 @@ def _meminfo(name: str, root: Path) -> int:
 
     memory = psutil.virtual_memory()
     return int(memory.total if name == "MemTotal" else memory.available)
+
+
+def _process_limits(root: Path, n_threads: int) -> Iterator[int]:
+    """Bytes left under RLIMIT_DATA and RLIMIT_AS, without what each thread reserves."""
+    status = _read(root / "proc/self/status")
+    for line in _read(root / "proc/self/limits").splitlines():
+        for name, used_as, of_thread in (
+            ("Max data size", "VmData", _STACK),
+            ("Max address space", "VmSize", _STACK + _HEAP),
+        ):
+            value = line.removeprefix(name).split()
+            used = re.search(rf"^{used_as}:\s+(\d+) kB", status, re.MULTILINE)
+            if line.startswith(name) and value and value[0].isdigit() and used:
+                yield int(value[0]) - (int(used[1]) << 10) - n_threads * of_thread
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:

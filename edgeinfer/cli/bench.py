@@ -108,9 +108,9 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
 
 def _engines(file: ModelFile, n_threads: int | None, against: str | None) -> dict[str, PlannedModel]:
     """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
-    from edgeinfer.backend_choice import plan_model
     from edgeinfer.bench import CONTEXT
     from edgeinfer.load_options import LoadOptions
+    from edgeinfer.load_plan import plan_model
 
     options = LoadOptions(n_ctx=CONTEXT + 512, n_threads=n_threads)
     with warnings_as_notes():

@@ -292,7 +292,7 @@ class Repl:
         return f"{n} message{'' if n == 1 else 's'}"
 
     def _stats(self, argument: str) -> None:
-        from edgeinfer.memory.plan import human_bytes
+        from edgeinfer.arguments import human_bytes
 
         use = self.engine.session.memory()
         note(f"model    {self.engine.name} ({self.engine.path})")

@@ -57,10 +57,10 @@ def open_speculator(
     forecast = _forecast(session)
     drafters: list[Drafter] = []
     placements: dict[str, DrafterPlacement] = {}
-    if "suffix" in planned.free:
-        drafters.append(SuffixDrafter(session.n_ctx))
-    if "recycling" in planned.free:
-        drafters.append(RecyclingDrafter())
+    if SuffixDrafter.name in planned.tables:
+        drafters.append(SuffixDrafter(planned.tables[SuffixDrafter.name]))
+    if RecyclingDrafter.name in planned.tables:
+        drafters.append(RecyclingDrafter(planned.tables[RecyclingDrafter.name]))
     if planned.file is not None:
         name = drafter_name(planned.file)
         try:

@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "loading"}]),
+    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "loading"}]),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}]),
     ("command line", [{"cli", "__main__"}]),
 ]

@@ -8,8 +8,8 @@ import pytest
 
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.offload.cache_size import ALL, AUTO, largest_cache, parse, resolve
-from edgeinfer.sizes import SizeRequest
 from edgeinfer.offload.size_search import LEAST_TOKENS, CacheSizeSearch, load_search, save_search
+from edgeinfer.sizes import SizeRequest
 from edgeinfer.types import ExpertSizes
 
 MIB, GIB = 1 << 20, 1 << 30
