@@ -37,13 +37,19 @@ def physical_cores(root: Path = _ROOT) -> int:
     return len({_core_of(cpu, root) for cpu in os.sched_getaffinity(0)})
 
 
-def available_memory(root: Path = _ROOT, n_threads: int = 0) -> int:
-    """Bytes that this process can still take without swapping and without being killed.
-
-    n_threads: that it will start; limits of the process (`ulimit -d`, `ulimit -v`) count the addresses of their stacks.
-    """
-    limits = [_memory_available(root), *_cgroup_memory(root), *_process_limits(root, n_threads)]
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process can still take without swapping and without being killed."""
+    limits = [_memory_available(root), *_cgroup_memory(root)]
     return max(0, min(limits))
+
+
+def memory_within_limits(n_threads: int, root: Path = _ROOT) -> int | None:
+    """Bytes that this process can still take before `ulimit -d` or `ulimit -v` refuses them, None without such limits.
+
+    n_threads: that it will start, each of which reserves addresses.
+    """
+    limits = list(_process_limits(root, n_threads))
+    return max(0, min(limits)) if limits else None
 
 
 def machine_available_memory(root: Path = _ROOT) -> int:
@@ -110,7 +116,7 @@ def _meminfo(name: str, root: Path) -> int:
 
 
 def _process_limits(root: Path, n_threads: int) -> Iterator[int]:
-    """Bytes left under RLIMIT_DATA and RLIMIT_AS, without what each thread reserves."""
+    """Bytes left under RLIMIT_DATA and RLIMIT_AS, without what threads reserve."""
     status = _read(root / "proc/self/status")
     for line in _read(root / "proc/self/limits").splitlines():
         for name, used_as, of_thread in (

@@ -89,7 +89,7 @@ def warn_of_dropped(dropped: Mapping[str, str]) -> None:
 
 def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
     """The backend and the plan that `edgeinfer.load` takes for a file without drafters. Errors as there."""
-    plan = plan_load(file, replace(options, draft="none"))
+    plan = _Planner(choose_target(file, options), None, options).plan()
     plan.tell()
     return plan.model
 

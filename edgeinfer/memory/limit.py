@@ -48,7 +48,9 @@ def limit_of(request: SizeRequest, resident: int, n_threads: int) -> Limit:
 
     No request raises the limit above what is free.
     """
-    free = devices.available_memory(n_threads=n_threads) + resident
+    allowed = devices.memory_within_limits(n_threads)
+    free = devices.available_memory()
+    free = resident + (free if allowed is None else min(free, allowed))
     if request.n_bytes is not None and request.n_bytes <= free:
         return Limit(request.n_bytes, free)
     if request.share is not None:

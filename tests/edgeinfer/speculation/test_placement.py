@@ -13,7 +13,7 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer import devices, load_plan
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
@@ -245,11 +245,14 @@ def test_memory_of_a_device_is_counted_where_it_is_the_machines(listed, model, m
             assert engine.memory_plan.use.drafters == on_cpu
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(devices, "available_memory", lambda: target + on_cpu // 2)
-            with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
-                assert len(engine.speculator.drafters) == (not shares_memory)
+            patch.setattr(load_plan, "measure_process", lambda: Process(0, 0))
+            budget = target + on_cpu // 2
+            with edgeinfer.load(model, draft=[str(model)], draft_device="gpu", budget=budget) as engine:
+                assert (engine.speculator is None) == shares_memory
                 assert engine.memory_plan.use.drafters == 0
-        assert bool(caught) == shares_memory
+        assert len(caught) == 1 and f"no draft model{'' if shares_memory else ' on the CPU'} (" in str(
+            caught[0].message
+        )
 
 
 @pytest.mark.parametrize("own, of_cpu, is_taken", [(1.0, 5.0, True), (3.0, 3.0, True), (9.9, 1.0, False)])
