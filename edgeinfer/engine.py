@@ -193,8 +193,9 @@ class Engine:
     def memory(self) -> Ledger:
         """What was planned and what is taken now, by purpose, for this process as a whole."""
         use = self.session.memory()
-        held = {"weights": use.weights, "KV cache": use.kv_cache, "activations": use.activations}
-        held |= {"experts": use.experts, "expert device": use.expert_device}
+        held = {"weights": use.weights - use.mapped, "mapped weights": use.mapped, "activations": use.activations}
+        held |= {"KV cache": use.kv_cache - use.windows, "window": use.windows, "expert device": use.expert_device}
+        held |= {"experts": use.experts - use.mapped_experts, "experts (mapped)": use.mapped_experts}
         if self.speculator is not None:
             held |= {f"drafters ({part})": n_bytes for part, n_bytes in self.speculator.held().items()}
         return self._ledger.with_taken(held, resident_bytes(), peak_bytes() or None)

@@ -12,12 +12,11 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.backend_choice import PlannedModel, Target, choose_target
 from edgeinfer.errors import UnsupportedModel, warn
 from edgeinfer.expert_device import TierPlan, plan_tier, with_tier
-from edgeinfer.load_ledger import ledger_of
+from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.limit import Limit, limit_of, parse_budget
 from edgeinfer.memory.planner import Fitting, Knob, Ladder, Settings, least_settings, settle, smaller_batches
-from edgeinfer.memory.process import measure_process
 from edgeinfer.memory.refusal import FileSizes, refusal
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -106,7 +105,8 @@ def _find_drafters(target: Target, options: LoadOptions, n_tokens: int) -> Draft
     from edgeinfer.speculation.plan import find_drafters
 
     wanted = (target.rough or target).planned(target.wanted).plan
-    return find_drafters(draft, target.file, n_tokens, wanted, target.device.n_threads, options.draft_device)
+    n_threads = target.device.n_threads
+    return find_drafters(draft, target.file, n_tokens, wanted, n_threads, options.draft_device, options.draft_max)
 
 
 class _Planner:
@@ -114,7 +114,7 @@ class _Planner:
 
     def __init__(self, target: Target, choice: DraftChoice | None, options: LoadOptions) -> None:
         self._target, self._choice, self._options = target, choice, options
-        self._process = measure_process()
+        self._process = process_of(target, choice)
         n_threads = target.device.n_threads
         self._limit = limit_of(parse_budget(options.budget), self._process.resident, n_threads)
 

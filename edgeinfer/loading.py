@@ -75,7 +75,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tokenizer = Tokenizer.from_file(file)  # while packed weights come into the page table
     speculator = None
     if plan.drafters is not None:
-        speculator = _open_drafters(plan.drafters, planned, session, options.draft_max)
+        speculator = _open_drafters(plan.drafters, planned, session)
         opened.callback(speculator.close)
     experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
     if experts is not None:
@@ -96,10 +96,10 @@ def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | Non
     return control_experts(model, planned.file, sizes, planned.device.n_threads)
 
 
-def _open_drafters(drafters: DraftPlan, planned: PlannedModel, session: Session, draft_max: int) -> Speculator:
+def _open_drafters(drafters: DraftPlan, planned: PlannedModel, session: Session) -> Speculator:
     """What drafts for the session; drafters that could not be opened are warned of."""
     from edgeinfer.speculation.open import open_speculator
 
-    speculator = open_speculator(drafters, planned.file, session, planned.plan, planned.device, draft_max)
+    speculator = open_speculator(drafters, planned.file, session, planned.plan, planned.device)
     warn_of_dropped(drafters.dropped)
     return speculator

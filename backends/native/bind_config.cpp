@@ -191,5 +191,6 @@ void bind_text_state(nb::module_& m) {
         .def("forget", &TextState::forget, "number"_a)
         .def("parked", &TextState::parked, "Numbers of the parked texts.")
         .def_prop_ro("n_past", &TextState::n_past)
-        .def_prop_ro("used_bytes", &TextState::used_bytes);
+        .def_prop_ro("used_bytes", &TextState::used_bytes)
+        .def_prop_ro("window_bytes", &TextState::window_bytes);
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+from edgeinfer.types import CacheType
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (
@@ -65,6 +67,15 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             ffn=_feed_forward(layer.ffn),
         )
     return config
+
+
+def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
+    """Bytes of the KV cache in layers with a sliding window."""
+    layers = tuple(layer for layer in spec.layers if layer.mixer.window)
+    if not layers:
+        return 0
+    config = decoder_config(replace(spec, layers=layers), n_ctx, n_batch)
+    return config.kv_bytes(_core.KvType[cache_type], n_ctx)
 
 
 def add_query_scales(config: _core.DecoderConfig, spec: ModelSpec, n_ctx: int) -> None:

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstring>
 
-#include "packing.h"
 #include "trigonometry.h"
 
 namespace {
@@ -71,6 +70,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
+    if (!pass.failure().empty()) throw RowUnreadable(pass.failure());
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
     if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
@@ -105,8 +105,12 @@ void Decoder::embed(const Pass& pass, int thread) const {
     pass.for_items(thread, pass.n, [&](int c) {
         const Text& text = pass.text_of(c);
         const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
-        const size_t token = static_cast<size_t>(text.rows.tokens[i]);
-        dequantize_row(embedding_.format, embedding_.data + token * embedding_.row_bytes, config_.n_embd, b.x + at);
+        try {
+            embedding_.read(text.rows.tokens[i], b.x + at);
+        } catch (const std::runtime_error& error) {
+            pass.fail(error.what());
+            return;
+        }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
         if (front_) std::memcpy(b.feature + at, text.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);

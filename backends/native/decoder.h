@@ -28,6 +28,12 @@ public:
     using std::runtime_error::runtime_error;
 };
 
+// The embedding of a token could not be read, and so the pass has no result.
+class RowUnreadable : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
 class Decoder {
 public:
     // store: of the experts, null for a model without any. Throws std::invalid_argument for weights that are missing or
@@ -39,7 +45,8 @@ public:
     // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
-    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable.
+    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable,
+    // RowUnreadable.
     bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 
@@ -126,7 +133,7 @@ private:
     PassRows last_rows_;
     const float* output_norm_;
     Matrix output_;
-    Embedding embedding_;
+    const Embedding& embedding_;
     std::mutex running_;
     std::atomic<uint64_t> interrupts_{0};
     std::atomic<bool> stop_{false};  // of the pass that runs

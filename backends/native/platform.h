@@ -23,7 +23,7 @@ public:
     size_t size() const { return size_; }
 
     // What size() will be.
-    static size_t size_of(size_t n_bytes, bool on_huge_pages = true);
+    static size_t size_of(size_t n_bytes);
 
 private:
     uint8_t* data_ = nullptr;
@@ -49,6 +49,25 @@ public:
     // later is another one; this one stays what it is, and readable.
     bool is_unchanged() const;
     bool is_direct() const;
+
+private:
+    struct Handle;
+    std::unique_ptr<Handle> handle_;
+};
+
+// A file that is open already, read at any place, by several threads at once, through the system's cache of files.
+class CachedFile {
+public:
+    // descriptor: of the file, of which a copy is kept. path: of the same file, for systems that read by name. Throws
+    // std::system_error.
+    CachedFile(int descriptor, const std::string& path);
+    ~CachedFile();
+    CachedFile(CachedFile&& other) noexcept;
+    CachedFile(const CachedFile&) = delete;
+    CachedFile& operator=(const CachedFile&) = delete;
+
+    // Reads n_bytes, or up to the end of the file; gives how many those are. Throws std::system_error.
+    size_t read(uint64_t offset, size_t n_bytes, uint8_t* to) const;
 
 private:
     struct Handle;

@@ -80,7 +80,7 @@ class Ledger:
 
         held: bytes by name of the item. What no item tells is the process's own.  resident, peak: of the process.
         """
-        rest = resident - sum(held.values())
+        rest = max(0, resident - sum(held.values()))
         taken = (rest if item.purpose == "process" else held.get(item.name) for item in self.items)
         items = tuple(replace(item, taken=n_bytes) for item, n_bytes in zip(self.items, taken, strict=True))
         return Ledger(items, self.loading, resident, peak)

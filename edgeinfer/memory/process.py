@@ -24,7 +24,7 @@ class Process:
 
 
 def measure_process() -> Process:
-    """What the process takes now. Imports first what a load needs, so that it counts."""
+    """What the process takes now; everything that a load imports should be there."""
     return Process(resident_bytes(), 0)
 
 

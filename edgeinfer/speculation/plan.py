@@ -14,6 +14,7 @@ from edgeinfer.memory.planner import DraftPlaces, Settings
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
@@ -37,7 +38,7 @@ class DraftPlan:
     the target has.  parts: bytes of all drafters, by part: "weights", "caches", "rows", "features", "tables".  dropped:
     those that cannot be used, with the reason.  file, spec: of the draft model or the head, None without one.  plan: of
     it on the CPU, None where it is not to run there.  places: other devices for it, with a plan for each.  is_auto:
-    they are used only where they are faster than the CPU.
+    they are used only where they are faster than the CPU.  draft_max: most draft tokens that a pass verifies.
     """
 
     tables: dict[str, int]
@@ -49,6 +50,7 @@ class DraftPlan:
     plan: MemoryPlan | None = None
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True
+    draft_max: int = DEFAULT_DRAFT_MAX
 
     @property
     def n_bytes(self) -> int:
@@ -74,6 +76,7 @@ class DraftChoice:
     target: ModelFile
     n_threads: int
     is_auto: bool
+    draft_max: int = DEFAULT_DRAFT_MAX
     dropped: dict[str, str] = field(default_factory=dict)
     file: ModelFile | None = None
     spec: ModelSpec | HeadSpec | None = None
@@ -123,7 +126,8 @@ class DraftChoice:
     def plan(self, plan: MemoryPlan, settings: Settings) -> DraftPlan:
         """The drafters beside a target with that plan. Raises EdgeInferError where the file cannot be used with it."""
         tables = self.table_sizes(plan.n_ctx, settings.tables)
-        planned = DraftPlan(tables, self.n_vocab, dropped=dict(self.dropped), is_auto=self.is_auto)
+        planned = DraftPlan(tables, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
+        planned.dropped.update(self.dropped)
         n_bytes = _table_bytes(tables, plan.n_ctx)
         if self.file is not None and settings.draft != "none":
             self._plan_file(planned, self.file, plan, settings.draft)
@@ -165,18 +169,20 @@ def find_drafters(
     plan: MemoryPlan,
     n_threads: int,
     draft_device: str = "auto",
+    draft_max: int = DEFAULT_DRAFT_MAX,
 ) -> DraftChoice:
     """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
     "auto" includes the head that this package ships for the target, if there is one.  plan: of the target as it is
-    wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.
+    wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
+    tokens that a pass is to verify.
     """
     free, name = drafters_named(draft)
     if draft == "auto":
         path = head_beside(target, heads_folder())
     else:
         path = None if name is None else check_file_name("draft", name)
-    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto")
+    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", min(draft_max, DEFAULT_DRAFT_MAX))
     if path is None and draft_device not in ("auto", "cpu"):
         found.dropped[draft_device] = "there is no draft model (-md) to run there"
     if path is None:

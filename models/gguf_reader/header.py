@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
@@ -15,6 +14,7 @@ import numpy as np
 from edgeinfer.errors import InvalidGGUF
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.models.gguf_reader.types import OF_IK_LLAMA, TYPE_OF_CODE, GGMLType, MetadataValue, TensorInfo
 
 MAX_KEY_BYTES = (1 << 16) - 1  # the format's own limit for keys; here for the names of tensors too
@@ -64,10 +64,11 @@ _U64 = struct.Struct("<Q")
 class Cursor:
     """Reads one value after the other, each only if the file holds all of it."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, file: MappedFile) -> None:
         self.path = path
-        self.mapping = mapping
-        self.size = len(mapping)
+        self.file = file
+        self.mapping = file.mapping
+        self.size = file.size
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.at = 0
         self.notes: list[str] = []  # of what is wrong and does no harm
@@ -165,6 +166,7 @@ def read_metadata(cursor: Cursor, n_kv: int) -> tuple[dict[str, MetadataValue], 
             cursor.refuse(f"{field} type", cursor.at - 4, f"must be UINT32: found {kind.name}")
         offsets[key] = cursor.at
         metadata[key] = _read_value(cursor, kind, f"{field} value")
+        cursor.file.release(offsets[key], cursor.at)
     return metadata, offsets
 
 

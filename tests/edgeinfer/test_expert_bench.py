@@ -92,7 +92,7 @@ def test_auto_keeps_to_the_memory_that_there_is(model, monkeypatch):
     with ModelFile.open(model) as file:
         whole = plan_model(file, LoadOptions(n_ctx=256)).plan
         assert whole.expert_cache is None
-        monkeypatch.setattr(load_plan, "measure_process", lambda: Process(0, 0))
+        monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
         budget = whole.use.total - whole.use.experts // 2
         with pytest.warns(RuntimeWarning, match="an expert cache of"):
             planned = plan_model(file, LoadOptions(n_ctx=256, budget=budget))

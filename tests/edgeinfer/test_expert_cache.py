@@ -14,6 +14,7 @@ from edgeinfer.cli.answering import as_record, expert_lines, figures
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.load_plan import plan_model
+from edgeinfer.memory.budget import Item, ledger
 from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 from edgeinfer.offload.file_experts import FileExperts, experts_of, has_experts
@@ -83,9 +84,15 @@ def backends(monkeypatch, tmp_path):
     return made
 
 
+def ledger_of(planned, drafters, process):
+    use = planned.plan.use
+    return ledger([Item("weights", use.weights), Item("KV cache", use.kv_cache), Item("experts", use.experts)])
+
+
 def planned(file, monkeypatch, mib, **options):
     monkeypatch.setattr(devices, "available_memory", lambda: 1 << 40)
-    monkeypatch.setattr(load_plan, "measure_process", lambda: Process(0, 0))
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+    monkeypatch.setattr(load_plan, "ledger_of", ledger_of)
     return plan_model(file, LoadOptions(n_threads=2, budget=int(mib * MIB), **options)).plan
 
 

@@ -513,7 +513,8 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             packed_as = "1.6" if faster == "2" else "2"
             NativeBackend(ternary_bits=packed_as).pack(file, spec, packed_path(path))
             plan = NativeBackend().plan(file, spec, 64)
-            assert plan == plans[packed_as]
+            weights = plan.use.weights
+            assert plan == replace(plans[packed_as], use=replace(plans[packed_as].use, mapped=weights))
             session = NativeBackend().load(file, spec, plan, Device(1)).session()
             assert same_bits(session.forward(tokens, logits="all").logits, logits["2"])
             with pytest.raises(

@@ -25,6 +25,7 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
 )
+from edgeinfer.memory.process import Process
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation import open_on_device, placement
 from edgeinfer.speculation.drafters import watchdog
@@ -237,22 +238,21 @@ def test_a_model_that_does_not_fit_on_a_device_drafts_on_the_cpu(listed, open_en
 
 
 def test_memory_of_a_device_is_counted_where_it_is_the_machines(listed, model, monkeypatch):
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
     with edgeinfer.load(model, draft=[str(model)], draft_device="cpu") as engine:
-        on_cpu, target = engine.memory_plan.use.drafters, engine.memory_plan.use.total - engine.memory_plan.use.drafters
+        on_cpu = engine.memory_plan.use.drafters
+        budget = engine.memory.peak - on_cpu // 2
     for shares_memory in (True, False):
         listed(device(shares_memory=shares_memory))
         with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
             assert engine.memory_plan.use.drafters == on_cpu
-        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(load_plan, "measure_process", lambda: Process(0, 0))
-            budget = target + on_cpu // 2
             with edgeinfer.load(model, draft=[str(model)], draft_device="gpu", budget=budget) as engine:
                 assert (engine.speculator is None) == shares_memory
                 assert engine.memory_plan.use.drafters == 0
-        assert len(caught) == 1 and f"no draft model{'' if shares_memory else ' on the CPU'} (" in str(
-            caught[0].message
-        )
+        what = "no draft model (" if shares_memory else "no draft model on the CPU ("
+        assert len(caught) == 1 and what in str(caught[0].message)
 
 
 @pytest.mark.parametrize("own, of_cpu, is_taken", [(1.0, 5.0, True), (3.0, 3.0, True), (9.9, 1.0, False)])

@@ -17,6 +17,7 @@ from edgeinfer import load_plan
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.memory.process import Process
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
@@ -583,7 +584,7 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
         path, expected = tmp_path / "damaged.gguf", "without head: .*draft-head.kind"
         write_tiny_head(path, model, metadata={"draft-head.kind": "unheard of"})
     else:
-        monkeypatch.setattr(load_plan, "measure_process", lambda: Process(0, 0))
+        monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
         budget, expected = opened(model).memory.peak + 1000, f"loading with no draft head \\({head.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=str(path), budget=budget)
