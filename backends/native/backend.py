@@ -12,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, decoder_config, window_bytes
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
 from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
 from edgeinfer.backends.native.expert_times import expert_seconds
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
@@ -27,6 +27,7 @@ from edgeinfer.backends.native.weights import (
     Packing,
     Part,
     embedding_of,
+    inputs_of,
     is_mostly_ternary,
     map_weights,
     n_base_three,
@@ -110,7 +111,7 @@ class NativeBackend:
         spec = self._spec(model, spec)
         bits = self._ternary_bits(model, spec, n_threads)
         experts = self.experts(model, spec, bits)
-        config = decoder_config(spec, n_ctx, n_batch)
+        config = self._config(model, spec, bits, n_ctx, n_batch)
         if expert_cache is not None and expert_cache >= experts.n_bytes:
             expert_cache = None
         use = MemoryUse(
@@ -148,7 +149,8 @@ class NativeBackend:
         if rows is not None:
             set_embedding(weights, model, rows)
         device = Device(device.n_threads, isa)
-        made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, rows, store)
+        config = self._config(model, spec, plan.ternary_bits, plan.n_ctx, plan.n_batch)
+        made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
         made = replace(made, is_mapped=packed is not None and not is_cached)
         weights.check_all_are_used()
         model.unmap()
@@ -199,6 +201,15 @@ class NativeBackend:
 
     def _parts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> list[Part]:
         return parts_of(model, spec.weights(), Packing(self.for_drafts, bits))
+
+    def _config(
+        self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, n_ctx: int, n_batch: int
+    ) -> _core.DecoderConfig:
+        """Sizes of the decoder and of what it computes."""
+        config = decoder_config(spec, n_ctx, n_batch)
+        add_inputs(config, inputs_of(self._parts(model, spec, bits)))
+        add_inputs(config, self.experts(model, spec, bits).inputs())
+        return config
 
     def _packed_file(self, model: ModelFile) -> Path | None:
         """The packed weights that are to be mapped, None where the weights are packed at load."""

@@ -155,6 +155,13 @@ void bind_config(nb::module_& m) {
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
         .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
              "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "ffn"_a)
+        .def(
+            "add_inputs",
+            [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },
+            "format"_a, "n_in"_a, "Make room for the inputs of matrices of a packed format.")
+        .def(
+            "add_inputs_of_output", [](DecoderConfig& config) { config.inputs.add_any(config.n_embd); },
+            "Make room for the inputs of an output matrix that may have any format.")
         .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
         .def_rw("residual_scale", &DecoderConfig::residual_scale)
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
@@ -168,7 +175,7 @@ void bind_config(nb::module_& m) {
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
-                return Activations::n_bytes(config, front.kind, n_threads);
+                return Memory::size_of(Activations::n_bytes(config, front.kind, n_threads));
             },
             "front"_a, "n_threads"_a);
 }

@@ -25,10 +25,23 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       output_norm_(weights_->vector("output_norm", config.n_embd)),
       output_(weights_->output(config.n_logits, config.n_embd)),
       embedding_(weights_->embedding(config.n_vocab, config.n_embd)) {
+    check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
+}
+
+void Decoder::check_inputs() const {
+    weights_->check_inputs(config_.inputs);
+    for (int i = 0; store_ && i < config_.n_layers(); i++) {
+        if (!config_.layers[static_cast<size_t>(i)].experts()) continue;
+        for (const Matrix& matrix : store_->layout().layer(i).parts) {
+            if (!config_.inputs.fit(matrix.format, matrix.n_in)) {
+                throw std::invalid_argument("experts have longer inputs than there is room for");
+            }
+        }
+    }
 }
 
 void Decoder::add_layer(int index, int& n_with_experts) {

@@ -110,6 +110,8 @@ private:
                 visit(static_cast<int>(i), *block);
         }
     }
+    // Throws std::invalid_argument for a matrix with longer inputs than there is room for.
+    void check_inputs() const;
     void add_layer(int index, int& n_with_experts);
     void begin(const Pass& pass);
     void run(const Pass& pass, int thread) const;

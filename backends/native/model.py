@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import ExpertTier, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import add_query_scales, decoder_config
+from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
@@ -43,6 +43,7 @@ class DecoderParts:
 
 def assemble(
     spec: ModelSpec,
+    config: _core.DecoderConfig,
     front: _core.FrontConfig,
     plan: MemoryPlan,
     device: Device,
@@ -51,8 +52,10 @@ def assemble(
     embedding: EmbeddingRows | None,
     experts: _core.ExpertStore | None = None,
 ) -> DecoderParts:
-    """A decoder of weights that are all there. Raises ValueError for one that is missing, by its name."""
-    config = decoder_config(spec, plan.n_ctx, plan.n_batch)
+    """A decoder of weights that are all there.
+
+    config: of the plan, with what its matrices read. Raises ValueError for a weight that is missing, by its name.
+    """
     add_query_scales(config, spec, plan.n_ctx)
     decoder = _core.Decoder(config, front, device.isa or best_isa(), threads, weights, experts)
     return DecoderParts(decoder, config, weights, threads, embedding, experts)

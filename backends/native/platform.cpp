@@ -256,8 +256,7 @@ DirectFile::DirectFile(const std::string& path) : handle_(std::make_unique<Handl
 
 DirectFile::~DirectFile() = default;
 
-CachedFile::CachedFile(int descriptor, const std::string& path)
-    : handle_(std::make_unique<Handle>(descriptor, path)) {}
+CachedFile::CachedFile(int descriptor, const std::string& path) : handle_(std::make_unique<Handle>(descriptor, path)) {}
 
 CachedFile::~CachedFile() = default;
 

@@ -102,7 +102,7 @@ inline float* weights_of_6k(float d, uint8_t scale_byte, uint32_t codes, float* 
 
 // ---- ternary -------------------------------------------------------------------------------------------------------
 
-constexpr int kBaseThreeInputs = 20;  // of a line
+constexpr int kBaseThreeInputs = 20;   // of a line
 constexpr int kBaseThreeCentre = 121;  // of the sums of five codes, which stand one above the weights
 
 constexpr size_t base_three_bytes(int n_inputs) {

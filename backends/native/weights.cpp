@@ -140,6 +140,19 @@ const Embedding& Weights::embedding(int n_vocab, int n_embd) const {
     return found;
 }
 
+void Weights::check_inputs(const InputSizes& sizes) const {
+    for (const auto& [name, matrix] : matrices_) {
+        if (!name.starts_with("features.") && !sizes.fit(matrix.format, matrix.n_in)) {
+            throw std::invalid_argument("weight " + name + " has longer inputs than there is room for");
+        }
+    }
+    if (parent_ && !matrices_.count("output")) {
+        const Matrix& output = parent_->own_matrix("output");
+        if (!sizes.fit(output.format, output.n_in))
+            throw std::invalid_argument("output has longer inputs than there is room for");
+    }
+}
+
 void Weights::check_all_are_used() const {
     for (const auto& [name, used] : used_) {
         if (!used) throw std::invalid_argument("weight " + name + " is none that this model has a use for");

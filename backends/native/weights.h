@@ -12,6 +12,7 @@
 #include "matrix.h"
 #include "platform.h"
 #include "pool.h"
+#include "recipe.h"
 
 class Weights {
 public:
@@ -47,6 +48,9 @@ public:
     const Embedding& embedding(int n_vocab, int n_embd) const;
     // A matrix of any size that is here.
     const Matrix& own_matrix(const std::string& name) const;
+    // Throws std::invalid_argument for a matrix with longer inputs than these, but for what makes features, which has
+    // inputs of its own.
+    void check_inputs(const InputSizes& sizes) const;
     // Throws std::invalid_argument for a weight that nobody asked for by its name.
     void check_all_are_used() const;
 

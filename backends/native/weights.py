@@ -106,6 +106,11 @@ def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Pac
     return [_part(model, weight, packing) for weight in weights if len(weight.shape) < 3]
 
 
+def inputs_of(parts: Sequence[Part]) -> set[tuple[int, int]]:
+    """Packed format and n_in of the matrices that a decoder multiplies; what makes features has inputs of its own."""
+    return {(part.packed_as, part.shape[1]) for part in parts if len(part.shape) == 2 and part.block != "features"}
+
+
 def packed_bytes(parts: Sequence[Part]) -> int:
     """Bytes of all of them when packed."""
     return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
@@ -153,7 +158,7 @@ def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:
     for first in range(0, info.n_bytes, PIECE_BYTES):
         last = min(info.n_bytes, first + PIECE_BYTES)
         copy[first:last] = model.data(info.name, first, last)
-        model.release(info.name, 0, last)
+        model.release(info.name, first, last)
     return copy
 
 
@@ -290,7 +295,7 @@ def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: 
                 f"damaged, or not ternary"
             )
         weights.pack_rows(part.block, part.role, first_row, int(part.type), data, threads, part.scale)
-        model.release(part.name, 0, part.first_byte + last)  # the system maps some pages in front of a piece too
+        model.release(part.name, part.first_byte + first, part.first_byte + last)
 
 
 def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 
+_AROUND = 64 << 10  # bytes around a page that the system maps together with it
+
 
 class MappedFile:
     """A file that stays open, and is mapped while somebody wants to look at its bytes."""
@@ -62,8 +64,8 @@ class MappedFile:
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 
     def release(self, first: int, last: int) -> None:
-        """Drop the whole pages of bytes first..last-1; those at the edges may hold a neighbour that is in use."""
-        first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Drop the whole pages of bytes first..last-1, and those before them that came along when they were read."""
+        first = max(0, first - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
         n_bytes = last // mmap.PAGESIZE * mmap.PAGESIZE - first
         if self._mapping is not None and n_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, n_bytes)

@@ -47,7 +47,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
     ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "loading"}]),
-    ("training, measuring", [{"training"}, {"bench", "expert_bench"}]),
+    ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {
