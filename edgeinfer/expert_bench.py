@@ -69,7 +69,12 @@ class _Run:
 
 
 def measure_caches(
-    file: ModelFile, sizes: Sequence[str], n_threads: int | None, prove: bool, progress: Progress | None = None
+    file: ModelFile,
+    sizes: Sequence[str],
+    n_threads: int | None,
+    prove: bool,
+    progress: Progress | None = None,
+    budget: str | None = None,
 ) -> Iterator[CachePoint]:
     """A point for each size, as in `load(expert_cache=)`, in that order, with one model in memory at a time.
 
@@ -80,7 +85,8 @@ def measure_caches(
     if not has_experts(file):
         raise InvalidArgument(f"{file.path}: a model without experts has no cache to measure: leave out --expert-cache")
     prompt = Tokenizer.from_file(file).encode(PROMPT, add_special=True, parse_special=False)
-    options = LoadOptions(n_ctx=len(prompt) + WARM_UP + TIMED, n_threads=n_threads, backend="native", draft="none")
+    n_ctx = len(prompt) + WARM_UP + TIMED
+    options = LoadOptions(n_ctx=n_ctx, n_threads=n_threads, backend="native", draft="none", budget=budget)
     planned = [_exactly(file, replace(options, expert_cache=size)) for size in sizes]
     whole = _run(_whole(file, options), prompt, None, prove, progress) if prove else None
     for of_size in planned:

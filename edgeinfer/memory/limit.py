@@ -28,10 +28,10 @@ class Limit:
     def __str__(self) -> str:
         if self.is_asked:
             return f"the budget is {human_bytes(self.n_bytes)}"
-        return (
-            f"available are {human_bytes(self.n_bytes)} ({human_bytes(self.free)} less a margin of "
-            f"{human_bytes(self.free - self.n_bytes)})"
-        )
+        if self.n_bytes == self.free:
+            return f"available are {human_bytes(self.free)}, less than the budget"
+        n_bytes, free, margin = map(human_bytes, (self.n_bytes, self.free, self.free - self.n_bytes))
+        return f"available are {n_bytes} ({free} less a margin of {margin})"
 
 
 def parse_budget(value: object) -> SizeRequest:
@@ -51,8 +51,8 @@ def limit_of(request: SizeRequest, resident: int, n_threads: int) -> Limit:
     allowed = devices.memory_within_limits(n_threads)
     free = devices.available_memory()
     free = resident + (free if allowed is None else min(free, allowed))
-    if request.n_bytes is not None and request.n_bytes <= free:
-        return Limit(request.n_bytes, free)
+    if request.n_bytes is not None:
+        return Limit(min(request.n_bytes, free), free, is_asked=request.n_bytes <= free)
     if request.share is not None:
         return Limit(int(free * request.share), free)
     return Limit(max(0, free - margin_of(free)), free, is_asked=False)

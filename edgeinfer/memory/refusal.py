@@ -16,6 +16,7 @@ from edgeinfer.types import CacheType
 
 # Of a weight, in the smallest format that a whole model is quantised to and that the native engine runs (Q4_0, Q4_K).
 _LEAST_BITS = 4.5
+_NOISE = 1 << 20  # bytes by which the same process differs from one start to the next
 _ESTIMATE = 0.95  # of the file that would just fit: which matrices have which format differs from file to file
 
 
@@ -36,6 +37,7 @@ def refusal(file: FileSizes, settings: Settings, fitting: Fitting, limit: Limit)
     except BudgetExceeded as error:
         return BudgetExceeded(f"{error}: {_joined(_proposals(file, settings, fitting, None))}")
     short = ledger.peak - limit.n_bytes
+    fitting = Fitting(fitting.ledger_of, fitting.limit - _NOISE)  # what is proposed is tried in another process
     needs = f"{file.path} needs at least {human_bytes(ledger.peak)} ({_table(ledger, settings.n_ctx)})"
     proposals = list(_proposals(file, settings, fitting, ledger))
     return BudgetExceeded(f"{needs}, {limit}, {human_bytes(short)} too few: {_joined(proposals)}")

@@ -99,6 +99,11 @@ def test_batches_are_halved_down_to_the_least(n_batch: int, steps: list[int]) ->
 # ---- what is said where nothing fits ---------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
+
+
 def refused(limit: int, wanted: Settings = WANTED) -> str:
     settings = least_settings(wanted, KNOBS)
     return str(refusal(FILE, settings, Fitting(ledger_of, limit), Limit(limit, limit)))
