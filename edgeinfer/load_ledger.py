@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgeinfer.backend_choice import PlannedModel
+from edgeinfer.backend_choice import PlannedModel, Target
 from edgeinfer.backends.base import MeasurableBackend
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
@@ -15,13 +15,13 @@ from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
-    from edgeinfer.speculation.plan import DraftPlan
+    from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
 
 
-def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
+def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
     """What the process takes before a load, with all that the load and the first answer import or use first.
 
     Code that runs for the first time brings its pages into memory. Short calls of it do so now, some ms, so that they

@@ -274,6 +274,16 @@ void map_now(const uint8_t* p, size_t n_bytes) {
 #endif
 }
 
+void give_back(uint8_t* p, size_t n_bytes) {
+#if defined(__linux__)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(p);
+    const uintptr_t first = (begin + page - 1) / page * page, end = (begin + n_bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+#else
+    static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();

@@ -13,6 +13,7 @@ from edgeinfer.errors import UnsupportedModel, warn
 from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Ledger
+from edgeinfer.memory.planner import Settings as LoadSettings
 from edgeinfer.memory.process import Process
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
@@ -20,10 +21,8 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.cache_size import parse
 from edgeinfer.offload.file_experts import has_experts
-from edgeinfer.speculation.plan import DraftPlan, plan_drafters
+from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
 from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan
-
-_ALL = 1 << 62  # bytes: what is planned is not refused
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,22 @@ class Planner:
             plan = self.backend.plan(*arguments, settings.expert_cache)
         else:
             plan = self.backend.plan(*arguments)
-        drafts = self._plan_drafters(settings, plan)
+        choice = self._find_drafters(settings, plan)
         try:
+            drafts = None if choice is None else choice.plan(plan, LoadSettings(plan.n_ctx, plan.n_batch))
             if drafts is not None:
                 plan = replace(plan, use=replace(plan.use, drafters=drafts.n_bytes))
             planned = PlannedModel(self.file, self.backend, self.spec, plan, Device(self.n_threads))
             self._process = self._process or process_of(planned, drafts)
             return Planned(plan, ledger_of(planned, drafts, self._process), _drafters_of(drafts))
         finally:
-            if drafts is not None:
-                drafts.close()
+            if choice is not None:
+                choice.close()
 
-    def _plan_drafters(self, settings: Settings, plan: MemoryPlan) -> DraftPlan | None:
+    def _find_drafters(self, settings: Settings, plan: MemoryPlan) -> DraftChoice | None:
         if settings.draft == "none" or not self.is_native:
             return None
-        return plan_drafters(settings.draft, self.file, self.n_tokens, plan, self.n_threads, _ALL, "cpu")
+        return find_drafters(settings.draft, self.file, self.n_tokens, plan, self.n_threads, "cpu")
 
 
 def _drafters_of(drafts: DraftPlan | None) -> Drafters:
@@ -135,10 +135,10 @@ def _drafters_of(drafts: DraftPlan | None) -> Drafters:
     if drafts is None:
         return Drafters()
     if drafts.file is None or drafts.plan is None:
-        return Drafters(drafts.free, dropped=dict(drafts.dropped))
+        return Drafters(tuple(drafts.tables), dropped=dict(drafts.dropped))
     is_head = isinstance(drafts.spec, HeadSpec)
     rate = drafts.spec.acceptance_rate if isinstance(drafts.spec, HeadSpec) else None
-    names = (*drafts.free, "head" if is_head else "model")
+    names = (*drafts.tables, "head" if is_head else "model")
     return Drafters(names, drafts.plan.use.weights, rate, is_head, dict(drafts.dropped))
 
 
