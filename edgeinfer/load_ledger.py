@@ -38,14 +38,24 @@ def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice
     Tokenizer.warm_up(planned.file)
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.warm_up(planned.file, planned.device)
-    for temperature in (0.0, 1.0):
-        sample(np.zeros(64, np.float32), SamplingParams(temperature=temperature, seed=0), 0)
+    _run_sampling()
     give_back_freed(planned)
     return measure_process()
 
 
+def _run_sampling() -> None:
+    """Run the code of sampling and of drafters' arithmetic in numpy."""
+    for temperature in (0.0, 1.0):
+        sample(np.zeros(64, np.float32), SamplingParams(temperature=temperature, seed=0), 0)
+    table = np.full((4, 3), -1, np.int32)
+    table[1] = [1, 2, 3]
+    table[[0, 2]] = table[np.flatnonzero(np.diff(table[:, 0]) > 1)]
+    first, second = np.split(np.sort(np.concatenate(list(table))), [6])
+    assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
+
+
 def give_back_freed(planned: PlannedModel) -> None:
-    """Of what was freed, the allocator keeps much, each thread its own; nothing that comes later would use all of it."""
+    """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.give_back_freed()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
 from edgeinfer.memory.planner import DraftPlaces, Settings
@@ -256,7 +256,9 @@ def _head_parts(
     """The plan of a head on the CPU, and bytes of its drafter."""
     own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
     n_rows = 0 if head.features is None else head.features.n_rows
-    return own, HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows)
+    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows)
+    extra["rows"] += kept_bytes(head)
+    return own, extra
 
 
 def _add_places(

@@ -71,13 +71,14 @@ class HeadDrafter:
 
     @staticmethod
     def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> dict[str, int]:
-        """Bytes of the features of a text and of those of a batch, and of rows: a level, and a row of logits.
+        """Bytes of the features of a text and of those of a batch, and of rows: a level, and the logits of one pass,
+        of the last row, and of one whose other tokens are never sampled.
 
         n_rows: numbers of the target's layers that a feature is projected from, which are copied side by side; 0
         without a projection.
         """
         features = 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows)
-        return {"features": features, "rows": 4 * (_WIDTH * n_embd + n_vocab)}
+        return {"features": features, "rows": 4 * (_WIDTH * n_embd + (2 + _WIDTH) * n_vocab)}
 
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""
