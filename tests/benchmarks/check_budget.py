@@ -69,7 +69,8 @@ class Models:
         path = self._folder / f"{architecture}-{kind}.gguf"
         if not path.exists():
             if architecture in EXPERTS:
-                write_tiny_experts(path, architecture, kind, n_experts=32, n_layers=3, n_embd=256, n_ff=256)  # type: ignore[arg-type]
+                sizes = {"n_experts": 32, "n_layers": 3, "n_embd": 256, "n_ff": 256}
+                write_tiny_experts(path, architecture, kind, **sizes)  # type: ignore[arg-type]
             else:
                 write_tiny_model(path, architecture, kind, **SIZES)  # type: ignore[arg-type]
         return path

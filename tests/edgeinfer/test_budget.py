@@ -29,7 +29,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[st
     dense = write_tiny_model(folder / "dense.gguf", "llama", "Q8_0", n_ctx_train=1024)
     head = write_tiny_head(folder / "head.gguf", dense)
     experts = write_tiny_experts(folder / "experts.gguf", "qwen3moe", "Q8_0", n_experts=32)
-    return [(dense, {"draft": str(head)}), (dense, {"draft": str(dense)}), (experts, {"n_ctx": 512})]
+    return [
+        (dense, {"draft": str(head)}),
+        (dense, {"draft": str(dense), "draft_device": "cpu"}),
+        (experts, {"n_ctx": 512}),
+    ]
 
 
 def answer(path: Path, **options: Any) -> tuple[list[int], Any]:
