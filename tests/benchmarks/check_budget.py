@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def random_job(rng: random.Random, models: Models) -> Job:
         "n_ctx": rng.choice((64, 200, 512, 1024, 2048)),
         "n_batch": rng.choice((32, 128, 512)),
         "n_threads": rng.choice((1, 2)),
+        "draft_device": "cpu",
         "cache_type": rng.choice(("f16", "q8_0")),
     }
     drafts: list[Any] = ["none", "auto", ["suffix"], ["recycling"]]
@@ -223,25 +225,26 @@ def main() -> None:
             if number < arguments.refused:
                 check_refused(job_to_refuse(rng, models), rng.random(), models, found)
             print(number, found.n_killed, found.n_above, found.n_other_text, dict(found.proposals), file=sys.stderr)
-    report = {
-        "command": " ".join(sys.argv),
-        "limit": _kind_of_limit(),
-        "machine": machine(),
-        "commit": _commit(),
-        **vars(found),
-    }
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report(found), indent=1) + "\n")
+    print(json.dumps(report(found)))
     sys.exit(bool(found.failed))
 
 
-def _commit() -> str:
+def report(found: Found) -> dict[str, Any]:
+    """What was found so far."""
+    about = {"command": " ".join(sys.argv), "limit": kind_of_limit(), "machine": machine(), "commit": commit()}
+    return {**about, **vars(found)}
+
+
+@cache
+def commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def _kind_of_limit() -> str:
+@cache
+def kind_of_limit() -> str:
     group, _ = _limited(64 * MIB)
     if group is None:
         return "RLIMIT_DATA"
