@@ -92,6 +92,6 @@ def largest_file(file: FileSizes, ledger: Ledger, limit: int) -> int:
     held = sum(ledger.of(purpose) for purpose in purposes)
     share = (held - (ledger.peak - limit)) / max(held, 1)
     weight_bytes = int(_ESTIMATE * share * file.weight_bytes)
-    if 8 * weight_bytes < _LEAST_BITS * file.n_weights:
+    if not file.n_weights or 8 * weight_bytes < _LEAST_BITS * file.n_weights:
         return 0
     return file.n_bytes - file.weight_bytes + weight_bytes

@@ -12,16 +12,19 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-N_TOKENS = 24  # of an answer
+N_TOKENS, MOST_PROMPT = 24, 4096  # of an answer and of its prompt
 
 
 @dataclass(frozen=True)
 class Job:
-    """path: of the model.  options: of `load`.  with_least: find out first what it needs at least."""
+    """path: of the model.  options: of `load`.  with_least: find out first what it needs at least.
+    loads: False for that alone.
+    """
 
     path: str
     options: dict[str, Any]
     with_least: bool = False
+    loads: bool = True
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -29,6 +32,8 @@ def run(job: Job) -> dict[str, Any]:
     from edgeinfer.errors import EdgeInferError
 
     least = {"least": least_of(job)} if job.with_least else {}
+    if not job.loads:
+        return least
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -59,7 +64,7 @@ def least_of(job: Job) -> int:
 def answered(engine: Any) -> dict[str, Any]:
     """Two answers, the first of which fills the context."""
     words = engine.tokenize("one and then there is the other, hello world ")
-    prompt = (words * (engine.n_ctx // len(words) + 1))[: max(1, engine.n_ctx - N_TOKENS)]
+    prompt = (words * (engine.n_ctx // len(words) + 1))[: max(1, min(engine.n_ctx - N_TOKENS, MOST_PROMPT))]
     tokens = []
     for text in (prompt, words[:20]):
         completion = engine.generate(text, max_tokens=N_TOKENS, temperature=0.8, seed=7, loop_guard=0)

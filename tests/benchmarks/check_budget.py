@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,16 @@ class Models:
         path = self._folder / f"{architecture}-{kind}.gguf"
         if not path.exists():
             if architecture in EXPERTS:
-                write_tiny_experts(path, architecture, kind, n_experts=32, n_layers=3, n_embd=256, n_ff=256)  # type: ignore[arg-type]
+                sizes = {"n_experts": 32, "n_layers": 3, "n_embd": 256, "n_ff": 256}
+                write_tiny_experts(path, architecture, kind, **sizes)  # type: ignore[arg-type]
             else:
                 write_tiny_model(path, architecture, kind, **SIZES)  # type: ignore[arg-type]
         return path
+
+    def wide(self, kind: str) -> Path:
+        """A model with weights of some MiB: 26 in F16."""
+        path = self._folder / f"wide-{kind}.gguf"
+        return path if path.exists() else write_tiny_model(path, "llama", kind, **SIZES | {"n_embd": 512, "n_ff": 2048})
 
     def head(self, target: Path) -> Path:
         path = target.with_suffix(".head")
@@ -87,6 +94,7 @@ def random_job(rng: random.Random, models: Models) -> Job:
         "n_ctx": rng.choice((64, 200, 512, 1024, 2048)),
         "n_batch": rng.choice((32, 128, 512)),
         "n_threads": rng.choice((1, 2)),
+        "draft_device": "cpu",
         "cache_type": rng.choice(("f16", "q8_0")),
     }
     drafts: list[Any] = ["none", "auto", ["suffix"], ["recycling"]]
@@ -151,9 +159,22 @@ def _kind(note: str) -> str:
     return re.sub(r"[\d./]+ ?(B|KiB|MiB|GiB)?", "N ", re.sub(r"\([^)]*\)", "", about))
 
 
-def check_refused(job: Job, below: int, models: Models, least: int, found: Found) -> None:
-    """Load within a budget that is too small, and try what is proposed."""
-    budget = least - below
+def job_to_refuse(rng: random.Random, models: Models) -> Job:
+    """Settings of which the context, or the weights, take some MiB."""
+    job = random_job(rng, models)
+    if rng.random() < 0.5:
+        return Job(job.path, {**job.options, "n_ctx": rng.choice((4096, 8192))})
+    return Job(str(models.wide("F16")), {**job.options, "draft": "auto", "expert_cache": "auto"})
+
+
+def check_refused(job: Job, share: float, models: Models, found: Found) -> None:
+    """Load within a budget that is too small, and try what is proposed. share: of what a smaller context would save."""
+    least = run(Job(job.path, job.options, with_least=True, loads=False))["least"]
+    small = {**job.options, "n_ctx": 64, "cache_type": "f16"}
+    smaller = run(Job(job.path, small, with_least=True, loads=False))["least"]
+    if job.path == str(models.wide("F16")):
+        smaller -= 10 * MIB
+    budget = min(least - MIB, smaller + 2 * MIB + round(share * max(0, least - smaller - 3 * MIB)))
     said = run(with_budget(job, budget), budget)
     if said.get("exit_code") != 4:
         found.n_not_refused += 1
@@ -179,7 +200,7 @@ def proposals(job: Job, message: str, models: Models) -> list[tuple[str, Job]]:
         n_bytes = float(most[1]) * (MIB if most[2] == "MiB" else 1 << 10)
         architecture = Path(job.path).stem.rpartition("-")[0]
         for kind in TYPES:
-            path = models.model(architecture, kind)
+            path = models.wide(kind) if architecture == "wide" else models.model(architecture, kind)
             if path.stat().st_size <= n_bytes:
                 made.append(("file", Job(str(path), {**job.options, "draft": "none"})))
                 break
@@ -197,22 +218,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = Models(Path(folder))
         for number in range(max(arguments.fitting, arguments.refused)):
-            job = random_job(rng, models)
-            whole = run(Job(job.path, {**job.options, "budget": "100%"}, with_least=True))
-            share, below = rng.random(), rng.choice((1, 2, 4)) * MIB
             if number < arguments.fitting:
-                check_fitting(job, share, whole, found)
+                job = random_job(rng, models)
+                whole = run(Job(job.path, {**job.options, "budget": "100%"}, with_least=True))
+                check_fitting(job, rng.random(), whole, found)
             if number < arguments.refused:
-                check_refused(job, below, models, whole["least"], found)
+                check_refused(job_to_refuse(rng, models), rng.random(), models, found)
             print(number, found.n_killed, found.n_above, found.n_other_text, dict(found.proposals), file=sys.stderr)
-    report = {"command": " ".join(sys.argv), "limit": _kind_of_limit(), "machine": machine(), **asdict(found)}
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report(found), indent=1) + "\n")
+    print(json.dumps(report(found)))
     sys.exit(bool(found.failed))
 
 
-def _kind_of_limit() -> str:
+def report(found: Found) -> dict[str, Any]:
+    """What was found so far."""
+    about = {"command": " ".join(sys.argv), "limit": kind_of_limit(), "machine": machine(), "commit": commit()}
+    return {**about, **vars(found)}
+
+
+@cache
+def commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+@cache
+def kind_of_limit() -> str:
     group, _ = _limited(64 * MIB)
     if group is None:
         return "RLIMIT_DATA"

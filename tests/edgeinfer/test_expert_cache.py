@@ -135,6 +135,7 @@ def test_a_cache_that_does_not_fit_becomes_smaller_down_to_what_a_pass_needs(fil
 
 
 def test_what_does_not_fit_is_refused_with_the_context_that_would(file, monkeypatch):
+    monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
     with pytest.raises(BudgetExceeded, match=r"at least 110\.0 MiB \(.*experts 9\.0 MiB.*n_ctx 704 fits"):
         planned(file, monkeypatch, 109.7)
 
