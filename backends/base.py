@@ -245,10 +245,6 @@ class MeasurableBackend(Backend, Protocol):
 
     source_bytes: int
 
-    def give_back_freed(self) -> None:
-        """Give memory that was freed and that the allocator keeps back to the system, where that can be."""
-        ...
-
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """Run the code that this model needs once, on next to no data, so that its pages are counted."""
         ...

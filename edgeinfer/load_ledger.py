@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +42,7 @@ def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.warm_up(planned.file, planned.device)
     _run_sampling()
-    give_back_freed(planned)
+    give_back_freed()
     others = planned.backend.process_ids if isinstance(planned.backend, HasProcesses) else ()
     return measure_process(others)
 
@@ -57,10 +58,12 @@ def _run_sampling() -> None:
     assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
 
 
-def give_back_freed(planned: PlannedModel | Target) -> None:
+def give_back_freed() -> None:
     """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
-    if isinstance(planned.backend, MeasurableBackend):
-        planned.backend.give_back_freed()
+    with suppress(ImportError):  # a machine that native does not run on has other backends
+        from edgeinfer.backends.native import _core
+
+        _core.give_back_freed()
 
 
 def ledger_of(planned: PlannedModel, drafters: DraftPlan | None, process: Process) -> Ledger:
@@ -107,9 +110,18 @@ def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:
 
 def _loading(planned: PlannedModel, drafters: DraftPlan | None) -> int:
     """The most that is held beside weights while the model is loaded or passes are timed."""
-    source = planned.backend.source_bytes if isinstance(planned.backend, MeasurableBackend) else 0
+    source = _source_bytes(planned)
     if drafters is None:
         return source
     from edgeinfer.speculation.cost import MAX_TOKENS
 
     return max(source, MAX_TOKENS * _FLOAT * planned.spec.n_vocab)
+
+
+def _source_bytes(planned: PlannedModel) -> int:
+    """The most of the file that is in memory beside the weights: all of it where a backend here says nothing else."""
+    if isinstance(planned.backend, MeasurableBackend):
+        return planned.backend.source_bytes
+    if isinstance(planned.backend, HasProcesses):  # whose own process maps the weights themselves
+        return 0
+    return sum(info.n_bytes for info in planned.file.tensors.values())

@@ -85,7 +85,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if tier is not None:
         opened.callback(tier.close)
     file.unmap()
-    give_back_freed(planned)
+    give_back_freed()
     name, to_close = planned.backend.name, opened.pop_all()
     device_plan = planned.plan, planned.device
     return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, plan.ledger)

@@ -94,12 +94,14 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
 def _check_budget(found: Profile, memory: str | None) -> None:
     """Raises BudgetExceeded where the memory that was given is too little. What is free here is no limit to a plan."""
     from edgeinfer.arguments import human_bytes
+    from edgeinfer.profiler.fit import LEAST_CONTEXT
 
     if found.fit is not None and not found.fit:
         least = min(found.budgets, key=lambda row: row.peak)
         raise BudgetExceeded(
-            f"{found.path}: no settings fit into {human_bytes(found.fit_budget or 0)}, n_ctx {least.settings.n_ctx} "
-            f"needs {human_bytes(least.peak)}: use a smaller quantisation or model"
+            f"{found.path}: no settings fit into {human_bytes(found.fit_budget or 0)}, not even a context of "
+            f"{LEAST_CONTEXT} tokens; n_ctx {least.settings.n_ctx} needs {human_bytes(least.peak)}: use a smaller "
+            "quantisation or model"
         )
     if memory is not None and not found.fits and found.fit is None:
         peak, budget = human_bytes(found.ledger.peak), human_bytes(found.budget)

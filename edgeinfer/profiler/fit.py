@@ -13,6 +13,7 @@ from edgeinfer.profiler.speed import Speed
 from edgeinfer.types import CacheType
 
 BEST = "first what leaves the text as it is, then the longest context, then expected speed"
+LEAST_CONTEXT = 64  # tokens of the shortest context that is tried
 _SMALL_BATCH = 128
 _GAIN = 1.005  # of a step that is worth more memory
 _CACHE_STEPS = 8  # sizes of an expert cache that are tried
@@ -108,7 +109,7 @@ def _expert_caches(planner: Planner) -> Sequence[int | None]:
 
 def _longest_context(planner: Planner, settings: Settings, budget: int) -> Settings | None:
     """The settings with the longest context that fits, None where none does, or the model cannot have such a cache."""
-    steps = contexts_up_to(planner.spec.n_ctx_train, 4 if planner.is_native else 1)
+    steps = contexts_up_to(planner.spec.n_ctx_train, 4 if planner.is_native else 1, LEAST_CONTEXT)
     found, too_many = -1, len(steps)
     with suppress(InvalidArgument):
         while too_many - found > 1:  # more positions never take fewer bytes

@@ -145,7 +145,7 @@ def profile(
     and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
     fit: also list the settings that fit into so much memory.
     prompt_tokens: of the prompt whose first token is waited for.  check: load it in a process of its own, fill the
-    context, and compare; the model must fit then.
+    context, and compare; the model must fit then, and the speeds be those of this machine.
     Raises ModelFileError and what derives from it, InvalidArgument, and with check what `load` raises.
     """
     if not isinstance(options, LoadOptions | None):
@@ -156,6 +156,8 @@ def profile(
     rates = (amount(name, value) for name, value in (("bandwidth", bandwidth), ("compute", compute), ("disk", disk)))
     wishes = Wishes(_bytes("memory", memory), *rates)
     fit_budget = _bytes("fit", fit)
+    if check and any(rate is not None for rate in (bandwidth, compute, disk)):
+        raise InvalidArgument("check measures this machine: leave out bandwidth, compute and disk of another one")
     place = default_model() if path is None else check_file_name("path", path)
     with ModelFile.open(place) as file, closing(Planner(file, options)) as planner:
         found = _Profiler(planner, wishes, prompt_tokens).profile(fit_budget)

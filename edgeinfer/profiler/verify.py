@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import errors
+from edgeinfer.backends.driver_probe import interpreter
 from edgeinfer.errors import BackendLost, EdgeInferError
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Item, Ledger
@@ -17,7 +19,10 @@ from edgeinfer.memory.budget import Item, Ledger
 if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
 
-CHILD = "edgeinfer.profiler.verify_child"
+_RUN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from edgeinfer.profiler.verify_child import main; main()"
+)
 _LAST_LINES = 400  # characters of what a process says before it ends
 
 
@@ -65,7 +70,8 @@ class Verification:
 def verified(profile: Profile, options: LoadOptions) -> Verification:
     """Load the model of a profile as it says, in a process of its own, and compare.
 
-    Raises what `load` raises there, and BackendLost where the process is ended from outside, as for lack of memory.
+    Raises what `load` raises there, BackendLost where the process is ended from outside, as for lack of memory, and
+    BackendUnavailable where no Python can be started.
     """
     given = {of.name: getattr(options, of.name) for of in fields(options) if of.name != "progress"}
     settings = profile.settings
@@ -73,9 +79,9 @@ def verified(profile: Profile, options: LoadOptions) -> Verification:
     if settings.expert_cache is not None:
         given["expert_cache"] = settings.expert_cache
     asked = {"path": str(profile.path), "options": given, "prompt_tokens": profile.speed.prompt_tokens}
-    process = subprocess.run(
-        [sys.executable, "-m", CHILD], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # the modules that this process finds
+    command = [interpreter(), "-P", "-c", _RUN, path]
+    process = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     return _verification(profile, _reply_of(process))
 
 

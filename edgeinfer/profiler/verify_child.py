@@ -97,7 +97,3 @@ def _per_step(timings: Timings) -> str:
 def _first_token(name: str, timings: Timings, n_prompt: int) -> dict[str, Any]:
     found = {"name": f"{name} ({n_prompt})", "unit": "s", "n_past": 0, "n_prompt": n_prompt}
     return found | {"measured": timings.prompt_seconds, "is_drafted": False}
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_plan
+from edgeinfer import load_ledger, load_plan
 from edgeinfer.cli import main
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.load_options import LoadOptions
@@ -85,3 +85,13 @@ def test_a_refusal_ends_with_its_exit_code_and_what_it_proposes_fits(models: lis
     assert run("-c", n_ctx[1])[0] == 0
     assert run("-c", str(int(n_ctx[1]) + 40000))[0] == 4
     assert "no n_ctx fits" in run("--budget", "1000000")[1]
+
+
+def test_a_backend_that_maps_the_file_is_planned_with_all_of_it_while_it_loads(
+    models: list[tuple[Path, dict[str, Any]]],
+) -> None:
+    with ModelFile.open(models[0][0]) as file:
+        planned = load_plan.plan_model(file, LoadOptions(backend="reference", n_ctx=16))
+        assert load_ledger._source_bytes(planned) == sum(info.n_bytes for info in file.tensors.values())
+        native = load_plan.plan_model(file, LoadOptions(backend="native", n_ctx=16))
+        assert load_ledger._source_bytes(native) == native.backend.source_bytes  # type: ignore[attr-defined]

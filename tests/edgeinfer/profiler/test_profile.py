@@ -84,6 +84,12 @@ def test_what_is_listed_fits_and_is_what_load_plans(tiny):
     )
 
 
+def test_a_short_context_is_listed_where_no_longer_one_fits(tiny):
+    budget = edgeinfer.profile(tiny, n_ctx=64, draft="none").ledger.peak
+    found = edgeinfer.profile(tiny, fit=budget)
+    assert [row.settings.n_ctx for row in found.fit if not row.changes_text][0] == 64
+
+
 def test_a_model_larger_than_the_machine_is_profiled_and_exit_code_4_says_so(tiny):
     found = edgeinfer.profile(tiny, memory="1MiB")
     assert not found.fits and found.ledger.peak > 1 << 20
@@ -183,7 +189,9 @@ def test_damaged_records_are_measured_again():
     assert machine._limits_in({"read_bytes_per_second": 1}) is None
 
 
-def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned(tiny):
+def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned(tiny, tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('of the folder that a user is in')")
+    monkeypatch.chdir(tmp_path)
     checked = edgeinfer.profile(tiny, n_ctx=64, draft="none", check=True).verification
     assert checked.n_tokens >= 62
     taken = {item.purpose: item.taken for item in checked.ledger.items}
@@ -192,3 +200,8 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
     assert checked.ledger.peak_taken > taken["weights"]
     assert {of.unit for of in checked.speeds} == {"tokens/s", "s"} and all(of.measured > 0 for of in checked.speeds)
     assert [of.n_past for of in checked.speeds if of.unit == "tokens/s"] == [40, 56]
+
+
+def test_the_check_is_not_of_another_machine(tiny):
+    output = run(tiny, "--verify", "--bandwidth", "10GB/s")
+    assert output.exit_code == 2 and "leave out bandwidth" in output.stderr
