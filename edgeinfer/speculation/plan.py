@@ -195,7 +195,7 @@ def _plan_model(
     """(spec, plan on the CPU, bytes of the drafter) of a draft model; adds the other devices on which it fits."""
     spec = read_spec(file)
     check_vocabulary(file, target, planned.n_vocab)
-    own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
+    own = NativeBackend(for_drafts=True, resident=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
     _plan_places(planned, file, spec, plan, left, draft_device)
     return spec, own, {"tables": NgramLookup.memory()}
 
