@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgeinfer.backend_choice import PlannedModel
+from edgeinfer.backend_choice import PlannedModel, Target
 from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
@@ -15,7 +15,7 @@ from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
-    from edgeinfer.speculation.plan import DraftPlan
+    from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
@@ -23,7 +23,7 @@ _FLOAT = 4
 _REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
 
 
-def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
+def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
     """What the process takes before a load, with all that the load and the first answer import or use first.
 
     Code that runs for the first time brings its pages into memory. Short calls of it do so now, some ms, so that they
@@ -57,7 +57,7 @@ def _run_sampling() -> None:
     assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
 
 
-def give_back_freed(planned: PlannedModel) -> None:
+def give_back_freed(planned: PlannedModel | Target) -> None:
     """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.give_back_freed()

@@ -67,6 +67,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             window=attention.window or 0,
             soft_cap=attention.soft_cap or 0.0,
             qk_norm=_core.QKNorm[attention.qk_norm if attention.q_norm and attention.qk_norm else "none"],
+            key_bias=attention.separate_key_bias is not None,
             ffn=_feed_forward(layer.ffn),
         )
     return config

@@ -104,3 +104,13 @@ def test_this_machine_has_a_core_memory_and_a_name():
     assert 1 <= devices.default_n_threads() <= devices.physical_cores() <= (os.cpu_count() or 1)
     assert devices.available_memory() > 1 << 20
     assert devices.cpu_name()
+
+
+def test_the_memory_of_the_machine_is_read_whatever_the_limits_are(machine):
+    write(machine, "sys/fs/cgroup/user.slice/memory.max", "1000")
+    write(machine, "sys/fs/cgroup/user.slice/memory.current", "1000")
+    assert devices.machine_available_memory(machine) == 8 << 30 and devices.total_memory(machine) == 16 << 30
+    assert devices.memory_stall_seconds(machine) == 0
+    lines = ["some avg10=0.00 avg60=0.00 avg300=0.00 total=2500000", "full avg10=0.00 avg60=0.00 avg300=0.00 total=7"]
+    write(machine, "proc/pressure/memory", "\n".join(lines))
+    assert devices.memory_stall_seconds(machine) == 2.5

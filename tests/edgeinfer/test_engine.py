@@ -272,7 +272,7 @@ def test_a_q8_0_cache_takes_less_and_gives_a_text_of_its_own(fresh):
     assert small.memory_plan.use.kv_cache < 0.6 * whole.memory_plan.use.kv_cache
     texts = [small.generate(PROMPT * 4, max_tokens=20, seed=2).tokens for _ in range(2)]
     assert texts[0] == texts[1]
-    with pytest.raises(InvalidArgument, match="cache_type must be f16 or q8_0: found 'q4'"):
+    with pytest.raises(InvalidArgument, match="cache_type must be f16, q8_0 or k6v4: found 'q4'"):
         fresh(cache_type="q4")
 
 

@@ -561,7 +561,7 @@ def test_a_model_has_one_session_at_a_time_and_the_next_begins_an_empty_text(of_
         (257, None, r"must be an integer in 1\.\.256"),
         ("x", None, "n_ctx of a session must be an integer"),
         (64, "q8_0", "was planned with type f16"),
-        (64, "q4", "cache_type must be f16 or q8_0: found 'q4'"),
+        (64, "q4", "cache_type must be f16, q8_0 or k6v4: found 'q4'"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             model.session(n_ctx, cache_type)
