@@ -226,6 +226,24 @@ class ExpertBackend(Backend, Protocol):
         ...
 
 
+@runtime_checkable
+class MeasurableBackend(Backend, Protocol):
+    """A backend whose code can be brought into memory before a model is, so that it can be measured.
+
+    source_bytes: the most of a model file that is in memory beside what it is packed to.
+    """
+
+    source_bytes: int
+
+    def give_back_freed(self) -> None:
+        """Give memory that was freed and that the allocator keeps back to the system, where that can be."""
+        ...
+
+    def warm_up(self, model: ModelFile, device: Device) -> None:
+        """Run the code that this model needs once, on next to no data, so that its pages are counted."""
+        ...
+
+
 class ExpertTier(Protocol):
     """What computes some experts beside the CPU, such as a GPU that holds them; asked in each layer of a pass.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,9 +13,11 @@ from edgeinfer.backends.native import _core
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
-from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
+_THREADS, _STORE_BYTES = 4, 1 << 20  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 256  # rows that are gathered before they are rewritten
+_GAP = 8  # rows that are read although nobody wants them, rather than reading twice
 
 
 def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> HeadSpec:
@@ -42,13 +45,34 @@ def _rows(
     info = target.tensors[name]
     n_in = info.shape[1]
     row_bytes = n_in // type.block_elements * type.block_bytes
-    rows, wanted = target.data(name).reshape(info.shape[0], -1), ids[first // row_bytes : last // row_bytes]
+    wanted = ids[first // row_bytes : last // row_bytes]
     found = np.empty((len(wanted), row_bytes), dtype=np.uint8)
 
     def rewrite(at: int) -> None:
         part = slice(at, at + _AT_ONCE)
-        _core.rewrite_rows(int(info.type), rows[wanted[part]].reshape(-1), n_in, int(type), found[part].reshape(-1))
+        rows = _read_rows(target, info, wanted[part])
+        _core.rewrite_rows(int(info.type), rows.reshape(-1), n_in, int(type), found[part].reshape(-1))
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(_n_threads()) as pool:
         list(pool.map(rewrite, range(0, len(wanted), _AT_ONCE)))
     return found.reshape(-1)
+
+
+def _n_threads() -> int:
+    return min(_THREADS, os.cpu_count() or 1)
+
+
+def kept_bytes(head: HeadSpec) -> int:
+    """What the allocator keeps of the threads that make an output matrix of the target's rows."""
+    return 0 if head.output_type is None else _n_threads() * _STORE_BYTES
+
+
+def _read_rows(file: ModelFile, info: TensorInfo, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Rows ids (n,) of a matrix as the file has them, (n, row_bytes); near ones are read together."""
+    row_bytes = info.n_bytes // info.shape[0]
+    runs = []
+    for run in np.split(ids, np.flatnonzero(np.diff(ids) > _GAP) + 1):
+        first = info.offset + int(run[0]) * row_bytes
+        data = file.read(info.part, first, info.offset + (int(run[-1]) + 1) * row_bytes)
+        runs.append(np.frombuffer(data, np.uint8).reshape(-1, row_bytes)[run - run[0]])
+    return np.concatenate(runs)

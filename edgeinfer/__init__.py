@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from edgeinfer.load_options import LoadOptions
     from edgeinfer.loading import load
     from edgeinfer.models.reasoning import ToolCall
+    from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
@@ -67,6 +68,7 @@ __all__ = [
     "ModelNotFound",
     "NumericalError",
     "Piece",
+    "Profile",
     "SamplingParams",
     "ShapeError",
     "Speculation",
@@ -79,6 +81,7 @@ __all__ = [
     "Usage",
     "__version__",
     "load",
+    "profile",
 ]
 
 _MODULES = {
@@ -88,6 +91,7 @@ _MODULES = {
     "load_options": ("LoadOptions",),
     "loading": ("load",),
     "models.reasoning": ("ToolCall",),
+    "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),
     "stream": ("Stream",),

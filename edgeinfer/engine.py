@@ -24,6 +24,8 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
 )
+from edgeinfer.memory.budget import Ledger
+from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
@@ -54,7 +56,7 @@ class Engine:
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
     which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
     None where all experts are in memory.  expert_tier: the device that computes some experts beside the CPU, None
-    without one.
+    without one.  ledger: what was planned for the whole process; `memory` compares it with what is taken.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         speculator: Speculator | None = None,
         experts: ExpertControl | None = None,
         expert_tier: DeviceTier | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.session = session
         self.tokenizer = tokenizer
@@ -85,6 +88,7 @@ class Engine:
         self.speculator = speculator
         self.experts = experts
         self.expert_tier = expert_tier
+        self._ledger = Ledger(()) if ledger is None else ledger
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
@@ -184,6 +188,17 @@ class Engine:
     def count(self, text: str) -> int:
         """Number of tokens of a text as a prompt."""
         return len(self.tokenize(text))
+
+    @property
+    def memory(self) -> Ledger:
+        """What was planned and what is taken now, by purpose, for this process as a whole."""
+        use = self.session.memory()
+        held = {"weights": use.weights - use.mapped, "mapped weights": use.mapped, "activations": use.activations}
+        held |= {"KV cache": use.kv_cache - use.windows, "window": use.windows, "expert device": use.expert_device}
+        held |= {"experts": use.experts - use.mapped_experts, "experts (mapped)": use.mapped_experts}
+        if self.speculator is not None:
+            held |= {f"drafters ({part})": n_bytes for part, n_bytes in self.speculator.held().items()}
+        return self._ledger.with_taken(held, resident_bytes(), peak_bytes() or None)
 
     def interrupt(self) -> bool:
         """End the request that runs as "interrupted"; callable from any thread and signal handler.

@@ -15,6 +15,7 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier, plan_tier, with_tier
+from edgeinfer.load_ledger import give_back_freed, ledger_of, process_of
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -76,6 +77,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(drafters.close)
         use = replace(planned.plan.use, drafters=drafters.n_bytes)
         planned = replace(planned, plan=replace(planned.plan, use=use))
+    ledger = ledger_of(planned, drafters, process_of(planned, drafters))
     model = planned.load(options.progress)
     opened.callback(model.close)
     session = model.session()
@@ -91,8 +93,11 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tier = None if device is None else open_tier(device, planned, model)
     if tier is not None:
         opened.callback(tier.close)
+    file.unmap()
+    give_back_freed(planned)
     name, to_close = planned.backend.name, opened.pop_all()
-    return Engine(session, tokenizer, file, planned.plan, planned.device, name, to_close, speculator, experts, tier)
+    device_plan = planned.plan, planned.device
+    return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, ledger)
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:
@@ -114,7 +119,7 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         return None
     from edgeinfer.speculation.plan import plan_drafters
 
-    return plan_drafters(
+    drafters = plan_drafters(
         draft,
         planned.file,
         n_tokens,
@@ -123,6 +128,8 @@ def _plan_drafters(planned: PlannedModel, options: LoadOptions, n_tokens: int) -
         devices.available_memory(),
         options.draft_device,
     )
+    drafters.draft_max = min(options.draft_max, drafters.draft_max)
+    return drafters
 
 
 def _open_drafters(drafters: DraftPlan, planned: PlannedModel, session: Session, draft_max: int) -> Speculator:

@@ -19,7 +19,12 @@ def record_key(file: ModelFile, *facts: object) -> str:
     The shapes and types of the tensors stand for the model: fine-tunes of one model share what was measured.
     """
     tensors = sorted((info.name, info.shape, info.type.name) for info in file.tensors.values())
-    return hashlib.sha256(repr((tensors, facts)).encode()).hexdigest()[:32]
+    return record_name(tensors, facts)
+
+
+def record_name(*facts: object) -> str:
+    """Name of a measurement that depends on these facts, and on no model."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def record_folder(kind: str) -> Path | None:

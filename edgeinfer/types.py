@@ -65,7 +65,9 @@ class MemoryUse:
 
     weights: without experts.  drafters: all that speculation needs beside the model.  experts: all experts of the
     model, or the cache of those that are in memory.  expert_device: main memory that another device takes to compute
-    experts, none for one with memory of its own.
+    experts, none for one with memory of its own.  mapped, mapped_experts: of weights and of experts, what are pages of
+    a mapped file, which the system may take back and read again.  windows: of the KV cache, what layers with a sliding
+    window have.
     """
 
     weights: int
@@ -74,6 +76,9 @@ class MemoryUse:
     drafters: int = 0
     experts: int = 0
     expert_device: int = 0
+    mapped: int = 0
+    mapped_experts: int = 0
+    windows: int = 0
 
     @property
     def total(self) -> int:

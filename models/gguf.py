@@ -2,19 +2,17 @@
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: magic, version,
 n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset); padding; the bytes of
-the tensors. The file is mapped, and memory is never allocated by a declared length alone.
+the tensors. The file is mapped while it is read, and memory is never allocated by a declared length alone.
 
-If another process truncates the file while it is mapped, this process ends with SIGBUS; no reader with mmap can prevent
-that.
+If another process truncates the file while tensors are read from the mapping, this process ends with SIGBUS; no reader
+with mmap can prevent that. A loaded model does not read from it.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeAlias
@@ -27,7 +25,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
 )
-from edgeinfer.models.gguf_reader.mapping import release_pages
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.models.gguf_reader.parts import Part, read_all_parts, read_part
 from edgeinfer.models.gguf_reader.types import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, MetadataValue, TensorInfo
 
@@ -56,16 +54,16 @@ class ModelFile:
     def __init__(self, path: Path, parts: list[Part]) -> None:
         self.path = path
         self.paths = tuple(part.path for part in parts)
-        self.n_bytes = sum(len(part.mapping) for part in parts)
+        self.n_bytes = sum(part.file.size for part in parts)
         self.metadata: Mapping[str, MetadataValue] = MappingProxyType(parts[0].metadata)
         self._tensors = {name: info for part in parts for name, info in part.tensors.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._tensors)
         self._made: dict[str, MakeBytes] = {}
-        self._mappings = [part.mapping for part in parts]
+        self._files = [part.file for part in parts]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Map and check a model; for a split model, name any of its files.
+        """Open and check a model; for a split model, name any of its files.
 
         Raises ModelNotFound, InvalidGGUF, InvalidArgument.
         """
@@ -81,22 +79,26 @@ class ModelFile:
         last = info.n_bytes if last is None else last
         if name in self._made:
             return self._made[name](first, last)
-        return np.frombuffer(self._mapping(info.part), np.uint8, last - first, info.offset + first)
+        return np.frombuffer(self._file(info.part).mapping, np.uint8, last - first, info.offset + first)
 
-    def contents(self, part: int) -> NDArray[np.uint8]:
-        """All bytes of a file of the model, read-only, without a copy. Raises EdgeInferError once closed."""
-        return np.frombuffer(self._mapping(part), np.uint8)
+    def descriptor(self, part: int) -> int:
+        """Of the open file of a part. Raises EdgeInferError once closed."""
+        return self._file(part).descriptor
+
+    def size(self, part: int) -> int:
+        """Bytes of a file of the model when it was opened. Raises EdgeInferError once closed."""
+        return self._file(part).size
+
+    def read(self, part: int, first: int, last: int) -> bytes:
+        """A copy of bytes first..last-1 of a file of the model, read without mapping it.
+
+        Raises ModelFileError where the file is shorter by now, EdgeInferError once closed.
+        """
+        return self._file(part).read(first, last)
 
     def prefetch(self, part: int, runs: Iterable[tuple[int, int]]) -> None:
         """Let the system read bytes first..last-1 of a file, for each such run: together, and ahead of their use."""
-        if not hasattr(mmap, "MADV_WILLNEED"):
-            return
-        mapping = self._mapping(part)
-        for first, last in runs:
-            start = first // mmap.PAGESIZE * mmap.PAGESIZE
-            if last > start:
-                with suppress(OSError):  # where it does not help it does no harm
-                    mapping.madvise(mmap.MADV_WILLNEED, start, last - start)
+        self._file(part).prefetch(runs)
 
     def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: MakeBytes) -> None:
         """Add a tensor that the file lacks. make: called with the bytes first and last each time that some are read."""
@@ -117,21 +119,26 @@ class ModelFile:
             return
         info = self.tensors[name]
         stop = info.offset + (info.n_bytes if last is None else last)
-        release_pages(self._mapping(info.part), info.offset + first, stop)
+        self._file(info.part).release(info.offset + first, stop)
+
+    def unmap(self) -> None:
+        """End the mapping of all files, which are mapped again when data() is called.
+
+        Where arrays from data() are alive, it stays without memory for what nobody reads.
+        """
+        for file in self._files:
+            file.unmap()
 
     def close(self) -> None:
-        """Unmap the file. Arrays from data() stay valid: the mapping is released with the last of them."""
-        mappings, self._mappings = self._mappings, []
-        for mapping in mappings:
-            try:
-                mapping.close()
-            except BufferError:  # an array still looks at it, and keeps it alive
-                continue
+        """Close the file. Arrays from data() stay valid: the mapping is released with the last of them."""
+        files, self._files = self._files, []
+        for file in files:
+            file.close()
 
-    def _mapping(self, part: int) -> mmap.mmap:
-        if not self._mappings:
+    def _file(self, part: int) -> MappedFile:
+        if not self._files:
             raise EdgeInferError(f"{self.path}: this model file is closed")
-        return self._mappings[part]
+        return self._files[part]
 
     def __enter__(self) -> ModelFile:
         return self

@@ -492,6 +492,10 @@ NB_MODULE(_strings, m) {
         .def_prop_ro(
             "n_bytes", [](const StringTable& table) { return table.joined().size() + table.size() * kLengthBytes; },
             "Bytes of the texts in a file, with their lengths.")
+        .def_prop_ro(
+            "n_held",
+            [](const StringTable& table) { return table.joined().size() + (table.size() + 1) * sizeof(uint32_t); },
+            "Bytes of memory that the texts take.")
         .def_prop_ro("n_spaces", &StringTable::n_spaces)
         .def_prop_ro("n_utf8", &StringTable::n_utf8, "How many of the texts are UTF-8, before the first that is not.")
         .def_prop_ro("longest", &StringTable::longest, "Characters of the longest text.");

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from edgeinfer.errors import TokenizerError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
-from edgeinfer.models.tokenization.merging import merger_of
+from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of
 from edgeinfer.models.tokenization.pre_tokenizers import ADD_BOS, GEMMA4, PRE_TOKENIZERS, cut, keeps_tokens
 from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, specials_in, turn_marks, with_ids
@@ -27,6 +27,7 @@ from edgeinfer.models.tokenization.vocabulary import BYTE, CONTROL, NORMAL, UNKN
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PIECES, _PIECE_BYTES = 2048, 200  # of tokens whose bytes are kept, and what one takes with its place in a dict
 
 
 class Tokenizer:
@@ -76,6 +77,28 @@ class Tokenizer:
         metadata = TokenizerMetadata(file)
         kind_of(metadata)
         return len(metadata.strings("tokens"))
+
+    @staticmethod
+    def memory(file: ModelFile) -> tuple[int, int]:
+        """Bytes of the texts that an open file holds already, and the most that a tokeniser takes beside them."""
+        metadata = TokenizerMetadata(file)
+        tokens = metadata.strings("tokens")
+        n_vocab, kind = len(tokens), kind_of(metadata)[0]
+        held, more = tokens.table.n_held, index_bytes(n_vocab) + n_vocab  # attributes take a byte each
+        if kind == "llama":
+            more += 4 * n_vocab  # scores
+        elif metadata.get("merges") is not None:
+            merges = metadata.strings("merges")
+            held += merges.table.n_held
+            more += 0 if makes_in_order(tokens, merges) else index_bytes(len(merges))
+        return held, more + WordMerger.CACHE_BYTES + _PIECES * _PIECE_BYTES
+
+    @staticmethod
+    def warm_up(file: ModelFile) -> None:
+        """Bring what cuts the texts of a model into memory, as the first text would."""
+        model, pre = kind_of(TokenizerMetadata(file))
+        if model != "llama":
+            list(cut(pre, "Ten words, 10 more"))
 
     @staticmethod
     def _adds(name: str, id: int | None, metadata: TokenizerMetadata, default: bool) -> bool:
@@ -174,6 +197,8 @@ class Tokenizer:
         if piece is None:
             if not 0 <= id < self.n_vocab:
                 raise TokenizerError(f"token id must be 0 to {self.n_vocab - 1}: found {id}")
+            if len(self._pieces) >= _PIECES:
+                self._pieces.clear()
             piece = self._pieces[int(id)] = self._piece(id)
         return piece
 

@@ -4,20 +4,22 @@
 
 #include "kernels.h"
 
-Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in) {
+Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes) {
+    const size_t by32 = n * static_cast<size_t>(sizes.by32), by256 = n * static_cast<size_t>(sizes.by256);
+    const size_t n_by256 = by256 / 256 + (by256 ? 1 : 0), n_by_token = sizes.by_token ? n : 0;
     Inputs inputs;
-    inputs.q32 = cutter.take<int8_t>(n * n_in);
-    inputs.scale32 = cutter.take<float>(n * n_in / 32);
-    inputs.sum32 = cutter.take<int32_t>(n * n_in / 32);
-    inputs.centre32 = cutter.take<int32_t>(n * n_in / 32);
-    inputs.q256 = cutter.take<int8_t>(n * n_in);
-    inputs.scale256 = cutter.take<float>(n * n_in / 256 + 1);
-    inputs.centre16 = cutter.take<int32_t>(n * n_in / 16);
-    inputs.sums32 = cutter.take<int16_t>(n * n_in / 32);
-    inputs.fits_int16 = cutter.take<uint8_t>(n * n_in / 256 + 1);
-    inputs.q_token = cutter.take<int8_t>(n * n_in);
-    inputs.scale_token = cutter.take<float>(n);
-    inputs.sum_token = cutter.take<int32_t>(n);
+    inputs.q32 = cutter.take<int8_t>(by32);
+    inputs.scale32 = cutter.take<float>(by32 / 32);
+    inputs.sum32 = cutter.take<int32_t>(by32 / 32);
+    inputs.centre32 = cutter.take<int32_t>(by32 / 32);
+    inputs.q256 = cutter.take<int8_t>(by256);
+    inputs.scale256 = cutter.take<float>(n_by256);
+    inputs.centre16 = cutter.take<int32_t>(by256 / 16);
+    inputs.sums32 = cutter.take<int16_t>(by256 / 32);
+    inputs.fits_int16 = cutter.take<uint8_t>(n_by256);
+    inputs.q_token = cutter.take<int8_t>(n * static_cast<size_t>(sizes.by_token));
+    inputs.scale_token = cutter.take<float>(n_by_token);
+    inputs.sum_token = cutter.take<int32_t>(n_by_token);
     return inputs;
 }
 
@@ -32,22 +34,16 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
-    const size_t most_in = std::max({ld_embd, ld_q, ld_ff, ld_joined});
-    inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), most_in);
-    for (int i = 0; i < n_threads; i++) take_own(c, most_in, cutter);
+    inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), c.inputs);
+    for (int i = 0; i < n_threads; i++) take_own(c, std::max({ld_embd, ld_q, ld_ff, ld_joined}), cutter);
     if (c.has_experts()) experts.take(c, n_threads, cutter);
+    cutter.share([&] { take_attention(c, cutter); }, [&] { take_feed_forward(c, cutter); });
 }
 
 void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(c.n_batch);
     x = cutter.take<float>(n * ld_embd);
     h = cutter.take<float>(n * ld_embd);
-    q = cutter.take<float>(n * ld_q);
-    k = cutter.take<float>(n * ld_kv);
-    v = cutter.take<float>(n * ld_kv);
-    attn = cutter.take<float>(n * ld_q);
-    gate = cutter.take<float>(n * ld_ff);
-    up = cutter.take<float>(std::min(n, size_t{kTokensTogether}) * ld_ff);
     for (const Rope& rope : c.ropes) {
         const size_t n_pairs = rope.frequencies.size();
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
@@ -64,6 +60,26 @@ void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
     }
 }
 
+void Activations::take_attention(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch);
+    q = cutter.take<float>(n * ld_q);
+    k = cutter.take<float>(n * ld_kv);
+    v = cutter.take<float>(n * ld_kv);
+    attn = cutter.take<float>(n * ld_q);
+}
+
+void Activations::take_feed_forward(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch);
+    cutter.share(
+        [&] {
+            gate = cutter.take<float>(n * ld_ff);
+            up = cutter.take<float>(std::min(n, size_t{kTokensTogether}) * ld_ff);
+        },
+        [&] {
+            if (c.has_experts()) experts.take_rows(c, cutter);
+        });
+}
+
 void Activations::take_front(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(c.n_batch);
     feature = cutter.take<float>(n * ld_embd);
@@ -73,12 +89,13 @@ void Activations::take_front(const DecoderConfig& c, Cutter& cutter) {
 }
 
 void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutter) {
-    own_inputs.push_back(take_inputs(cutter, 1, most_in));
+    own_inputs.push_back(take_inputs(cutter, 1, c.inputs));
     own_h.push_back(cutter.take<float>(most_in));
     own_head.push_back(cutter.take<float>(ld_value));
     scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
     sums.push_back(cutter.take<float>(kTaskRows * ld_value));
-    own_queries.push_back(take_inputs(cutter, kTaskRows, ld_value));
+    own_queries.push_back(
+        take_inputs(cutter, kTaskRows, {.by32 = static_cast<int>(ld_value), .by_token = static_cast<int>(ld_value)}));
     offsets.push_back(cutter.take<float>(kTaskRows * (ld_value + 16)));
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
 }
@@ -88,7 +105,7 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
         return static_cast<size_t>(c.most_of_experts([&](const ExpertsConfig& e) { return e.*number; }));
     };
     const size_t n = static_cast<size_t>(c.n_batch), n_experts = most(&ExpertsConfig::n_experts);
-    const size_t n_used = most(&ExpertsConfig::n_used), n_rows = n * n_used, ld_embd = padded(c.n_embd);
+    const size_t n_used = most(&ExpertsConfig::n_used), n_rows = n * n_used;
     const size_t n_layers = static_cast<size_t>(
         std::count_if(c.layers.begin(), c.layers.end(), [](const LayerConfig& l) { return l.experts(); }));
     chosen_stride = n * n_used;
@@ -102,14 +119,6 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
     place = cutter.take<int32_t>(n_rows);
     counts = cutter.take<int32_t>(n_experts);
     wanted = cutter.take<int32_t>(n_experts);
-    gate = cutter.take<float>(n_rows * ld_ff);
-    out = cutter.take<float>(n_rows * ld_embd);
-    inputs = take_inputs(cutter, n_rows, ld_ff);
-    if (ld_shared) {
-        shared_gate = cutter.take<float>(n * ld_shared);
-        shared_out = cutter.take<float>(n * ld_embd);
-        shared_inputs = take_inputs(cutter, n, ld_shared);
-    }
     for (int i = 0; i < n_threads; i++) {
         up.push_back(cutter.take<float>(std::min(n_rows, size_t{kTokensTogether}) * kMostTaskGroups * kRows));
         scores.push_back(cutter.take<float>(2 * ld_router));
@@ -119,11 +128,22 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
     n_routed = std::make_unique<std::atomic<int>>(0);
 }
 
+void ExpertRows::take_rows(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch), n_rows = chosen_stride, ld_embd = padded(c.n_embd);
+    gate = cutter.take<float>(n_rows * ld_ff);
+    out = cutter.take<float>(n_rows * ld_embd);
+    inputs = take_inputs(cutter, n_rows, c.inputs.up_to(static_cast<int>(ld_ff)));
+    if (!ld_shared) return;
+    shared_gate = cutter.take<float>(n * ld_shared);
+    shared_out = cutter.take<float>(n * ld_embd);
+    shared_inputs = take_inputs(cutter, n, c.inputs.up_to(static_cast<int>(ld_shared)));
+}
+
 void ExpertRows::take_predicted(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(std::min(c.n_batch, kPredictedRows)), ld_embd = padded(c.n_embd);
     predicted.h = cutter.take<float>(n * ld_embd);
     predicted.products = cutter.take<float>(n * ld_router);
     predicted.scores = cutter.take<float>(2 * ld_router);
     predicted.chosen = cutter.take<int32_t>(n * ld_router);
-    predicted.inputs = take_inputs(cutter, n, ld_embd);
+    predicted.inputs = take_inputs(cutter, n, c.inputs.up_to(c.n_embd));
 }

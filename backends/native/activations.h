@@ -1,6 +1,7 @@
 // What a forward pass computes on its way, as views of one piece of memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,13 +26,24 @@ public:
     }
     size_t used() const { return used_; }
 
+    // What two functions take lies at the same place: things that are not needed at the same time.
+    template <class First, class Second>
+    void share(const First& first, const Second& second) {
+        const size_t start = used_;
+        first();
+        const size_t end = used_;
+        used_ = start;
+        second();
+        used_ = std::max(used_, end);
+    }
+
 private:
     uint8_t* base_;
     size_t used_ = 0;
 };
 
-// Inputs of matrix products for n tokens of n_in numbers, in every kind.
-Inputs take_inputs(Cutter& cutter, size_t n, size_t n_in);
+// Inputs of matrix products for n tokens, in the kinds that have a size.
+Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes);
 
 // Rows of a pass for which the experts of the next layer are predicted, at most.
 constexpr int kPredictedRows = 8;
@@ -48,6 +60,8 @@ struct PredictedRows {
 // pass that want it, n_batch * n_used in all; the shared network has n_batch rows of its own.
 struct ExpertRows {
     void take(const DecoderConfig& config, int n_threads, Cutter& cutter);
+    // What lives from the routing of a layer to the end of it.
+    void take_rows(const DecoderConfig& config, Cutter& cutter);
     void take_predicted(const DecoderConfig& config, Cutter& cutter);
     // The choices of a layer, the index-th of those with experts: (n_batch, n_used), n_used numbers apart.
     int32_t* chosen_of(int index) const { return chosen + static_cast<size_t>(index) * chosen_stride; }
@@ -68,8 +82,9 @@ struct ExpertRows {
     std::unique_ptr<std::atomic<int>> n_routed;  // tasks of routing that are done in this layer
 };
 
-// Rows of n_batch tokens, each padded to 16 floats with zeros that nothing overwrites. Layers of different sizes share
-// them: rows are as long as those of the largest.
+// Rows of n_batch tokens, each padded to 16 floats. Layers of different sizes share them: rows are as long as those of the
+// largest. What attention computes lies where the feed-forward network has its rows, since neither reads the other's: what
+// pads a row there is cleared by those who read it. Zeros pad x and h, and nothing overwrites them.
 struct Activations {
     Activations(const DecoderConfig& config, FrontKind front, int n_threads, Cutter& cutter);
 
@@ -94,7 +109,7 @@ struct Activations {
         float *tiles, *within;  // see KeyTurns
     };
     std::vector<Turns> turns;
-    int32_t *position, *text;    // (n_batch,): logical positions; which text of the pass
+    int32_t *position, *text;  // (n_batch,): logical positions; which text of the pass
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.
@@ -108,6 +123,8 @@ struct Activations {
 private:
     void take_rows(const DecoderConfig& config, Cutter& cutter);
     void take_turns(const DecoderConfig& config, Cutter& cutter);
+    void take_attention(const DecoderConfig& config, Cutter& cutter);
+    void take_feed_forward(const DecoderConfig& config, Cutter& cutter);
     void take_front(const DecoderConfig& config, Cutter& cutter);
     void take_own(const DecoderConfig& config, size_t most_in, Cutter& cutter);
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, decoder_config
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
 from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
 from edgeinfer.backends.native.expert_times import expert_seconds
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
@@ -21,9 +22,12 @@ from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_p
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
+    MATRIX_TYPES,
+    PIECE_BYTES,
     Packing,
     Part,
     embedding_of,
+    inputs_of,
     is_mostly_ternary,
     map_weights,
     n_base_three,
@@ -32,6 +36,7 @@ from edgeinfer.backends.native.weights import (
     packed_bytes,
     parts_of,
     read_weights,
+    set_embedding,
 )
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
@@ -57,6 +62,7 @@ class NativeBackend:
     """
 
     name = "native"
+    source_bytes = 2 * PIECE_BYTES  # read, and as rows that are made of them
 
     def __init__(
         self,
@@ -105,14 +111,18 @@ class NativeBackend:
         spec = self._spec(model, spec)
         bits = self._ternary_bits(model, spec, n_threads)
         experts = self.experts(model, spec, bits)
-        config = decoder_config(spec, n_ctx, n_batch)
-        embedding = embedding_of(model, spec)  # which stays mapped
-        weights = packed_bytes(self._parts(model, spec, bits)) + (0 if embedding is None else embedding.n_bytes)
-        activations = config.activation_bytes(_core.FrontConfig(), n_threads)
-        kv_cache = config.kv_bytes(_core.KvType[cache_type], n_ctx)
+        config = self._config(model, spec, bits, n_ctx, n_batch)
         if expert_cache is not None and expert_cache >= experts.n_bytes:
             expert_cache = None
-        use = MemoryUse(weights, kv_cache, activations, experts=self._expert_bytes(model, experts, expert_cache))
+        use = MemoryUse(
+            self._weight_bytes(model, spec, bits, expert_cache),
+            config.kv_bytes(_core.KvType[cache_type], n_ctx),
+            config.activation_bytes(_core.FrontConfig(), n_threads),
+            experts=self._expert_bytes(model, experts, expert_cache),
+            windows=window_bytes(spec, n_ctx, n_batch, cache_type),
+        )
+        if expert_cache is None and self._packed_file(model) is not None:
+            use = replace(use, mapped=use.weights, mapped_experts=use.experts)
         return MemoryPlan(n_ctx, n_batch, use, cache_type, bits, expert_cache)
 
     def load(
@@ -135,10 +145,15 @@ class NativeBackend:
             store: _core.ExpertStore | None = self._cache(model, experts, packed, plan.expert_cache)
         else:
             store = _store(model, experts, packed, threads, of_experts)
-        embedding_bytes = self._set_embedding(model, spec, weights, is_copied=self.resident or is_cached)
+        rows = embedding_of(model, spec, parts, is_held=self.resident or is_cached)
+        if rows is not None:
+            set_embedding(weights, model, rows)
         device = Device(device.n_threads, isa)
-        made = assemble(spec, _core.FrontConfig(), plan, device, weights, threads, embedding_bytes, store)
+        config = self._config(model, spec, plan.ternary_bits, plan.n_ctx, plan.n_batch)
+        made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
+        made = replace(made, is_mapped=packed is not None and not is_cached)
         weights.check_all_are_used()
+        model.unmap()
         loaded = NativeModel(made, spec, plan)
         if self.tuned and not is_cached:  # what is measured while experts are read is the disk
             loaded.tuning = self._tune(loaded, model, parts, device, plan.ternary_bits)
@@ -160,6 +175,17 @@ class NativeBackend:
         write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
 
+    def give_back_freed(self) -> None:
+        """See MeasurableBackend."""
+        _core.give_back_freed()
+
+    def warm_up(self, model: ModelFile, device: Device) -> None:
+        """See MeasurableBackend: a product in each format of the file."""
+        isa = device.isa or best_isa()
+        for kind in sorted({info.type for info in model.tensors.values() if len(info.shape) > 1} & MATRIX_TYPES):
+            for n_tokens in (1, 4):
+                _core.time_format(int(kind), isa, 1, n_tokens, 1)
+
     def expert_sizes(self, model: ModelFile, spec: ModelSpec) -> ExpertSizes:
         """What the experts of a model take in memory. Raises UnsupportedModel."""
         return self.experts(model, spec).sizes()
@@ -179,6 +205,15 @@ class NativeBackend:
 
     def _parts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> list[Part]:
         return parts_of(model, spec.weights(), Packing(self.for_drafts, bits))
+
+    def _config(
+        self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, n_ctx: int, n_batch: int
+    ) -> _core.DecoderConfig:
+        """Sizes of the decoder and of what it computes."""
+        config = decoder_config(spec, n_ctx, n_batch)
+        add_inputs(config, inputs_of(self._parts(model, spec, bits)))
+        add_inputs(config, self.experts(model, spec, bits).inputs())
+        return config
 
     def _packed_file(self, model: ModelFile) -> Path | None:
         """The packed weights that are to be mapped, None where the weights are packed at load."""
@@ -207,15 +242,11 @@ class NativeBackend:
             return None
         return map_packed(path, model, packed_bytes(parts), plan.ternary_bits, self.verify, experts.n_bytes)
 
-    def _set_embedding(self, model: ModelFile, spec: ModelSpec, weights: _core.Weights, is_copied: bool) -> int:
-        """Bytes of the embeddings, whose rows are read from the file, or from a copy of it."""
-        info = embedding_of(model, spec)
-        if info is None:
-            return 0
-        rows = model.data(info.name)
-        n_vocab, n_embd = info.shape
-        weights.set_embedding(int(info.type), n_vocab, n_embd, rows.copy() if is_copied else rows)
-        return rows.nbytes
+    def _weight_bytes(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, expert_cache: int | None) -> int:
+        """Packed weights, and a copy of the embeddings where there is to be one. Raises UnsupportedModel."""
+        parts = self._parts(model, spec, bits)
+        rows = embedding_of(model, spec, parts, is_held=self.resident or expert_cache is not None)
+        return packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
 
     def _tune(
         self, loaded: NativeModel, model: ModelFile, parts: Sequence[Part], device: Device, bits: TernaryBits

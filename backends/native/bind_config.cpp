@@ -47,8 +47,8 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
 void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope, int query_scales,
                int window, float soft_cap, QKNorm qk_norm, bool key_bias,
                const std::variant<DenseConfig, ExpertsConfig>& ffn) {
-    const AttentionConfig attention{n_in,   n_heads,  n_kv_heads, head_dim, rope, query_scales,
-                                    window, soft_cap, qk_norm,    key_bias};
+    const AttentionConfig attention{n_in,         n_heads, n_kv_heads, head_dim, rope,
+                                    query_scales, window,  soft_cap,   qk_norm,  key_bias};
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
@@ -163,6 +163,13 @@ void bind_config(nb::module_& m) {
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
         .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
              "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "ffn"_a)
+        .def(
+            "add_inputs",
+            [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },
+            "format"_a, "n_in"_a, "Make room for the inputs of matrices of a packed format.")
+        .def(
+            "add_inputs_of_output", [](DecoderConfig& config) { config.inputs.add_any(config.n_embd); },
+            "Make room for the inputs of an output matrix that may have any format.")
         .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
         .def_rw("residual_scale", &DecoderConfig::residual_scale)
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
@@ -176,7 +183,7 @@ void bind_config(nb::module_& m) {
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
-                return Activations::n_bytes(config, front.kind, n_threads);
+                return Memory::size_of(Activations::n_bytes(config, front.kind, n_threads));
             },
             "front"_a, "n_threads"_a);
 }
@@ -199,5 +206,6 @@ void bind_text_state(nb::module_& m) {
         .def("forget", &TextState::forget, "number"_a)
         .def("parked", &TextState::parked, "Numbers of the parked texts.")
         .def_prop_ro("n_past", &TextState::n_past)
-        .def_prop_ro("used_bytes", &TextState::used_bytes);
+        .def_prop_ro("used_bytes", &TextState::used_bytes)
+        .def_prop_ro("window_bytes", &TextState::window_bytes);
 }

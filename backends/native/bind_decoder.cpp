@@ -39,18 +39,20 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
     return valid && (chain || parents.size() <= static_cast<size_t>(config.n_batch));
 }
 
-// Raises edgeinfer.errors.ExpertReadError.
-[[noreturn]] void raise_unreadable(const std::string& reason) {
-    const nb::object error = nb::module_::import_("edgeinfer.errors").attr("ExpertReadError");
+// Raises an error of edgeinfer.errors.
+[[noreturn]] void raise_unreadable(const char* kind, const std::string& reason) {
+    const nb::object error = nb::module_::import_("edgeinfer.errors").attr(kind);
     PyErr_SetString(error.ptr(), reason.c_str());
     throw nb::python_error();
 }
 
-// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, and ExpertReadError.
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, ExpertReadError and
+// ModelFileError.
 template <class Run>
 bool interruptible(const Run& run) {
     bool raised = false, whole = false;
     std::string unreadable;
+    const char* kind = nullptr;
     const auto poll = [&raised] {
         nb::gil_scoped_acquire acquire;
         if (!raised) raised = PyErr_CheckSignals() != 0;  // a handler's exception stays until it is thrown
@@ -61,11 +63,13 @@ bool interruptible(const Run& run) {
         try {
             whole = run(poll);
         } catch (const ExpertsUnreadable& error) {
-            unreadable = error.what();
+            kind = "ExpertReadError", unreadable = error.what();
+        } catch (const RowUnreadable& error) {
+            kind = "ModelFileError", unreadable = error.what();
         }
     }
     if (raised) throw nb::python_error();
-    if (!unreadable.empty()) raise_unreadable(unreadable);
+    if (kind) raise_unreadable(kind, unreadable);
     return whole;
 }
 

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "bindings.h"
+#include "packed_rows.h"
 #include "packing.h"
 #include "pool.h"
 
@@ -67,6 +68,18 @@ public:
         }
         kernels.matmul(matrix, in, static_cast<int>(n), 0, matrix_.n_groups(), nullptr, y.data(),
                        static_cast<size_t>(matrix_.n_out));
+    }
+
+    // out (n_out, n_in) = all rows, one by one.
+    void read_rows(FloatRows out) const {
+        if (!has_packed_rows(matrix_.format)) throw nb::value_error("I2_S has no rows that can be read alone");
+        const size_t n_in = static_cast<size_t>(matrix_.n_in);
+        if (out.shape(0) != static_cast<size_t>(matrix_.n_out) || out.shape(1) != n_in) {
+            throw nb::value_error("out must be (n_out, n_in)");
+        }
+        for (int r = 0; r < matrix_.n_out; r++) {
+            dequantize_packed_row(matrix_, r, out.data() + static_cast<size_t>(r) * n_in);
+        }
     }
 
     const Matrix& matrix() const { return matrix_; }
@@ -163,6 +176,7 @@ void bind_kernels(nb::module_& m) {
         .def(nb::init<int, int, int, Bytes, float, std::optional<int>>(), "ggml_type"_a, "n_out"_a, "n_in"_a,
              "source"_a, "scale"_a = 1.0f, "packed_as"_a = nb::none())
         .def("multiply", &PackedMatrix::multiply, "isa"_a, "x"_a, "y"_a, "prefetch"_a = nb::none())
+        .def("read_rows", &PackedMatrix::read_rows, "out"_a, "All rows as floats, (n_out, n_in).")
         .def_prop_ro(
             "data",
             [](const PackedMatrix& matrix) { return bytes_of(matrix, matrix.data(), matrix.matrix().n_bytes()); },

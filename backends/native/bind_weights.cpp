@@ -1,5 +1,6 @@
 // Threads and weights in Python.
 #include "bindings.h"
+#include "packed_rows.h"
 #include "packing.h"
 #include "pool.h"
 #include "weights.h"
@@ -52,13 +53,32 @@ void map_vector(Weights& weights, const std::string& block, const std::string& r
     weights.set_vector(name_of(block, role), nullptr, n);
 }
 
-void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Bytes source) {
+StoredRows stored_rows(int ggml_type, int n_vocab, int n_embd) {
     const Format format = format_of(ggml_type, n_embd);
     if (format == Format::I2_S) throw nb::value_error("I2_S has no rows that can be read alone");
-    if (n_vocab < 1 || source.size() != matrix_source_bytes(ggml_type, n_vocab, n_embd)) {
+    if (n_vocab < 1) throw nb::value_error("n_vocab must be positive");
+    return {format, matrix_source_bytes(ggml_type, 1, n_embd)};
+}
+
+void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Bytes source) {
+    const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
+    if (source.size() != rows.row_bytes * static_cast<size_t>(n_vocab)) {
         throw nb::value_error("source has another size");
     }
-    weights.set_embedding({format, source.data(), n_vocab, n_embd, matrix_source_bytes(ggml_type, 1, n_embd)});
+    weights.set_embedding(std::make_unique<RowsInMemory>(rows, source.data(), n_vocab, n_embd));
+}
+
+void set_embedding_of_file(Weights& weights, int ggml_type, int n_vocab, int n_embd, int descriptor,
+                           const std::string& path, uint64_t offset) {
+    const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
+    CachedFile file(descriptor, path);
+    weights.set_embedding(std::make_unique<RowsOfFile>(rows, std::move(file), path, offset, n_vocab, n_embd));
+}
+
+void set_embedding_of_matrix(Weights& weights, const std::string& block, const std::string& role) {
+    const Matrix& matrix = weights.own_matrix(name_of(block, role));
+    if (!has_packed_rows(matrix.format)) throw nb::value_error("I2_S has no rows that can be read alone");
+    weights.set_embedding(std::make_unique<RowsOfMatrix>(matrix));
 }
 
 }  // namespace
@@ -94,7 +114,12 @@ void bind_weights(nb::module_& m) {
         .def("set_vector", &set_vector, "block"_a, "role"_a, "source"_a)
         .def("map_vector", &map_vector, "block"_a, "role"_a, "n"_a)
         .def("set_embedding", &set_embedding, "ggml_type"_a, "n_vocab"_a, "n_embd"_a, "source"_a,
-             nb::keep_alive<1, 5>())
+             nb::keep_alive<1, 5>(), "Embeddings in memory, as GGUF stores them.")
+        .def("set_embedding_of_file", &set_embedding_of_file, "ggml_type"_a, "n_vocab"_a, "n_embd"_a, "descriptor"_a,
+             "path"_a, "offset"_a,
+             "Embeddings that are read from a file, row by row. descriptor: of the open file, of which a copy is kept.")
+        .def("set_embedding_of_matrix", &set_embedding_of_matrix, "block"_a, "role"_a,
+             "Embeddings that are the rows of a packed matrix.")
         .def("check_all_are_used", &Weights::check_all_are_used,
              "Raises ValueError for a weight that no decoder and no part of a head has looked up.")
         .def_prop_ro("n_bytes", &Weights::n_bytes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+from edgeinfer.types import CacheType
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (
@@ -32,7 +34,10 @@ PARTS_OF_HEADS: dict[type, Sequence[str]] = {
 
 
 def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
-    """Sizes and layers; without the values of the query scales, which grow with n_ctx: see add_query_scales."""
+    """Sizes and layers; without what matrices read, see add_inputs, and without the values of the query scales.
+
+    These grow with n_ctx, see add_query_scales.
+    """
     config = _core.DecoderConfig(
         n_vocab=spec.n_vocab,
         n_logits=spec.n_logits,
@@ -66,6 +71,23 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
             ffn=_feed_forward(layer.ffn),
         )
     return config
+
+
+def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
+    """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
+    layers = [layer for layer in spec.layers if layer.mixer.window]
+    whole = [replace(layer, mixer=replace(layer.mixer, window=None)) for layer in layers]
+    windows, others = (
+        decoder_config(replace(spec, layers=of), n_ctx, n_batch).kv_bytes(_core.KvType[cache_type], n_ctx) if of else 0
+        for of in (layers, whole)
+    )
+    return windows if windows < others else 0
+
+
+def add_inputs(config: _core.DecoderConfig, matrices: Iterable[tuple[int, int]]) -> None:
+    """Make room for what matrices (packed format, n_in) read; without it a decoder refuses them."""
+    for packed_as, n_in in set(matrices):
+        config.add_inputs(packed_as, n_in)
 
 
 def add_query_scales(config: _core.DecoderConfig, spec: ModelSpec, n_ctx: int) -> None:

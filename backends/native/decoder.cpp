@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstring>
 
-#include "packing.h"
 #include "trigonometry.h"
 
 namespace {
@@ -26,6 +25,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       output_norm_(weights_->vector("output_norm", config.n_embd)),
       output_(weights_->output(config.n_logits, config.n_embd)),
       embedding_(weights_->embedding(config.n_vocab, config.n_embd)) {
+    check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     fill_turns();
@@ -48,10 +48,21 @@ void Decoder::fill_turns() {
                 }
             }
         };
-        fill(padded(config_.n_ctx) / 16, 16, [&](size_t p, size_t i, size_t which) -> float& {
-            return turns.tiles[(2 * p + which) * turns.ld + i];
-        });
+        fill(padded(config_.n_ctx) / 16, 16,
+             [&](size_t p, size_t i, size_t which) -> float& { return turns.tiles[(2 * p + which) * turns.ld + i]; });
         fill(16, 1, [&](size_t p, size_t i, size_t which) -> float& { return turns.within[(2 * i + which) * 16 + p]; });
+    }
+}
+
+void Decoder::check_inputs() const {
+    weights_->check_inputs(config_.inputs);
+    for (int i = 0; store_ && i < config_.n_layers(); i++) {
+        if (!config_.layers[static_cast<size_t>(i)].experts()) continue;
+        for (const Matrix& matrix : store_->layout().layer(i).parts) {
+            if (!config_.inputs.fit(matrix.format, matrix.n_in)) {
+                throw std::invalid_argument("experts have longer inputs than there is room for");
+            }
+        }
     }
 }
 
@@ -94,6 +105,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
+    if (!pass.failure().empty()) throw RowUnreadable(pass.failure());
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
     if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
@@ -128,8 +140,12 @@ void Decoder::embed(const Pass& pass, int thread) const {
     pass.for_items(thread, pass.n, [&](int c) {
         const Text& text = pass.text_of(c);
         const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
-        const size_t token = static_cast<size_t>(text.rows.tokens[i]);
-        dequantize_row(embedding_.format, embedding_.data + token * embedding_.row_bytes, config_.n_embd, b.x + at);
+        try {
+            embedding_.read(text.rows.tokens[i], b.x + at);
+        } catch (const std::runtime_error& error) {
+            pass.fail(error.what());
+            return;
+        }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
         if (front_) std::memcpy(b.feature + at, text.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);

@@ -28,6 +28,12 @@ public:
     using std::runtime_error::runtime_error;
 };
 
+// The embedding of a token could not be read, and so the pass has no result.
+class RowUnreadable : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
 class Decoder {
 public:
     // store: of the experts, null for a model without any. Throws std::invalid_argument for weights that are missing or
@@ -39,7 +45,8 @@ public:
     // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
-    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable.
+    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable,
+    // RowUnreadable.
     bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 
@@ -103,6 +110,8 @@ private:
                 visit(static_cast<int>(i), *block);
         }
     }
+    // Throws std::invalid_argument for a matrix with longer inputs than there is room for.
+    void check_inputs() const;
     void add_layer(int index, int& n_with_experts);
     void fill_turns();
     void begin(const Pass& pass);
@@ -127,7 +136,7 @@ private:
     PassRows last_rows_;
     const float* output_norm_;
     Matrix output_;
-    Embedding embedding_;
+    const Embedding& embedding_;
     std::mutex running_;
     std::atomic<uint64_t> interrupts_{0};
     std::atomic<bool> stop_{false};  // of the pass that runs

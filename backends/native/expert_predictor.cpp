@@ -1,7 +1,6 @@
 #include "expert_predictor.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "router.h"
 
@@ -44,11 +43,11 @@ void ExpertPredictor::check(int layer, std::span<const int32_t> wanted) {
 bool ExpertPredictor::has_work(const Pass& pass, int layer) const {
     if (at(layer).next == kNone) return false;
     const Layer& next = at(at(layer).next);
-    return pass.n <= kPredictedRows ? next.n_in_pass > 0 || is_observed_ : wants_all(pass, next);
+    return pass.n <= kPredictedRows ? next.n_in_pass > 0 || is_observed_ : wants_most(pass, next);
 }
 
-// Whether so many rows want nearly all experts: were each as probable as the others, all but 2 %.
-bool ExpertPredictor::wants_all(const Pass& pass, const Layer& layer) {
+// Whether so many rows want most of the experts: were each as probable as the others, all but 2 %.
+bool ExpertPredictor::wants_most(const Pass& pass, const Layer& layer) {
     return pass.n * layer.router.config.n_used >= 4 * layer.router.config.n_experts;
 }
 
@@ -60,16 +59,15 @@ void ExpertPredictor::predict(const Pass& pass, int layer) {
         predict_rows(pass, of, std::min(n, of.router.config.n_experts));
         if (of.n_in_pass > 0) store_.hint(next, of.predicted);
     } else {
-        int32_t* all = pass.b.experts.predicted.chosen;
-        std::iota(all, all + of.router.config.n_experts, 0);
-        store_.hint(next, {all, static_cast<size_t>(of.router.config.n_experts)});
+        predict_many(pass, of);
+        store_.hint(next, probable_);
     }
 }
 
 // The n experts of each row, the most probable of all rows first.
 void ExpertPredictor::predict_rows(const Pass& pass, Layer& layer, int n) {
     const PredictedRows& b = pass.b.experts.predicted;
-    choose(pass, layer, n);
+    choose(pass, layer, {0, 1, pass.n}, n);
     for (int i = 0; i < n * pass.n; i++) {
         const int32_t expert = b.chosen[i % pass.n * n + i / pass.n];
         const bool is_new = std::find(layer.predicted.begin(), layer.predicted.end(), expert) == layer.predicted.end();
@@ -77,8 +75,29 @@ void ExpertPredictor::predict_rows(const Pass& pass, Layer& layer, int n) {
     }
 }
 
+// The experts that some of the rows will probably want, those of most rows first. A sample: rows past a few hundred add
+// hardly any expert, and each takes a reading of the router.
+void ExpertPredictor::predict_many(const Pass& pass, const Layer& layer) {
+    constexpr int kMostSampled = 256;
+    const ExpertsConfig& config = layer.router.config;
+    const int step = (pass.n + kMostSampled - 1) / kMostSampled, n_sampled = pass.n / step;
+    n_rows_.assign(static_cast<size_t>(config.n_experts), 0);
+    for (int i = 0; i < n_sampled; i += kPredictedRows) {
+        const int n = std::min(kPredictedRows, n_sampled - i);
+        choose(pass, layer, {i * step, step, n}, config.n_used);
+        const int32_t* chosen = pass.b.experts.predicted.chosen;
+        for (int k = 0; k < n * config.n_used; k++) n_rows_[static_cast<size_t>(chosen[k])]++;
+    }
+    probable_.clear();
+    for (int e = 0; e < config.n_experts; e++) {
+        if (n_rows_[static_cast<size_t>(e)]) probable_.push_back(e);
+    }
+    const auto rows_of = [this](int32_t e) { return n_rows_[static_cast<size_t>(e)]; };
+    std::stable_sort(probable_.begin(), probable_.end(), [&](int32_t a, int32_t b) { return rows_of(a) > rows_of(b); });
+}
+
 // chosen: (n rows, n), in descending order of what the router gives.
-void ExpertPredictor::choose(const Pass& pass, const Layer& layer, int n) {
+void ExpertPredictor::choose(const Pass& pass, const Layer& layer, Rows rows, int n) {
     const PredictedRows& b = pass.b.experts.predicted;
     const ExpertRouter& router = layer.router;
     Inputs inputs = b.inputs;
@@ -86,9 +105,9 @@ void ExpertPredictor::choose(const Pass& pass, const Layer& layer, int n) {
     inputs.x = b.h;
     inputs.ldx = pass.b.ld_embd;
     const size_t ld_router = pass.b.experts.ld_router;
-    for (int c = 0; c < pass.n; c++) {
+    for (int c = 0; c < rows.n; c++) {
         const size_t at = static_cast<size_t>(c) * pass.b.ld_embd;
-        const float* x = pass.b.x + at;
+        const float* x = pass.b.x + static_cast<size_t>(rows.first + c * rows.step) * pass.b.ld_embd;
         if (router.norm) {
             pass.kernels.rms_norm(x, router.norm, pass.config.n_embd, pass.config.norm_epsilon, b.h + at);
         } else {
@@ -97,11 +116,11 @@ void ExpertPredictor::choose(const Pass& pass, const Layer& layer, int n) {
         prepare_inputs(pass.kernels, inputs, c, {&router.matrix});
     }
     const int n_groups = router.matrix.n_groups();
-    pass.kernels.matmul(router.matrix, inputs, pass.n, 0, n_groups, nullptr, b.products, ld_router);
-    add_bias(router.matrix, router.bias, pass.n, 0, n_groups, b.products, ld_router);
+    pass.kernels.matmul(router.matrix, inputs, rows.n, 0, n_groups, nullptr, b.products, ld_router);
+    add_bias(router.matrix, router.bias, rows.n, 0, n_groups, b.products, ld_router);
     ExpertsConfig config = router.config;
     config.n_used = n;
-    for (int c = 0; c < pass.n; c++) {
+    for (int c = 0; c < rows.n; c++) {
         route(config, pass.kernels, b.products + static_cast<size_t>(c) * ld_router, router.selection_bias, b.scores,
               b.chosen + c * n, b.scores + ld_router);
     }

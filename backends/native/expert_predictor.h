@@ -59,14 +59,21 @@ private:
     };
 
     Layer& at(int layer) const { return layers_[static_cast<size_t>(layer)]; }
-    static bool wants_all(const Pass& pass, const Layer& layer);
+    // Rows first, first + step, ... of a pass, kPredictedRows at most.
+    struct Rows {
+        int first, step, n;
+    };
+    static bool wants_most(const Pass& pass, const Layer& layer);
     static void predict_rows(const Pass& pass, Layer& layer, int n);
-    static void choose(const Pass& pass, const Layer& layer, int n);
+    void predict_many(const Pass& pass, const Layer& layer);
+    static void choose(const Pass& pass, const Layer& layer, Rows rows, int n);
 
     ExpertStore& store_;
     int n_layers_, last_ = kNone;
     std::unique_ptr<Layer[]> layers_;
     std::atomic<int> every_{0};
     uint64_t n_passes_ = 0;
-    bool is_observed_ = false;  // this pass
+    bool is_observed_ = false;       // this pass
+    std::vector<int32_t> n_rows_;    // of predict_many, for each expert
+    std::vector<int32_t> probable_;  // what it found
 };

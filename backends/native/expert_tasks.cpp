@@ -6,12 +6,13 @@ namespace {
 
 constexpr int tasks_of(int n_groups, int groups_each) { return (n_groups + groups_each - 1) / groups_each; }
 
-// Row groups of one task, which reads group_bytes of each. With few rows it is a stream that is worth starting; with many,
-// what it reads stays in the core's cache while the rows go by. least_tasks: that there are at least, if possible.
+// Row groups of one task, which reads group_bytes of each. With few rows it is a stream that is worth starting: longer
+// than one of a layer's other products, as the experts of a layer are many tasks anyway. With many rows, what it reads
+// stays in the core's cache while they go by. least_tasks: that there are at least, if possible.
 int groups_of_task(const Matrix& w, size_t group_bytes, int n_rows, int least_tasks, int at_once) {
-    constexpr size_t kInCache = size_t{192} << 10;
+    constexpr size_t kInCache = size_t{192} << 10, kStream = size_t{800} << 10;
     const Prefetch& prefetch = prefetch_of(w, n_rows);
-    const size_t bytes = prefetch.task ? static_cast<size_t>(prefetch.task) : kInCache;
+    const size_t bytes = prefetch.task ? std::max(kStream, static_cast<size_t>(prefetch.task)) : kInCache;
     const int n_groups = w.n_groups(), together = std::min(prefetch.at_once, at_once);
     const int most = std::min({kMostTaskGroups, n_groups, std::max(1, n_groups / least_tasks)});
     const int wanted = std::clamp(static_cast<int>(bytes / group_bytes), 1, most);

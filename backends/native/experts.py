@@ -97,6 +97,10 @@ class ModelExperts:
         of_layer = next(each for each in self.layers if each.index == layer)
         return of_layer.parts[EXPERT_ROLES.index(role)].slice_of(model, expert)
 
+    def inputs(self) -> set[tuple[int, int]]:
+        """Packed format and n_in of all matrices."""
+        return {(part.packed_as, part.shape[1]) for layer in self.layers for part in layer.parts}
+
     @property
     def n_used(self) -> int:
         """Experts that a token wants of a layer at most."""

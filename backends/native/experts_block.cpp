@@ -175,12 +175,13 @@ void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
-// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for.
+// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for. With many
+// rows the disk would have nothing to do for long: at once too.
 void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertTasks& tasks = *pass.b.experts.tasks;
     const int n_predictions = predictor_.has_work(pass, index_) ? 1 : 0;
     pass.for_tasks(thread, tasks.count() + n_predictions, [&](int i) {
-        const int before = tasks.first_waiting();
+        const int before = pass.n <= kPredictedRows ? tasks.first_waiting() : 0;
         if (n_predictions && i == before) return predictor_.predict(pass, index_);
         run_task(pass, thread, i > before ? i - n_predictions : i, inputs);
     });
@@ -323,6 +324,7 @@ void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) c
         float* y = pass.b.own_h[static_cast<size_t>(thread)];
         pass.kernels.weighted_sum(outputs, b.weights + r * n_used, config_.n_used, pass.config.n_embd, y);
         if (config_.n_ff_shared) pass.kernels.add_scaled(y, b.shared_out + r * ld, pass.config.n_embd, *shared_weight);
+        clear_padding(y, pass.config.n_embd);
         if (post_norm_) pass.kernels.rms_norm(y, post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);
         pass.kernels.add_scaled(pass.b.x + r * ld, y, pass.config.n_embd, pass.config.residual_scale);
     });

@@ -73,7 +73,7 @@ struct FeatureProjection::Buffers {
     Buffers(int n_rows, Cutter& cutter)
         : ld(padded(n_rows)),
           row(cutter.take<float>(kTokensTogether * ld)),
-          inputs(take_inputs(cutter, kTokensTogether, ld)) {
+          inputs(take_inputs(cutter, kTokensTogether, InputSizes::all(static_cast<int>(ld)))) {
         inputs.n_in = n_rows;
         inputs.x = row;
         inputs.ldx = ld;

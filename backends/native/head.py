@@ -10,11 +10,19 @@ from numpy.typing import ArrayLike
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import check_features, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, decoder_config, front_config
+from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, add_inputs, decoder_config, front_config
 from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
 from edgeinfer.backends.native.passes import TextRows
 from edgeinfer.backends.native.session import NativeText
-from edgeinfer.backends.native.weights import embedding_of, pack_weights, packed_bytes, parts_of
+from edgeinfer.backends.native.weights import (
+    Part,
+    embedding_of,
+    inputs_of,
+    pack_weights,
+    packed_bytes,
+    parts_of,
+    set_embedding,
+)
 from edgeinfer.errors import InvalidArgument, ShapeError
 from edgeinfer.models import Experts, check_blocks
 from edgeinfer.models.draft_head import HeadSpec
@@ -32,9 +40,10 @@ def plan_head(head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int, n_threa
     """
     _check(head, spec)
     n_batch = min(n_batch, n_ctx)
-    config = decoder_config(spec.decoder, n_ctx, n_batch)
-    embedding = embedding_of(head, spec.decoder)
-    weights = packed_bytes(parts_of(head, spec.weights())) + (0 if embedding is None else embedding.n_bytes)
+    parts = parts_of(head, spec.weights())
+    config = _config(spec, parts, n_ctx, n_batch)
+    rows = embedding_of(head, spec.decoder, parts, is_held=True)
+    weights = packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
     activations = config.activation_bytes(front_config(spec), n_threads)
     if spec.features is not None:
         activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
@@ -45,7 +54,7 @@ def plan_head(head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int, n_threa
 def load_head(
     head: ModelFile, spec: HeadSpec, target: NativeModel, plan: MemoryPlan, device: Device
 ) -> NativeHeadModel:
-    """A head of a target. Its file may be closed afterwards; the target's must stay open.
+    """A head of a target. The files of both may be closed afterwards.
 
     It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
     spec: see read_head_beside. Raises UnsupportedModel.
@@ -55,19 +64,27 @@ def load_head(
     threads = shared_threads(target.threads, device.n_threads)
     weights = _core.Weights(packed_bytes(parts), None, target.weights())
     pack_weights(weights, head, parts, threads)
-    embedding, embedding_bytes = embedding_of(head, spec.decoder), 0
-    if embedding is not None:
-        rows = head.data(embedding.name).copy()
-        n_vocab, n_embd = embedding.shape
-        weights.set_embedding(int(embedding.type), n_vocab, n_embd, rows)
-        embedding_bytes = rows.nbytes
-    made = assemble(spec.decoder, front_config(spec), plan, device, weights, threads, embedding_bytes)
+    rows = embedding_of(head, spec.decoder, parts, is_held=True)
+    if rows is not None:
+        set_embedding(weights, head, rows)
+    head.unmap()
+    config = _config(spec, parts, plan.n_ctx, plan.n_batch)
+    made = assemble(spec.decoder, config, front_config(spec), plan, device, weights, threads, rows)
     projection = None
     if (part := spec.features) is not None:
         sizes = part.n_embd, part.n_rows, part.n_normed, spec.decoder.norm_epsilon
         projection = _core.FeatureProjection(weights, made.decoder.isa, threads, *sizes)
     weights.check_all_are_used()
     return NativeHeadModel(made, spec, plan, projection)
+
+
+def _config(spec: HeadSpec, parts: Sequence[Part], n_ctx: int, n_batch: int) -> _core.DecoderConfig:
+    """Sizes of the decoder and of what it computes."""
+    config = decoder_config(spec.decoder, n_ctx, n_batch)
+    add_inputs(config, inputs_of(parts))
+    if spec.decoder.output is None:  # which is the target's
+        config.add_inputs_of_output()
+    return config
 
 
 def _check(head: ModelFile, spec: HeadSpec) -> None:

@@ -22,7 +22,10 @@ Limits measure_limits(const Kernels& kernels, Pool& pool, int n_rounds) {
     constexpr size_t kBytes = size_t{512} << 20, kChunk = size_t{1} << 20;
     constexpr int kRounds = 1280000, kShares = 32;
     const Memory memory(kBytes);
-    std::memset(memory.data(), 1, kBytes);
+    pool.run([&](int thread) {
+        pool.for_tasks(thread, static_cast<int>(kBytes / kChunk),
+                       [&](int chunk) { std::memset(memory.data() + static_cast<size_t>(chunk) * kChunk, 1, kChunk); });
+    });
     std::atomic<int32_t> seen{0};  // so that nothing is left out as unused
     double read = 1e9, multiply = 1e9;
     for (int i = 0; i < n_rounds; i++) {

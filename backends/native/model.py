@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import ExpertTier, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import add_query_scales, decoder_config
+from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
+from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
@@ -25,31 +26,39 @@ from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder in memory.  embedding_bytes: of its own embeddings."""
+    """The parts of a decoder in memory.
+
+    embedding: where it finds its own embeddings, None where it takes a target's.  is_mapped: whether weights and
+    experts are pages of a packed file.
+    """
 
     decoder: _core.Decoder
     config: _core.DecoderConfig
     weights: _core.Weights
     threads: _core.Threads
-    embedding_bytes: int
+    embedding: EmbeddingRows | None
     experts: _core.ExpertStore | None = None
+    is_mapped: bool = False
 
 
 def assemble(
     spec: ModelSpec,
+    config: _core.DecoderConfig,
     front: _core.FrontConfig,
     plan: MemoryPlan,
     device: Device,
     weights: _core.Weights,
     threads: _core.Threads,
-    embedding_bytes: int,
+    embedding: EmbeddingRows | None,
     experts: _core.ExpertStore | None = None,
 ) -> DecoderParts:
-    """A decoder of weights that are all there. Raises ValueError for one that is missing, by its name."""
-    config = decoder_config(spec, plan.n_ctx, plan.n_batch)
+    """A decoder of weights that are all there.
+
+    config: of the plan, with what its matrices read. Raises ValueError for a weight that is missing, by its name.
+    """
     add_query_scales(config, spec, plan.n_ctx)
     decoder = _core.Decoder(config, front, device.isa or best_isa(), threads, weights, experts)
-    return DecoderParts(decoder, config, weights, threads, embedding_bytes, experts)
+    return DecoderParts(decoder, config, weights, threads, embedding, experts)
 
 
 def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
@@ -76,7 +85,8 @@ class NativeDecoder:
         self._decoder: _core.Decoder | None = parts.decoder
         self._weights: _core.Weights | None = parts.weights
         self._threads: _core.Threads | None = parts.threads
-        self._embedding_bytes = parts.embedding_bytes
+        self._embedding_bytes = 0 if parts.embedding is None else parts.embedding.n_bytes
+        self._is_mapped = parts.is_mapped
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
@@ -98,7 +108,9 @@ class NativeDecoder:
         """See Model.memory: packed weights and the embeddings of this model, and the activations of a pass."""
         decoder = self.decoder()
         experts = 0 if self._experts is None else self._experts.n_bytes
-        return MemoryUse(decoder.weight_bytes + self._embedding_bytes, 0, decoder.activation_bytes, experts=experts)
+        weights = decoder.weight_bytes + self._embedding_bytes
+        use = MemoryUse(weights, 0, decoder.activation_bytes, experts=experts)
+        return replace(use, mapped=weights, mapped_experts=experts) if self._is_mapped else use
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -147,7 +159,7 @@ class NativeDecoder:
 class NativeModel(NativeDecoder):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
-    The model file must stay open: embedding rows are read from it, unless the backend's `resident` is set.
+    The model file may be closed: what is still read from it, embedding rows and experts, has it open for itself.
     tuning: how the weights are read, None where that was not chosen; see tuning.tune.
     """
 

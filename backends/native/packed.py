@@ -40,7 +40,7 @@ SUFFIX = ".packed"
 _ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_BYTES = 1 << 60  # of a file
-_HASHED_AT_ONCE = 64 << 20
+_HASHED_AT_ONCE, _READ_AT_ONCE = 64 << 20, 1 << 20
 # Samples of a model: around the edges of tensors, and spread evenly over each file. So many places at most are read,
 # which takes milliseconds also where no byte of the file is in memory yet.
 _MAX_EDGES, _EVEN_PLACES, _SAMPLE_BYTES = 512, 64, 4096
@@ -94,6 +94,19 @@ def sha256_of(*contents: NDArray[np.uint8]) -> str:
     return digest.hexdigest()
 
 
+def sha256_of_file(model: ModelFile, part: int) -> str:
+    """SHA-256 of all bytes of a file of the model, in hex. Raises ModelFileError."""
+    digest = hashlib.sha256()
+    _feed(digest.update, model, part, 0, model.size(part))
+    return digest.hexdigest()
+
+
+def _feed(update: Callable[[bytes], None], model: ModelFile, part: int, first: int, last: int) -> None:
+    """Give bytes first..last-1 of a file to a hash, a few at a time."""
+    for at in range(first, last, _READ_AT_ONCE):
+        update(model.read(part, at, min(last, at + _READ_AT_ONCE)))
+
+
 def write_packed(
     target: Path,
     model: ModelFile,
@@ -107,8 +120,8 @@ def write_packed(
     write_experts: gives the records of all experts, n_expert_bytes in all, to the function that it is called with.
     """
     sources = tuple(
-        Source(len(contents), samples_of(model, part), sha256_of(contents))
-        for part, contents in enumerate(model.contents(part) for part in range(len(model.paths)))
+        Source(model.size(part), samples_of(model, part), sha256_of_file(model, part))
+        for part in range(len(model.paths))
     )
     header = Header(LAYOUT, weights.nbytes, n_expert_bytes, ternary_bits, "0" * 64, sources)
     digest = hashlib.sha256()
@@ -176,17 +189,17 @@ def read_header(path: Path) -> Header:
 
 def samples_of(model: ModelFile, part: int) -> str:
     """Hash of a file's header, of the edges of its tensors and of places spread over all of it, in hex."""
-    contents = model.contents(part)
+    n_bytes = model.size(part)
     tensors = [info for info in model.tensors.values() if info.part == part and info.offset]
-    header_end = min((info.offset for info in tensors), default=len(contents))
+    header_end = min((info.offset for info in tensors), default=n_bytes)
     edges = {edge for info in tensors for edge in (info.offset, info.offset + info.n_bytes)}
     n_edges = max(1, _MAX_EDGES // len(model.paths))
     n_even = max(1, _EVEN_PLACES // len(model.paths))
-    places = {*_thinned(sorted(edges), n_edges), *(len(contents) * i // n_even for i in range(n_even)), len(contents)}
+    places = {*_thinned(sorted(edges), n_edges), *(n_bytes * i // n_even for i in range(n_even)), n_bytes}
     # What is read together is one run: the bytes on both sides of a place, which two tensors share.
     runs = [(0, header_end)]
     for place in sorted(places):
-        first, last = max(0, place - _SAMPLE_BYTES // 2), min(len(contents), place + _SAMPLE_BYTES // 2)
+        first, last = max(0, place - _SAMPLE_BYTES // 2), min(n_bytes, place + _SAMPLE_BYTES // 2)
         if first <= runs[-1][1]:
             runs[-1] = (runs[-1][0], max(runs[-1][1], last))
         else:
@@ -195,7 +208,7 @@ def samples_of(model: ModelFile, part: int) -> str:
     digest = hashlib.blake2b(digest_size=32)
     for first, last in runs:
         digest.update(struct.pack("<QQ", first, last))
-        digest.update(contents[first:last].data)
+        _feed(digest.update, model, part, first, last)
     return digest.hexdigest()
 
 
@@ -215,14 +228,14 @@ def _check_sources(path: Path, sources: tuple[Source, ...], model: ModelFile) ->
             f"{_remedy(path)}"
         )
     for part, (name, source) in enumerate(zip(model.paths, sources, strict=True)):
-        if len(model.contents(part)) != source.size or samples_of(model, part) != source.samples:
+        if model.size(part) != source.size or samples_of(model, part) != source.samples:
             raise BadPack(f"{path}: stale, {name} {stale}")
 
 
 def _verify(path: Path, header: Header, model: ModelFile, packed: Packed) -> None:
     """Raises BadPack unless all bytes of model and weights are those that were packed."""
     for part, (name, source) in enumerate(zip(model.paths, header.sources, strict=True)):
-        if sha256_of(model.contents(part)) != source.sha256:
+        if sha256_of_file(model, part) != source.sha256:
             raise BadPack(f"{path}: {name} is not what was packed, its SHA-256 differs; {_remedy(path)}")
     if sha256_of(packed.weights, packed.records) != header.sha256:
         raise BadPack(f"{path}: damaged, the SHA-256 of its weights is not that of its header; {_remedy(path)}")

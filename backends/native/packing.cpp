@@ -1,7 +1,6 @@
 #include "packing.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -9,56 +8,11 @@
 #include <vector>
 
 #include "float16.h"
+#include "tile_layout.h"
 
 namespace {
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-
-float read_f16(const uint8_t* p) {
-    uint16_t h;
-    std::memcpy(&h, p, sizeof h);
-    return f16_to_f32(h);
-}
-
-// Where GGUF's blocks of 32 keep things: f16 d, f16 m (if any), 32 bits of fifth bits (if any), codes.
-struct Block32 {
-    int bits;
-    int offset;  // taken off the stored code
-    bool min;
-
-    size_t high_at() const { return min ? 4 : 2; }
-    size_t codes_at() const { return high_at() + (bits == 5 ? 4 : 0); }
-    size_t n_bytes() const { return codes_at() + (bits == 8 ? 32 : 16); }
-    size_t lines() const { return bits == 8 ? 512 : bits == 5 ? 320 : 256; }
-    // Where block b of a row group has its scales and its codes, when packed.
-    size_t scales_at(size_t b) const { return min ? b * (64 + lines()) : b / 2 * (64 + 2 * lines()) + b % 2 * 32; }
-    size_t lines_at(size_t b) const {
-        return 64 + (min ? b * (64 + lines()) : b / 2 * (64 + 2 * lines()) + b % 2 * lines());
-    }
-};
-
-Block32 block32(Format format) {
-    switch (format) {
-        case Format::Q4_0: return {4, 8, false};
-        case Format::Q4_1: return {4, 0, true};
-        case Format::Q5_0: return {5, 16, false};
-        case Format::Q5_1: return {5, 0, true};
-        default: return {8, 0, false};
-    }
-}
-
-static_assert(std::endian::native == std::endian::little);  // of words, the first byte is the first code
-
-uint32_t word_at(const uint8_t* p) {
-    uint32_t word;
-    std::memcpy(&word, p, 4);
-    return word;
-}
-
-// 32 codes of one row, four a word, a byte each.
-using Codes = uint32_t[8];
-
-int code_at(const Codes& codes, int i) { return static_cast<int>(codes[i / 4] >> 8 * (i % 4) & 255); }
 
 // Writes them into the lines of a block of 32.
 void place_codes(int bits, const Codes& codes, int row, uint8_t* lines) {
@@ -114,13 +68,6 @@ void pack_row_block32(const Block32& layout, const uint8_t* source, int n_in, in
         if (layout.min) std::memcpy(scales + 32 + 2 * row, source + 2, 2);
         source += layout.n_bytes();
     }
-}
-
-// GGUF's MXFP4: the exponent, 16 bytes of codes as in Q4_0.
-constexpr size_t kBytesMxfp4 = 17, kLinesMxfp4 = 256, kGroupMxfp4 = 64 + kMxfp4Together * kLinesMxfp4;
-
-float scale_of_mxfp4(uint8_t e) {
-    return std::bit_cast<float>(e < 2 ? uint32_t{0x00200000} << e : static_cast<uint32_t>(e - 1) << 23);
 }
 
 void pack_row_mxfp4(const uint8_t* source, int n_in, int row, uint8_t* group) {
@@ -187,7 +134,7 @@ void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* t
             place_codes(bits, codes, row, tile + 256 + lines * static_cast<size_t>(j));
         }
         source += bits == 5 ? kBytes5K : kBytes4K;
-        tile += 256 + 8 * lines;
+        tile += tile_bytes_45k(bits);
     }
 }
 
@@ -211,7 +158,7 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
             }
         }
         source += kBytes6K;
-        tile += 3392;
+        tile += kTileBytes6K;
     }
 }
 
@@ -249,12 +196,6 @@ void place_two_bits(int n, const CodeAt& code_at, int row, uint8_t* lines) {
     }
 }
 
-constexpr int kBaseThreeInputs = 20;  // of a line
-
-constexpr size_t base_three_bytes(int n_inputs) {
-    return static_cast<size_t>((n_inputs + kBaseThreeInputs - 1) / kBaseThreeInputs) * 64;
-}
-
 // Writes n codes of one row in base three. Those behind the last one are 0.
 template <class CodeAt>
 void place_base_three(int n, const CodeAt& code_at, int row, uint8_t* lines) {
@@ -262,48 +203,38 @@ void place_base_three(int n, const CodeAt& code_at, int row, uint8_t* lines) {
         for (int c = 0; c < 4; c++) {
             int value = 0;
             for (int k = first + 16 + c; k >= first; k -= 4) value = 3 * value + (k < n ? code_at(k) : 0);
-            value -= 121;  // of the weights, one below the codes
+            value -= kBaseThreeCentre;
             lines[4 * row + c] = static_cast<uint8_t>(value < 0 ? 0x80 | -value : value);
         }
     }
 }
 
-// Where blocks of ternary weights keep things.
+// Where blocks of ternary weights keep things, and where row groups do.
 struct TernaryBlock {
-    int n_inputs;
+    TernaryTiles tiles;
     size_t n_bytes, scale_at;
     uint8_t (*code_of)(const uint8_t* block, int k);
-    bool base_three = false;  // when packed
-
-    size_t lines() const { return base_three ? base_three_bytes(n_inputs) : 4 * static_cast<size_t>(n_inputs); }
-    // Where block b of a row group has its scales and its codes, when packed.
-    size_t scales_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + b % 2 * 32; }
-    size_t lines_at(size_t b) const { return b / 2 * (64 + 2 * lines()) + 64 + b % 2 * lines(); }
 };
 
-TernaryBlock ternary_block(Format format) {
-    switch (format) {
-        case Format::TQ1_0: return {256, kBytesTQ1, kBytesTQ1 - 2, code_of_tq1};
-        case Format::TQ2_0: return {256, kBytesTQ2, kBytesTQ2 - 2, code_of_tq2};
-        default: return {64, kBytesQ2, 0, code_of_q2};
+TernaryBlock ternary_block(Format of, Format as) {
+    const TernaryTiles tiles = ternary_tiles(as);
+    switch (of) {
+        case Format::TQ1_0: return {tiles, kBytesTQ1, kBytesTQ1 - 2, code_of_tq1};
+        case Format::TQ2_0: return {tiles, kBytesTQ2, kBytesTQ2 - 2, code_of_tq2};
+        default: return {tiles, kBytesQ2, 0, code_of_q2};
     }
 }
 
-TernaryBlock ternary_block(Format of, Format as) {
-    TernaryBlock layout = ternary_block(of);
-    layout.base_three = as == Format::TQ_BASE_THREE;
-    return layout;
-}
-
 void pack_row_ternary(const TernaryBlock& layout, const uint8_t* source, int n_in, int row, uint8_t* group) {
-    for (size_t b = 0; b < static_cast<size_t>(n_in / layout.n_inputs); b++) {
-        std::memcpy(group + layout.scales_at(b) + 2 * row, source + layout.scale_at, 2);
-        uint8_t* lines = group + layout.lines_at(b);
+    const TernaryTiles& tiles = layout.tiles;
+    for (size_t b = 0; b < static_cast<size_t>(n_in / tiles.n_inputs); b++) {
+        std::memcpy(group + tiles.scales_at(b) + 2 * row, source + layout.scale_at, 2);
+        uint8_t* lines = group + tiles.lines_at(b);
         const auto code_at = [&](int k) { return layout.code_of(source, k); };
-        if (layout.base_three) {
-            place_base_three(layout.n_inputs, code_at, row, lines);
+        if (tiles.base_three) {
+            place_base_three(tiles.n_inputs, code_at, row, lines);
         } else {
-            place_two_bits(layout.n_inputs, code_at, row, lines);
+            place_two_bits(tiles.n_inputs, code_at, row, lines);
         }
         source += layout.n_bytes;
     }
@@ -365,7 +296,7 @@ void dequantize_45k(int bits, const uint8_t* block, int n_in, float* out) {
             Codes codes;
             scale_and_min(block + 4, j, scale, min);
             codes_of_block45k(bits, block, j, codes);
-            for (int i = 0; i < 32; i++) *out++ = d * scale * code_at(codes, i) - dmin * min;
+            out = weights_of_45k(d, dmin, scale, min, codes, out);
         }
         block += bits == 5 ? kBytes5K : kBytes4K;
     }
@@ -374,31 +305,24 @@ void dequantize_45k(int bits, const uint8_t* block, int n_in, float* out) {
 void dequantize_6k(const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 256; b++) {
         const float d = read_f16(block + 208);
-        for (int k = 0; k < 256; k += 4) {
-            const float scale = d * static_cast<float>(static_cast<int8_t>(block[192 + k / 16]));
-            const uint32_t codes = codes_of_block6k(block, k);
-            for (int i = 0; i < 32; i += 8) *out++ = scale * static_cast<float>(static_cast<int>(codes >> i & 63) - 32);
-        }
+        for (int k = 0; k < 256; k += 4) out = weights_of_6k(d, block[192 + k / 16], codes_of_block6k(block, k), out);
         block += kBytes6K;
     }
 }
 
 void dequantize_mxfp4(const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 32; b++) {
-        const float scale = scale_of_mxfp4(block[0]);
         Codes codes;
         codes_of_nibbles(block + 1, codes);
-        for (int i = 0; i < 32; i++) {
-            *out++ = scale * static_cast<float>(kMxfp4Codes[code_at(codes, i)] - kMxfp4Offset);
-        }
+        out = weights_of_mxfp4(block[0], codes, out);
         block += kBytesMxfp4;
     }
 }
 
 void dequantize_ternary(const TernaryBlock& layout, const uint8_t* block, int n_in, float* out) {
-    for (int b = 0; b < n_in / layout.n_inputs; b++) {
+    for (int b = 0; b < n_in / layout.tiles.n_inputs; b++) {
         const float d = read_f16(block + layout.scale_at);
-        for (int k = 0; k < layout.n_inputs; k++) *out++ = d * static_cast<float>(layout.code_of(block, k) - 1);
+        for (int k = 0; k < layout.tiles.n_inputs; k++) *out++ = ternary_weight(d, layout.code_of(block, k));
         block += layout.n_bytes;
     }
 }
@@ -468,14 +392,9 @@ void fit_q8_0(const float* weights, uint8_t* block) {
 
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {
     for (int b = 0; b < n_in / 32; b++) {
-        const float d = read_f16(block), m = layout.min ? read_f16(block + 2) : 0.0f;
         Codes codes;
         codes_of_block32(layout, block, codes);
-        const int offset = layout.bits == 8 ? 128 : layout.offset;
-        for (int i = 0; i < 32; i++) {
-            const float value = d * static_cast<float>(code_at(codes, i) - offset);
-            *out++ = layout.min ? value + m : value;
-        }
+        out = layout.weights(read_f16(block), layout.min ? read_f16(block + 2) : 0.0f, codes, out);
         block += layout.n_bytes();
     }
 }
@@ -531,18 +450,15 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::F32: return n * kRows * 4;
         case Format::F16:
         case Format::BF16: return round_up(n * kRows * 2, 64);
-        case Format::Q4_K: return n / 256 * 2304;
-        case Format::Q5_K: return n / 256 * 2816;
-        case Format::Q6_K: return n / 256 * 3392;
+        case Format::Q4_K: return n / 256 * tile_bytes_45k(4);
+        case Format::Q5_K: return n / 256 * tile_bytes_45k(5);
+        case Format::Q6_K: return n / 256 * kTileBytes6K;
         case Format::TQ1_0:
         case Format::TQ2_0:
+        case Format::TQ_BASE_THREE:
         case Format::Q2_0: {
-            const TernaryBlock layout = ternary_block(format);
-            return layout.lines_at(n / static_cast<size_t>(layout.n_inputs) - 1) + layout.lines();
-        }
-        case Format::TQ_BASE_THREE: {
-            const TernaryBlock layout = ternary_block(Format::TQ2_0, format);
-            return layout.lines_at(n / 256 - 1) + layout.lines();
+            const TernaryTiles tiles = ternary_tiles(format);
+            return tiles.lines_at(n / static_cast<size_t>(tiles.n_inputs) - 1) + tiles.lines();
         }
         case Format::I2_S: return 64 + 4 * n;
         case Format::MXFP4: return group_bytes_of_mxfp4(n);
@@ -600,18 +516,14 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
             for (int k = 0; k < n_in; k++) out[k] = read_f16(row + 2 * k);
             return;
         case Format::BF16:
-            for (int k = 0; k < n_in; k++) {
-                uint16_t h;
-                std::memcpy(&h, row + 2 * k, sizeof h);
-                out[k] = std::bit_cast<float>(static_cast<uint32_t>(h) << 16);
-            }
+            for (int k = 0; k < n_in; k++) out[k] = read_bf16(row + 2 * k);
             return;
         case Format::Q4_K: return dequantize_45k(4, row, n_in, out);
         case Format::Q5_K: return dequantize_45k(5, row, n_in, out);
         case Format::Q6_K: return dequantize_6k(row, n_in, out);
         case Format::TQ1_0:
         case Format::TQ2_0:
-        case Format::Q2_0: return dequantize_ternary(ternary_block(format), row, n_in, out);
+        case Format::Q2_0: return dequantize_ternary(ternary_block(format, format), row, n_in, out);
         case Format::MXFP4: return dequantize_mxfp4(row, n_in, out);
         default: return dequantize_block32(block32(format), row, n_in, out);
     }
@@ -619,7 +531,7 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
 
 bool holds_trits(Format format, const uint8_t* source, size_t n_bytes) {
     if (format == Format::TQ1_0) return true;  // every byte stands for digits
-    const size_t period = format == Format::I2_S ? kBytesI2 : ternary_block(format).n_bytes;
+    const size_t period = format == Format::I2_S ? kBytesI2 : ternary_block(format, format).n_bytes;
     const size_t first = format == Format::Q2_0 ? 2 : 0, last = format == Format::TQ2_0 ? period - 2 : period;
     uint8_t threes = 0;
     for (size_t at = 0; at + period <= n_bytes; at += period) {

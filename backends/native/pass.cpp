@@ -15,6 +15,12 @@ void Pass::add(const TextRows& rows) {
     n += rows.n;
 }
 
+void Pass::fail(const char* reason) const {
+    const std::lock_guard<std::mutex> lock(failing_);
+    if (failure_.empty()) failure_ = reason;
+    stop();
+}
+
 Inputs Pass::inputs_of(int thread, int n_in, const float* x, size_t ldx) const {
     Inputs inputs = alone() ? b.own_inputs[static_cast<size_t>(thread)] : b.inputs;
     inputs.n_in = n_in;

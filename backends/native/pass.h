@@ -8,6 +8,8 @@
 #include <atomic>
 #include <functional>
 #include <initializer_list>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "activations.h"
@@ -58,6 +60,9 @@ public:
 
     bool is_stopped() const { return stop_.load(std::memory_order_relaxed); }
     void stop() const { stop_.store(true, std::memory_order_relaxed); }
+    // Stops it for a reason, the first of which is kept.
+    void fail(const char* reason) const;
+    const std::string& failure() const { return failure_; }
     // The same as is_stopped, for tasks that wait for something: polls too.
     bool gives_up(int thread) const {
         if (thread == 0 && poll_()) stop();
@@ -120,6 +125,8 @@ private:
 
     std::atomic<bool>& stop_;
     const std::function<bool()>& poll_;
+    mutable std::mutex failing_;
+    mutable std::string failure_;
 };
 
 // Clears what pads n numbers to 16, where a layer of another size may have left something.

@@ -17,6 +17,9 @@
 #include <fstream>
 #include <mutex>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__linux__) && !defined(__ANDROID__)
 #define EI_HAS_AFFINITY 1
 #include <pthread.h>
@@ -31,17 +34,14 @@ constexpr size_t kHugePage = size_t{2} << 20;
 }
 
 #if defined(__unix__) || defined(__APPLE__)
-size_t Memory::size_of(size_t n_bytes, bool on_huge_pages) {
-    const size_t page = on_huge_pages && n_bytes >= kHugePage ? kHugePage : size_t{4096};
-    return (n_bytes + page - 1) / page * page;
-}
+size_t Memory::size_of(size_t n_bytes) { return (n_bytes + 4095) / 4096 * 4096; }
 
 Memory::Memory(size_t n_bytes, bool on_huge_pages) {
     if (n_bytes == 0) return;
     if (n_bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
     // A huge page needs its alignment: take one more and give the ends back.
     const bool huge = on_huge_pages && n_bytes >= kHugePage;
-    const size_t size = size_of(n_bytes, on_huge_pages), taken = size + (huge ? kHugePage : 0);
+    const size_t size = size_of(n_bytes), taken = size + (huge ? kHugePage : 0);
     void* p = mmap(nullptr, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     uint8_t* first = static_cast<uint8_t*>(p);
@@ -51,7 +51,7 @@ Memory::Memory(size_t n_bytes, bool on_huge_pages) {
         if (taken - size - before) munmap(first + before + size, taken - size - before);
         first += before;
 #if defined(MADV_HUGEPAGE)
-        madvise(first, size, MADV_HUGEPAGE);
+        madvise(first, size / kHugePage * kHugePage, MADV_HUGEPAGE);  // what is behind the last one is small pages
 #endif
     }
     data_ = first;
@@ -62,7 +62,7 @@ Memory::~Memory() {
     if (data_) munmap(data_, size_);
 }
 #else
-size_t Memory::size_of(size_t n_bytes, bool) { return (n_bytes + 63) / 64 * 64; }
+size_t Memory::size_of(size_t n_bytes) { return (n_bytes + 63) / 64 * 64; }
 
 Memory::Memory(size_t n_bytes, bool) : size_(size_of(n_bytes)) {
     if (n_bytes == 0) return;
@@ -190,6 +190,26 @@ bool DirectFile::is_unchanged() const {
 }
 
 bool DirectFile::is_direct() const { return handle_->is_direct; }
+
+struct CachedFile::Handle {
+    int descriptor;
+
+    Handle(int of, const std::string&) : descriptor(fcntl(of, F_DUPFD_CLOEXEC, 0)) {
+        if (descriptor < 0) throw_error();
+    }
+    ~Handle() { close(descriptor); }
+};
+
+size_t CachedFile::read(uint64_t offset, size_t n_bytes, uint8_t* to) const {
+    size_t n_read = 0;
+    while (n_read < n_bytes) {
+        const ssize_t n = read_once(handle_->descriptor, offset + n_read, n_bytes - n_read, to + n_read);
+        if (n < 0) throw_error();
+        if (n == 0) break;
+        n_read += static_cast<size_t>(n);
+    }
+    return n_read;
+}
 #else
 struct DirectFile::Handle {
     std::filesystem::path path;
@@ -223,11 +243,27 @@ bool DirectFile::is_unchanged() const {
 }
 
 bool DirectFile::is_direct() const { return false; }
+
+struct CachedFile::Handle {
+    DirectFile file;
+
+    Handle(int, const std::string& path) : file(path) {}
+};
+
+size_t CachedFile::read(uint64_t offset, size_t n_bytes, uint8_t* to) const {
+    return handle_->file.read(offset, n_bytes, to);
+}
 #endif
 
 DirectFile::DirectFile(const std::string& path) : handle_(std::make_unique<Handle>(path)) {}
 
 DirectFile::~DirectFile() = default;
+
+CachedFile::CachedFile(int descriptor, const std::string& path) : handle_(std::make_unique<Handle>(descriptor, path)) {}
+
+CachedFile::~CachedFile() = default;
+
+CachedFile::CachedFile(CachedFile&&) noexcept = default;
 
 // ---- cores and pages -----------------------------------------------------------------------------------------------
 
@@ -238,6 +274,12 @@ void map_now(const uint8_t* p, size_t n_bytes) {
     madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(p) + n_bytes - first, kPopulateRead);
 #else
     static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
+void give_back_freed() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
 #endif
 }
 

@@ -23,7 +23,7 @@ public:
     size_t size() const { return size_; }
 
     // What size() will be.
-    static size_t size_of(size_t n_bytes, bool on_huge_pages = true);
+    static size_t size_of(size_t n_bytes);
 
 private:
     uint8_t* data_ = nullptr;
@@ -55,9 +55,31 @@ private:
     std::unique_ptr<Handle> handle_;
 };
 
+// A file that is open already, read at any place, by several threads at once, through the system's cache of files.
+class CachedFile {
+public:
+    // descriptor: of the file, of which a copy is kept. path: of the same file, for systems that read by name. Throws
+    // std::system_error.
+    CachedFile(int descriptor, const std::string& path);
+    ~CachedFile();
+    CachedFile(CachedFile&& other) noexcept;
+    CachedFile(const CachedFile&) = delete;
+    CachedFile& operator=(const CachedFile&) = delete;
+
+    // Reads n_bytes, or up to the end of the file; gives how many those are. Throws std::system_error.
+    size_t read(uint64_t offset, size_t n_bytes, uint8_t* to) const;
+
+private:
+    struct Handle;
+    std::unique_ptr<Handle> handle_;
+};
+
 // Brings these bytes of a mapped file into the page table at once, where the system can: one fault after the other takes
 // three times as long. Does no harm to other memory.
 void map_now(const uint8_t* p, size_t n_bytes);
+
+// Gives memory that was freed, and that the allocator keeps for later, back to the system, where it can.
+void give_back_freed();
 
 // Tells the core that this is a waiting loop.
 void relax();

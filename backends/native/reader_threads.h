@@ -26,7 +26,7 @@ public:
         threads_.clear();
     }
     static size_t memory_bytes(int n, size_t buffer_bytes) {
-        return static_cast<size_t>(n) * Memory::size_of(buffer_bytes, false);
+        return static_cast<size_t>(n) * Memory::size_of(buffer_bytes);
     }
 
 private:

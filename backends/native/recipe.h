@@ -5,6 +5,7 @@
 #include <variant>
 #include <vector>
 
+#include "matrix.h"
 #include "text_state.h"
 
 // A rotary embedding; pair i turns by frequencies[i] radians a position.
@@ -73,7 +74,33 @@ struct LayerConfig {
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
 
-// Scales of 1 and caps of 0 change nothing. n_ctx: the longest text; n_batch: tokens of a pass at most.
+// The longest inputs of matrix products by what the matrices want them as, see InputKind; 0 where none does.
+struct InputSizes {
+    int by32 = 0, by256 = 0, by_token = 0;
+
+    static InputSizes all(int n_in) { return {n_in, n_in, n_in}; }
+    void add(Format format, int n_in) {
+        switch (input_kind(format)) {
+            case InputKind::Int8By32: by32 = std::max(by32, n_in); return;
+            case InputKind::Int8By256: by256 = std::max(by256, n_in); return;
+            case InputKind::Int8ByToken: by_token = std::max(by_token, n_in); return;
+            case InputKind::Float: return;
+        }
+    }
+    void add_any(int n_in) {
+        for (int* each : {&by32, &by256, &by_token}) *each = std::max(*each, n_in);
+    }
+    bool fit(Format format, int n_in) const {
+        InputSizes with = *this;
+        with.add(format, n_in);
+        return with == *this;
+    }
+    // Those of matrices whose inputs are no longer than n_in.
+    InputSizes up_to(int n_in) const { return {std::min(by32, n_in), std::min(by256, n_in), std::min(by_token, n_in)}; }
+    bool operator==(const InputSizes&) const = default;
+};
+
+// Scales of 1 and caps of 0 change nothing. inputs: of all matrices. n_ctx: the longest text; n_batch: tokens of a pass at most.
 struct DecoderConfig {
     int n_vocab, n_logits, n_embd, n_ctx, n_batch;
     float norm_epsilon;
@@ -81,6 +108,7 @@ struct DecoderConfig {
     std::vector<QueryScales> query_scales;  // only for a Decoder, not for its sizes
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
+    InputSizes inputs = {};
 
     int n_layers() const { return static_cast<int>(layers.size()); }
 

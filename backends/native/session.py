@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import (
@@ -29,6 +31,8 @@ from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
 if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
+_ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
+_OWN_REFERENCES = 2  # to an array that one variable has, as sys.getrefcount counts; views of it have one each
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 
 
@@ -43,6 +47,7 @@ class NativeText:
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._text: list[int] = []  # committed
+        self._rows: NDArray[np.float32] | None = None  # where logits of several rows were, used again
 
     @property
     def n_past(self) -> int:
@@ -67,6 +72,8 @@ class NativeText:
         if not 0 <= n_past <= state.n_past:
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
+        if n_past == 0:  # others than these may not want so many
+            self._rows = None
         n_reached = state.truncate(n_past)
         del self._text[n_reached:]
         return n_reached
@@ -74,7 +81,7 @@ class NativeText:
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""
         use = self._decoder.memory()
-        return replace(use, kv_cache=self._open().used_bytes)
+        return replace(use, kv_cache=self._open().used_bytes, windows=self._open().window_bytes)
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any text of the model."""
@@ -82,7 +89,7 @@ class NativeText:
 
     def close(self) -> None:
         """Give the memory of this text back. Further calls raise. The model stays."""
-        self._state = None
+        self._state = self._rows = None
 
     def _checked(self, rows: Rows, taps: Sequence[int], features: ArrayLike | None) -> TextRows:
         """Rows of this text, checked, with what comes with them. Raises ShapeError, ContextOverflow."""
@@ -132,7 +139,7 @@ class NativeText:
             return None
         n, pending = len(few), self._parents[:n_pending]
         spec = self._decoder.decoder_spec
-        out = np.empty((n if logits == "all" else 1, spec.n_logits), dtype=np.float32)
+        out = self._rows_for(n) if logits == "all" and n > 1 else np.empty((1, spec.n_logits), dtype=np.float32)
         tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
         state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
         before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
@@ -151,6 +158,22 @@ class NativeText:
         links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
         self._parents = [*pending, *links]
         return Output(out, tapped)
+
+    def _rows_for(self, n: int) -> NDArray[np.float32]:
+        """Memory for the logits (n, n_logits) of a pass: that of an earlier one whose logits nobody has any more.
+
+        A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much; so it is
+        memory of its own, of which only what passes write to is there.
+        """
+        n_logits = self._decoder.decoder_spec.n_logits
+        if n > _ROWS:
+            return np.empty((n, n_logits), dtype=np.float32)
+        rows, self._rows = self._rows, None
+        if rows is None or sys.getrefcount(rows) > _OWN_REFERENCES:
+            memory = mmap.mmap(-1, _ROWS * n_logits * 4, access=mmap.ACCESS_COPY)
+            rows = np.frombuffer(memory, dtype=np.float32)
+        self._rows = rows
+        return rows[: n * n_logits].reshape(n, n_logits)
 
     def _open(self) -> _core.TextState:
         if self._state is None:

@@ -68,6 +68,14 @@ size_t TextState::used_bytes() const {
     return n_bytes;
 }
 
+size_t TextState::window_bytes() const {
+    size_t n_bytes = 0;
+    for (const auto& state : states_) {
+        if (dynamic_cast<const WindowKv*>(state.get())) n_bytes += state->used_bytes();
+    }
+    return n_bytes;
+}
+
 void TextState::reserve(int n_slots) {
     const LayerState::DropParked drop_parked = [this] {
         if (parked_.empty()) throw std::length_error("more tokens are pending than there is room for");

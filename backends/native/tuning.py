@@ -139,7 +139,7 @@ def tune(
     what = wanted_by_user()
     if what == "off" or decoder.weight_bytes < LEAST_BYTES:
         return Tuning("known", known)
-    key = record_key(file, _FORMAT, devices.cpu_name(), n_threads, len(sizes), *facts)
+    key = _key(file, n_threads, len(sizes), facts)
     kept = None if what == "again" else _streams_of(read_record(record_folder(_KIND), key))
     if kept is not None and _use(decoder, is_ternary, {n: kept.get(n, known[n]) for n in sizes}):
         return Tuning("kept", {n: kept.get(n, known[n]) for n in sizes})
@@ -154,6 +154,17 @@ def tune(
     _use(decoder, is_ternary, chosen)
     write_record(record_folder(_KIND), key, {"streams": {str(n): list(stream) for n, stream in chosen.items()}})
     return Tuning("measured", chosen)
+
+
+def kept_choices(file: ModelFile, n_threads: int, *facts: object) -> dict[int, Prefetch] | None:
+    """The choices that `tune` made for a model here, by number of tokens, None if it did not yet.  facts: as there."""
+    if wanted_by_user() != "auto":
+        return None
+    return _streams_of(read_record(record_folder(_KIND), _key(file, n_threads, MOST_TOKENS, facts)))
+
+
+def _key(file: ModelFile, n_threads: int, n_sizes: int, facts: tuple[object, ...]) -> str:
+    return record_key(file, _FORMAT, devices.cpu_name(), n_threads, n_sizes, *facts)
 
 
 def _use(decoder: Tunable, is_ternary: bool, streams: Mapping[int, Prefetch]) -> bool:

@@ -131,13 +131,26 @@ const float* Weights::required_vector(const std::string& name, int n) const {
 }
 
 const Embedding& Weights::embedding(int n_vocab, int n_embd) const {
-    const Embedding& e = embedding_;
-    if (!e.data && parent_) return parent_->embedding(n_vocab, n_embd);
-    if (!e.data) refuse_missing("token_embd");
-    if (e.n_vocab != n_vocab || e.n_embd != n_embd) {
-        refuse_shape("token_embd", shape_of(n_vocab, n_embd), shape_of(e.n_vocab, e.n_embd));
+    if (!embedding_ && parent_) return parent_->embedding(n_vocab, n_embd);
+    if (!embedding_) refuse_missing("token_embd");
+    const Embedding& found = *embedding_;
+    if (found.n_vocab() != n_vocab || found.n_embd() != n_embd) {
+        refuse_shape("token_embd", shape_of(n_vocab, n_embd), shape_of(found.n_vocab(), found.n_embd()));
     }
-    return e;
+    return found;
+}
+
+void Weights::check_inputs(const InputSizes& sizes) const {
+    for (const auto& [name, matrix] : matrices_) {
+        if (!name.starts_with("features.") && !sizes.fit(matrix.format, matrix.n_in)) {
+            throw std::invalid_argument("weight " + name + " has longer inputs than there is room for");
+        }
+    }
+    if (parent_ && !matrices_.count("output")) {
+        const Matrix& output = parent_->own_matrix("output");
+        if (!sizes.fit(output.format, output.n_in))
+            throw std::invalid_argument("output has longer inputs than there is room for");
+    }
 }
 
 void Weights::check_all_are_used() const {

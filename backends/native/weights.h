@@ -7,18 +7,12 @@
 #include <memory>
 #include <string>
 
+#include "embedding.h"
 #include "mapped_bytes.h"
 #include "matrix.h"
 #include "platform.h"
 #include "pool.h"
-
-// The rows of the embedding matrix stay where they are, as GGUF stores them.
-struct Embedding {
-    Format format = Format::F32;
-    const uint8_t* data = nullptr;
-    int n_vocab = 0, n_embd = 0;
-    size_t row_bytes = 0;
-};
+#include "recipe.h"
 
 class Weights {
 public:
@@ -42,7 +36,7 @@ public:
                    Pool& pool);
     // source: null for what is mapped.
     void set_vector(const std::string& name, const float* source, int n);
-    void set_embedding(const Embedding& embedding) { embedding_ = embedding; }
+    void set_embedding(std::unique_ptr<const Embedding> embedding) { embedding_ = std::move(embedding); }
 
     // A weight of that size. Throws std::invalid_argument where it is missing or has another one. vector gives null
     // where it is missing.
@@ -54,6 +48,9 @@ public:
     const Embedding& embedding(int n_vocab, int n_embd) const;
     // A matrix of any size that is here.
     const Matrix& own_matrix(const std::string& name) const;
+    // Throws std::invalid_argument for a matrix with longer inputs than these, but for what makes features, which has
+    // inputs of its own.
+    void check_inputs(const InputSizes& sizes) const;
     // Throws std::invalid_argument for a weight that nobody asked for by its name.
     void check_all_are_used() const;
 
@@ -86,6 +83,6 @@ private:
     std::map<std::string, Matrix> matrices_;
     std::map<std::string, Vector> vectors_;
     mutable std::map<std::string, bool> used_;
-    Embedding embedding_;
+    std::unique_ptr<const Embedding> embedding_;
     std::unique_ptr<MappedBytes> mapping_;
 };

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ MATRIX_TYPES = frozenset(
 # What packs to 1.6 bits a weight, and the number of that format in matrix.h. Q2_0's blocks are too short to gain.
 BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}
 VECTOR_TYPES = frozenset((GGMLType.F32, GGMLType.F16))  # of norms and biases
-PIECE_BYTES = 16 << 20  # of a matrix are packed at once
-MADE_BYTES = 1 << 20  # the same of one that is made as it is read, which is memory that no plan counts
+PIECE_BYTES = 1 << 20  # of a matrix, as the file has it, are in memory beside what is packed
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
 DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
@@ -79,6 +78,23 @@ class Part(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class EmbeddingRows:
+    """Where a decoder finds the rows of the embedding matrix.
+
+    place: "output", the packed output matrix, which is the same tensor; "file", from which a pass reads the rows of its
+    tokens; "memory", a copy.
+    """
+
+    info: TensorInfo
+    place: Literal["output", "file", "memory"]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that they take beside the packed weights."""
+        return self.info.n_bytes if self.place == "memory" else 0
+
+
 # ---- which tensors ---------------------------------------------------------------------------------------------------
 
 
@@ -90,22 +106,60 @@ def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Pac
     return [_part(model, weight, packing) for weight in weights if len(weight.shape) < 3]
 
 
+def inputs_of(parts: Sequence[Part]) -> set[tuple[int, int]]:
+    """Packed format and n_in of the matrices that a decoder multiplies; what makes features has inputs of its own."""
+    return {(part.packed_as, part.shape[1]) for part in parts if len(part.shape) == 2 and part.block != "features"}
+
+
 def packed_bytes(parts: Sequence[Part]) -> int:
     """Bytes of all of them when packed."""
     return sum(_core.packed_bytes(part.packed_as, part.shape[0], (*part.shape, 0)[1]) for part in parts)
 
 
-def embedding_of(model: ModelFile, spec: ModelSpec) -> TensorInfo | None:
-    """The embedding matrix in the file, which is not packed; None for a head that takes its target's.
+def embedding_of(
+    model: ModelFile, spec: ModelSpec, parts: Sequence[Part], is_held: bool = False
+) -> EmbeddingRows | None:
+    """Where the rows of the embedding matrix are found; None for a head that takes its target's.
 
-    Raises UnsupportedModel.
+    parts: what is packed.  is_held: nothing is read from the file after loading. Raises UnsupportedModel.
     """
     if spec.token_embd is None:
         return None
     info = _info(model, spec.token_embd)
     if info.type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {spec.token_embd} is I2_S, whose rows cannot be read one by one")
-    return info
+    if any(_has_all_rows(part, info) for part in parts):
+        return EmbeddingRows(info, "output")
+    return EmbeddingRows(info, "memory" if is_held or model.makes(info.name) else "file")
+
+
+def _has_all_rows(part: Part, info: TensorInfo) -> bool:
+    """Whether the output matrix is this tensor, packed without rounding."""
+    is_same = (part.block, part.role, part.name, part.shape) == ("", "output", info.name, info.shape)
+    return is_same and part.packed_as in (info.type, BASE_THREE.get(info.type))
+
+
+def set_embedding(weights: _core.Weights, model: ModelFile, rows: EmbeddingRows) -> None:
+    """Tell packed weights where they find the rows. Raises ModelFileError."""
+    info = rows.info
+    n_vocab, n_embd = info.shape
+    if rows.place == "output":
+        weights.set_embedding_of_matrix("", "output")
+    elif rows.place == "memory":
+        weights.set_embedding(int(info.type), n_vocab, n_embd, _copied(model, info))
+    else:
+        path, descriptor = str(model.paths[info.part]), model.descriptor(info.part)
+        weights.set_embedding_of_file(int(info.type), n_vocab, n_embd, descriptor, path, info.offset)
+
+
+def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:
+    """The bytes of a tensor in memory of their own, copied piece by piece."""
+    copy = np.empty(info.n_bytes, np.uint8)
+    for first in range(0, info.n_bytes, PIECE_BYTES):
+        last = min(info.n_bytes, first + PIECE_BYTES)
+        copy[first:last] = model.data(info.name, first, last)
+        model.release(info.name, first, last)
+    return copy
 
 
 def of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
@@ -231,7 +285,7 @@ def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: 
     """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
     n_out = part.shape[0]
     row_bytes = part.n_bytes // n_out
-    n_rows = max(1, (MADE_BYTES if model.makes(part.name) else PIECE_BYTES) // (16 * row_bytes)) * 16
+    n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16
     for first_row in range(0, n_out, n_rows):
         first, last = first_row * row_bytes, min(n_out, first_row + n_rows) * row_bytes
         data = part.data(model, first, last)

@@ -18,6 +18,7 @@ from edgeinfer.errors import Interrupted
 if TYPE_CHECKING:
     from edgeinfer.completion import Completion, Piece, Timings
     from edgeinfer.engine import Engine
+    from edgeinfer.memory.budget import Ledger
     from edgeinfer.offload.reads import ExpertReads
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
@@ -124,6 +125,7 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "model": str(engine.path),
         "seed": completion.params.seed,
         "params": completion.params.to_json(),
+        "memory": engine.memory.as_json(),
     }
 
 
@@ -193,6 +195,21 @@ def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
                 f"experts  {name}: {reads.hit_rate:.1%} hits, {human_bytes(reads.bytes_read)} read{a_token}, "
                 f"{reads.waited_seconds:.2f} s waited for the disk{ahead}"
             )
+    return lines
+
+
+def memory_lines(ledger: Ledger) -> list[str]:
+    """Lines with what is taken of what was planned, by purpose."""
+    from edgeinfer.arguments import human_bytes
+
+    def taken_of(planned: int, taken: int | None) -> str:
+        return f"{'' if taken is None else human_bytes(taken):>10} of {human_bytes(planned):>10} planned"
+
+    peak = "" if ledger.peak_taken is None else f", {human_bytes(ledger.peak_taken)} at most so far"
+    lines = [f"memory   {taken_of(ledger.peak, ledger.taken).strip()}{peak}"]
+    for item in ledger.items:
+        mapped = ", of a file" if item.is_mapped else ""
+        lines.append(f"         {item.name:<20}{taken_of(item.planned, item.taken)}{mapped}")
     return lines
 
 

@@ -17,6 +17,7 @@ from edgeinfer.cli.answering import (
     expert_lines,
     figures,
     finish_one_shot,
+    memory_lines,
     note_calls,
     sampling_line,
     speculation_table,
@@ -294,18 +295,13 @@ class Repl:
     def _stats(self, argument: str) -> None:
         from edgeinfer.memory.plan import human_bytes
 
-        use = self.engine.session.memory()
         note(f"model    {self.engine.name} ({self.engine.path})")
         note(f"engine   {self.engine.backend}, {self.engine.device.n_threads} threads")
         if (tuning := getattr(self.engine.session, "tuning", None)) is not None:
             note(f"weights  {tuning}")
         note(f"context  {self.conversation.n_past} of {self.engine.n_ctx} tokens")
-        note(
-            f"memory   {human_bytes(use.total)}: weights {human_bytes(use.weights)}, KV cache "
-            f"{human_bytes(use.kv_cache)}, activations {human_bytes(use.activations)}"
-            f"{f', experts {human_bytes(use.experts)}' if use.experts else ''}; drafters up to "
-            f"{human_bytes(self.engine.memory_plan.use.drafters)}"
-        )
+        for line in memory_lines(self.engine.memory):
+            note(line)
         if (n_bytes := self.engine.memory_plan.expert_cache) is not None:
             experts = self.engine.experts
             share = f", {experts.share:.0%} of all experts" if experts is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-_TEXT = '''\
+TEXT = '''\
 The harbour was quiet when the ferry came in. A few people waited on the quay with bicycles and bags, and a dog slept \
 in the sun beside the ticket office. Nobody was in a hurry: the next boat would leave in the afternoon, and the shops \
 in the old town were closed until two. In the kitchen behind the bakery somebody was singing, and it smelled of bread.
@@ -43,4 +43,4 @@ If something goes wrong, the last line of the output says why. Most errors come 
 
 def calibration_tokens(file: ModelFile) -> list[int]:
     """Some hundred tokens of prose and code, by the tokenizer of a model."""
-    return Tokenizer.from_file(file).encode(_TEXT, add_special=False)
+    return Tokenizer.from_file(file).encode(TEXT, add_special=False)

@@ -75,7 +75,9 @@ class ExpertCostModel(CostModel):
 
     def observe(self, n: int, n_past: int, milliseconds: float) -> None:
         """See CostModel."""
-        if 1 <= n <= MAX_TOKENS:
+        if n == 1 and not self._passes.is_cached:  # always the same experts, and no waits: nothing more to learn
+            super().observe(n, n_past, milliseconds)
+        elif 1 <= n <= MAX_TOKENS:
             seen = self._passes.last()
             super().observe(n, n_past, self._usual(n, n_past, seen, milliseconds))
             self._learn(n, seen)

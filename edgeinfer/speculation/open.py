@@ -173,14 +173,23 @@ def _costs(
     file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
 ) -> CostModel:
     """The costs of a session, from disk or measured now. facts: what else they depend on."""
-    isa = device.isa or best_isa()
-    is_short = plan.n_ctx < MAX_TOKENS
-    of_plan = (plan.cache_type, plan.ternary_bits, is_short)
-    of_machine = (devices.cpu_name(), isa, device.n_threads, build_id())
+    of_load = _facts_of(plan, device)
     if isinstance(session, NativeSession) and experts_in(session.spec):
-        return _expert_costs(file, session, calibration_seconds, *of_machine, *of_plan, *facts)
-    key = cost_key(file, *of_machine, *of_plan, *facts)
+        return _expert_costs(file, session, calibration_seconds, *of_load, *facts)
+    key = cost_key(file, *of_load, *facts)
     return cached_costs(key, lambda: measure_costs(session, calibration_seconds))
+
+
+def costs_key(file: ModelFile, plan: MemoryPlan, device: Device) -> str:
+    """Name of the cost curve of a model without experts that runs so; see calibration.load_curve."""
+    return cost_key(file, *_facts_of(plan, device))
+
+
+def _facts_of(plan: MemoryPlan, device: Device) -> tuple[object, ...]:
+    """What the costs of a session depend on beside the model."""
+    is_short = plan.n_ctx < MAX_TOKENS
+    of_machine = (devices.cpu_name(), device.isa or best_isa(), device.n_threads, build_id())
+    return *of_machine, plan.cache_type, plan.ternary_bits, is_short
 
 
 def _expert_costs(file: ModelFile, session: NativeSession, calibration_seconds: float, *facts: object) -> CostModel:

@@ -12,7 +12,7 @@ from edgeinfer.errors import BackendLost, EdgeInferError
 from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
-from edgeinfer.speculation.drafters.base import Context, Drafter
+from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
@@ -130,6 +130,14 @@ class Speculator:
             for state in self._states:
                 if state.background:  # else it would continue to draft after the answer
                     state.background.interrupt()
+
+    def held(self) -> dict[str, int]:
+        """Bytes of main memory that the drafters hold now, by part; see HoldingDrafter."""
+        parts: dict[str, int] = {}
+        for drafter in self.drafters:
+            for part, n_bytes in drafter.held().items() if isinstance(drafter, HoldingDrafter) else ():
+                parts[part] = parts.get(part, 0) + n_bytes
+        return parts
 
     def interrupt(self) -> None:
         """Stop a drafter that is working; callable from any thread."""

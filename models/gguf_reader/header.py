@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -153,8 +153,12 @@ def read_counts(cursor: Cursor) -> tuple[int, int]:
     return cursor.u64_up_to(MAX_ENTRIES, "n_tensors"), cursor.u64_up_to(MAX_ENTRIES, "n_kv")
 
 
-def read_metadata(cursor: Cursor, n_kv: int) -> tuple[dict[str, MetadataValue], dict[str, int]]:
-    """(values, offset of each value) by key."""
+def read_metadata(
+    cursor: Cursor, n_kv: int, release: Callable[[int, int], None] | None = None
+) -> tuple[dict[str, MetadataValue], dict[str, int]]:
+    """(values, offset of each value) by key. release: called with the first byte of each value that was read, and the
+    one behind it.
+    """
     metadata: dict[str, MetadataValue] = {}
     offsets: dict[str, int] = {}
     for index in range(n_kv):
@@ -165,6 +169,8 @@ def read_metadata(cursor: Cursor, n_kv: int) -> tuple[dict[str, MetadataValue], 
             cursor.refuse(f"{field} type", cursor.at - 4, f"must be UINT32: found {kind.name}")
         offsets[key] = cursor.at
         metadata[key] = _read_value(cursor, kind, f"{field} value")
+        if release is not None:
+            release(offsets[key], cursor.at)
     return metadata, offsets
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +17,16 @@ from edgeinfer.models.gguf_reader.header import (
     read_metadata,
     read_tensor_infos,
 )
-from edgeinfer.models.gguf_reader.mapping import map_file, release_pages
+from edgeinfer.models.gguf_reader.mapping import MappedFile, open_file
 from edgeinfer.models.gguf_reader.types import MetadataValue, TensorInfo
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file: mapped, read and checked."""
+    """One file: its header read and checked."""
 
     path: Path
-    mapping: mmap.mmap
+    file: MappedFile
     metadata: dict[str, MetadataValue]
     value_offsets: dict[str, int]  # byte of each metadata value
     tensors: dict[str, TensorInfo]
@@ -39,18 +38,18 @@ class Part:
 
 def read_part(path: Path) -> Part:
     """One file of a model. Raises ModelNotFound, InvalidGGUF."""
-    mapping = map_file(path)
-    cursor = Cursor(path, mapping)
+    file = open_file(path)
+    cursor = Cursor(path, file.mapping)
     n_tensors, n_kv = read_counts(cursor)
-    metadata, value_offsets = read_metadata(cursor, n_kv)
+    metadata, value_offsets = read_metadata(cursor, n_kv, file.release)
     alignment = check_alignment(cursor, metadata, value_offsets)
     infos = read_tensor_infos(cursor, n_tensors)
     tensors = place_tensors(cursor, infos, alignment)
-    release_pages(mapping, 0, cursor.at)
+    file.release(0, cursor.at)
     if cursor.notes:
         more = f", and so are {len(cursor.notes) - 1} more" if len(cursor.notes) > 1 else ""
         warn(f"{path}: {cursor.notes[0]}{more}")
-    return Part(path, mapping, metadata, value_offsets, tensors)
+    return Part(path, file, metadata, value_offsets, tensors)
 
 
 def read_all_parts(path: Path, opened: Part) -> list[Part]:

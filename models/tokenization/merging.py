@@ -9,8 +9,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from edgeinfer.models._strings import Merger, StringIndex, StringTable, make_tokens_in_order
+from edgeinfer.models.arrays import Strings
 from edgeinfer.models.tokenization.pre_tokenizers import GEMMA4, LINES, SPACE_MARKED, cut, keeps_tokens
 from edgeinfer.models.tokenization.vocabulary import Vocabulary, bytes_of
+
+_FEW = 4096  # more tokens than there are single characters before the first merge
 
 
 class WordMerger(ABC):
@@ -19,8 +22,9 @@ class WordMerger(ABC):
     ids: by text. Each word is merged only once, so this is as fast as a compiled library, without construction.
     """
 
-    _CACHED_WORDS = 1 << 16
+    _CACHED_WORDS = 1 << 11
     _CACHED_LENGTH = 64
+    CACHE_BYTES = _CACHED_WORDS * 320  # a word with its ids and its place in a dict
 
     def __init__(self, ids: StringIndex, merger: Merger) -> None:
         self._ids = ids
@@ -73,6 +77,21 @@ class WordMerger(ABC):
     @abstractmethod
     def piece(self, text: str) -> bytes:
         """What a normal token of this text stands for."""
+
+
+def index_bytes(n: int) -> int:
+    """Bytes of a StringIndex of n texts, see strings.cpp."""
+    slots = 2
+    while slots < 2 * n:
+        slots *= 2
+    return 4 * slots
+
+
+def makes_in_order(tokens: Strings, merges: Strings) -> bool:
+    """Whether surely no index of merges is needed, see _by_rank. What comes before the merges is not looked at far."""
+    first_made = merges[0].replace(" ", "")
+    first = next((i for i, text in enumerate(tokens[:_FEW].tolist()) if text == first_made), None)
+    return first is not None and make_tokens_in_order(merges.table, tokens.table, first)
 
 
 def _by_rank(vocabulary: Vocabulary, required: bool) -> Merger:

@@ -138,7 +138,7 @@ def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, mon
     monkeypatch.setattr(ModelFile, "data", noting)
     found = []
     for limit in (1 << 20, 40 * 144):  # 290 rows of 144 bytes; groups of 16
-        monkeypatch.setattr(weights_module, "MADE_BYTES", limit)
+        monkeypatch.setattr(weights_module, "PIECE_BYTES", limit)
         with ModelFile.open(path) as head, ModelFile.open(target) as model:
             found.append(logits_of(head, model))
     assert same_bits(*found)

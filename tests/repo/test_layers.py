@@ -46,8 +46,8 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    ("loading", [{"load_options", "backend_choice", "expert_device", "loading"}]),
-    ("training, measuring", [{"training"}, {"bench", "expert_bench"}]),
+    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "loading"}]),
+    ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {

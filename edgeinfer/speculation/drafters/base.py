@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
-from edgeinfer.types import Features, Logits
+from edgeinfer.types import Features, Logits, MemoryUse
 
 
 class AcceptanceModel(Protocol):
@@ -52,6 +52,11 @@ class Context:
     is_plain: bool = False
 
 
+def held_by(use: MemoryUse) -> dict[str, int]:
+    """Bytes of a draft model or a head by part."""
+    return {"weights": use.weights + use.experts, "caches": use.kv_cache, "rows": use.activations}
+
+
 class Drafter(Protocol):
     """Proposes draft tokens. Whatever it does, the text stays the same; one that raises is not asked again in the
     request.
@@ -73,6 +78,15 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Free the memory."""
+        ...
+
+
+@runtime_checkable
+class HoldingDrafter(Protocol):
+    """A drafter that tells what main memory it holds."""
+
+    def held(self) -> dict[str, int]:
+        """Bytes now, by part: "weights", "caches", "rows", "features", "tables"."""
         ...
 
 

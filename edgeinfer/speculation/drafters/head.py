@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.errors import Interrupted, NumericalError, ShapeError
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.base import Context, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
@@ -70,13 +70,15 @@ class HeadDrafter:
         self._last: tuple[Features, Logits] | None = None  # predicted feature and logits of the last row of the cache
 
     @staticmethod
-    def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> int:
-        """Bytes of the features of a text, of those of a batch and of a level, and of a row of logits.
+    def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> dict[str, int]:
+        """Bytes of the features of a text and of those of a batch, and of rows: a level, and the logits of one pass,
+        of the last row, and of one whose other tokens are never sampled.
 
         n_rows: numbers of the target's layers that a feature is projected from, which are copied side by side; 0
         without a projection.
         """
-        return 4 * ((n_ctx + n_batch + _WIDTH) * n_embd + 2 * n_batch * n_rows + n_vocab)
+        features = 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows)
+        return {"features": features, "rows": 4 * (_WIDTH * n_embd + (2 + _WIDTH) * n_vocab)}
 
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""
@@ -131,6 +133,12 @@ class HeadDrafter:
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. New tokens pass through the head when a draft is wanted."""
+
+    def held(self) -> dict[str, int]:
+        """See HoldingDrafter. Of the features those of known positions, which is where memory was written to."""
+        own = held_by(self.session.memory())
+        own["rows"] += self._level.nbytes + self._logits.nbytes
+        return {**own, "features": len(self._tokens) * self._features.itemsize * self._features.shape[1]}
 
     def interrupt(self) -> None:
         """See CostlyDrafter."""

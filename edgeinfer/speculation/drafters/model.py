@@ -17,7 +17,7 @@ from typing import TypeAlias
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.errors import NumericalError
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import AcceptanceModel, Context
+from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import MAX_CALL_MS, DeviceDrafting
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -121,6 +121,10 @@ class ModelDrafter:
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The KV cache is brought up to date when a draft is wanted."""
+
+    def held(self) -> dict[str, int]:
+        """See HoldingDrafter."""
+        return {**held_by(self.session.memory()), "tables": self._lookup.memory()}
 
     def interrupt(self) -> None:
         """See CostlyDrafter."""

@@ -91,6 +91,10 @@ class RecyclingDrafter:
             for key in (_key(before, last), last):
                 self._rows[key % _N_ROWS] = [key, *successors]
 
+    def held(self) -> dict[str, int]:
+        """See HoldingDrafter."""
+        return {"tables": self._rows.nbytes}
+
     def close(self) -> None:
         """Clear the table."""
         self._rows[:] = -1

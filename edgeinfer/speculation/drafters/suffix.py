@@ -7,13 +7,15 @@ searched.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
-BYTES_PER_TOKEN = 800  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
+BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
+_NONE = -(1 << 31)  # no token
 _OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
 
 # Buckets: the class of the match length (the first bound that it does not exceed), and what has followed the match:
@@ -40,16 +42,19 @@ class SuffixAutomaton:
     """All substrings of a text that grows at its end.
 
     State 0 is the empty string. A state stands for strings that end at the same positions; `length` is that of the
-    longest of them, and `link` is the state of its longest suffix that occurs at more positions.
+    longest of them, and `link` is the state of its longest suffix that occurs at more positions. Most states have one
+    follower, which is in two arrays; only the others have a dict.
     """
 
     def __init__(self) -> None:
-        self.text: list[int] = []
-        self.next: list[dict[int, int]] = [{}]
-        self.end: list[int] = [-1]  # last known position at which the strings of a state end
-        self.seen: list[int] = [0]  # how often a state was the match
-        self._length = [0]
-        self._link = [-1]
+        self.text = array("i")
+        self.end = array("i", [-1])  # last known position at which the strings of a state end
+        self.seen = array("i", [0])  # how often a state was the match
+        self._token = array("i", [_NONE])  # the first token that follows a state, and the state that it leads to
+        self._next = array("i", [0])
+        self._more: dict[int, dict[int, int]] = {}  # the other tokens, by state
+        self._length = array("i", [0])
+        self._link = array("i", [-1])
         self._last = 0
         self.match = 0  # state of the longest suffix of the text that occurs earlier
         self.match_end = -1  # last position of that earlier occurrence
@@ -59,14 +64,33 @@ class SuffixAutomaton:
         """Number of tokens of the match."""
         return self._length[self.match]
 
+    def has_several(self, state: int) -> bool:
+        """Whether more than one token follows a state."""
+        return state in self._more
+
+    def followers(self, state: int) -> list[tuple[int, int]]:
+        """The tokens that follow a state, the first one first, and the states that they lead to."""
+        if self._token[state] == _NONE:
+            return []
+        return [(self._token[state], self._next[state]), *self._more.get(state, {}).items()]
+
     def append(self, token: int) -> None:
         """Add a token to the end of the text."""
-        next_, link, length = self.next, self._link, self._length
-        state = self._add_state(length[self._last] + 1, {}, 0, len(self.text))
+        tokens, link = self._token, self._link
+        state = self._add_state(self._length[self._last] + 1, 0, len(self.text))
         self.text.append(token)
         before = self._last
-        while before >= 0 and token not in next_[before]:
-            next_[before][token] = state
+        while before >= 0 and tokens[before] != token:
+            if tokens[before] == _NONE:
+                tokens[before], self._next[before] = token, state
+            else:
+                more = self._more.get(before)
+                if more is None:
+                    self._more[before] = {token: state}
+                elif token in more:
+                    break
+                else:
+                    more[token] = state
             before = link[before]
         if before >= 0:
             link[state] = self._state_of(before, token)
@@ -78,24 +102,37 @@ class SuffixAutomaton:
 
     def _state_of(self, before: int, token: int) -> int:
         """State of the longest string of `before` extended by the token, cloned if longer strings share its state."""
-        next_, link, length = self.next, self._link, self._length
-        state = next_[before][token]
+        link, length = self._link, self._length
+        state = self._follower(before, token)
         if length[before] + 1 == length[state]:
             return state
-        shorter = self._add_state(length[before] + 1, next_[state].copy(), link[state], self.end[state])
-        while before >= 0 and next_[before].get(token) == state:
-            next_[before][token] = shorter
+        shorter = self._add_state(length[before] + 1, link[state], self.end[state])
+        self._token[shorter], self._next[shorter] = self._token[state], self._next[state]
+        if state in self._more:
+            self._more[shorter] = self._more[state].copy()
+        while before >= 0 and self._follower(before, token) == state:
+            if self._token[before] == token:
+                self._next[before] = shorter
+            else:
+                self._more[before][token] = shorter
             before = link[before]
         link[state] = shorter
         return shorter
 
-    def _add_state(self, length: int, following: dict[int, int], link: int, end: int) -> int:
-        self.next.append(following)
+    def _follower(self, state: int, token: int) -> int:
+        """The state that a token leads to, -1 where it does not follow."""
+        if self._token[state] == token:
+            return self._next[state]
+        return self._more[state].get(token, -1) if state in self._more else -1
+
+    def _add_state(self, length: int, link: int, end: int) -> int:
+        self._token.append(_NONE)
+        self._next.append(0)
         self._length.append(length)
         self._link.append(link)
         self.end.append(end)
         self.seen.append(0)
-        return len(self.next) - 1
+        return len(self.end) - 1
 
 
 class SuffixDrafter:
@@ -136,7 +173,7 @@ class SuffixDrafter:
             return no_draft()
         match_class = _CLASS[length] if length < len(_CLASS) else len(_BOUNDS)
         state = automaton.match
-        followers = _SEVERAL if len(automaton.next[state]) > 1 else _ONCE if automaton.seen[state] == 1 else _OFTEN
+        followers = _SEVERAL if automaton.has_several(state) else _ONCE if automaton.seen[state] == 1 else _OFTEN
         bucket = 3 * match_class + followers
         first, later = _FIRST[followers][match_class], _LATER[followers][match_class]
         tokens = self._copy(automaton.match_end + 1, max(1, limit - (followers == _SEVERAL)))
@@ -150,6 +187,10 @@ class SuffixDrafter:
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is wanted."""
+
+    def held(self) -> dict[str, int]:
+        """See HoldingDrafter."""
+        return {"tables": BYTES_PER_TOKEN * len(self._automaton.text)}
 
     def close(self) -> None:
         """Free the automaton."""
@@ -167,7 +208,7 @@ class SuffixDrafter:
     def _copy(self, start: int, n: int) -> list[int]:
         """n tokens of the text from start on; at its end the copied tokens repeat, as in a periodic text."""
         text = self._automaton.text
-        tokens = text[start : start + n]
+        tokens = text[start : start + n].tolist()
         period = len(tokens)
         while len(tokens) < n:
             tokens.append(tokens[-period])
@@ -188,9 +229,9 @@ class SuffixDrafter:
 
     def _other_follower(self, drafted: list[int]) -> int | None:
         """The most frequent follower of the match besides the drafted token."""
-        seen, following = self._automaton.seen, self._automaton.next[self._automaton.match]
-        others = [token for token in following if token >= 0 and token not in drafted]
-        return max(others, key=lambda token: seen[following[token]], default=None)
+        seen, followers = self._automaton.seen, self._automaton.followers(self._automaton.match)
+        others = {token: seen[state] for token, state in followers if token >= 0 and token not in drafted}
+        return max(others, key=others.__getitem__, default=None)
 
 
 def _max_tokens(n_ctx: int) -> int:

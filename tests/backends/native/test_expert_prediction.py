@@ -46,13 +46,13 @@ def packed_again(path: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path, share: int | None, n_threads: int = 2) -> Iterator[NativeModel]:
+def opened(path: Path, share: int | None, n_threads: int = 2, n_batch: int = 64) -> Iterator[NativeModel]:
     """share: of the experts that the cache holds, in percent; 0 for the least, None for all in memory."""
     backend, sizes = NativeBackend(tuned=False), sizes_of(path)
     cache = None if share is None else max(sizes.least, sizes.total * share // 100)
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        plan = backend.plan(file, spec, len(TOKENS), 64, n_threads, expert_cache=cache)
+        plan = backend.plan(file, spec, max(len(TOKENS), n_batch), n_batch, n_threads, expert_cache=cache)
         model = backend.load(file, spec, plan, Device(n_threads))
         try:
             yield model
@@ -152,6 +152,18 @@ def test_the_same_router_of_the_same_input_predicts_all(tmp_path: Path, share: i
         assert of_layers == [(0, 0)] + [(20 * N_USED, 20 * N_USED)] * (N_LAYERS - 1)
         all_logits(model, [4, 8])
         assert all(predicted == wanted for predicted, wanted in cache_of(model).predictions())
+
+
+def test_long_passes_read_ahead_what_their_rows_want(tmp_path: Path) -> None:
+    path, n = without_changes(packed_model(tmp_path / "m.gguf")), 600
+    with opened(path, 50, n_batch=n) as model:
+        session = model.session()
+        session.forward(np.full(n, TOKENS[0]))  # all rows want the same few
+        (first, *layers) = cache_of(model).stats().layers
+        assert first.prefetches + first.dropped == 0
+        assert [layer.prefetches + layer.dropped for layer in layers] == [N_USED] * (N_LAYERS - 1)
+        assert all(layer.useful == layer.prefetches for layer in layers)
+        session.close()
 
 
 def test_some_guesses_are_wrong(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -545,7 +546,8 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             packed_as = "1.6" if faster == "2" else "2"
             NativeBackend(ternary_bits=packed_as).pack(file, spec, packed_path(path))
             plan = NativeBackend().plan(file, spec, 64)
-            assert plan == plans[packed_as]
+            weights = plan.use.weights
+            assert plan == replace(plans[packed_as], use=replace(plans[packed_as].use, mapped=weights))
             session = NativeBackend().load(file, spec, plan, Device(1)).session()
             assert same_bits(session.forward(tokens, logits="all").logits, logits["2"])
             with pytest.raises(

@@ -255,8 +255,11 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
         result = run(command, "-p", "hello", "-n", "5", "-s", "1", "--json")
         record = json.loads(result.stdout)
         assert set(record) == {
-            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed", "params")
+            *("text", "reasoning", "tool_calls", "finish_reason", "usage", "timings", "model", "seed", "params"),
+            "memory",
         }
+        planned = {item["purpose"]: item["planned"] for item in record["memory"]["items"]}
+        assert min(planned["process"], planned["weights"], planned["KV cache"]) > 0
         assert record["reasoning"] is None and record["tool_calls"] == []
         assert SamplingParams(**record["params"] | {"logit_bias": {}}) == SamplingParams(seed=1)
         assert set(record["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}

@@ -194,7 +194,8 @@ public:
         matrix("output", 300, 256);
         const Format embedding = format == Format::I2_S ? Format::F16 : format;
         kept_.push_back(source_of(embedding, 300, 256, numbers_));
-        weights_->set_embedding({embedding, kept_.back().data(), 300, 256, kept_.back().size() / 300});
+        const StoredRows rows{embedding, kept_.back().size() / 300};
+        weights_->set_embedding(std::make_unique<RowsInMemory>(rows, kept_.back().data(), 300, 256));
         decoder_ = std::make_unique<Decoder>(config_, front_, kernels, pool_, weights_, experts());
         state_ = std::make_unique<TextState>(config_.text_sizes(kv_type, 128));
     }
@@ -294,6 +295,7 @@ private:
             !(n_in % 256 && input_kind(format_) == InputKind::Int8By256) && !(n_in % 128 && format_ == Format::I2_S);
         const Format format = fits ? format_ : Format::Q8_0;
         kept_.push_back(source_of(format, n_out, n_in, numbers_));
+        config_.inputs.add(format, n_in);
         weights_->set_matrix(name, format, n_out, n_in);
         weights_->pack_rows(name, 0, n_out, format, kept_.back().data(), 0.3f, *pool_);
     }

@@ -46,14 +46,16 @@ def test_the_automaton_finds_what_a_search_of_the_whole_text_finds(seed, n_symbo
         if length:
             assert automaton.match_end in ends
             followers = {text[end + 1] for end in ends}
-            assert set(automaton.next[automaton.match]) == followers
+            assert {token for token, _ in automaton.followers(automaton.match)} == followers
+            assert automaton.has_several(automaton.match) == (len(followers) > 1)
 
 
 def test_the_automaton_stays_linear():
     automaton = SuffixAutomaton()
     for token in [1, 2] * 2000 + [1] * 2000:
         automaton.append(token)
-    assert len(automaton.next) <= 2 * 6000 and sum(map(len, automaton.next)) <= 3 * 6000
+    n_states = len(automaton.end)
+    assert n_states <= 2 * 6000 and sum(len(automaton.followers(state)) for state in range(n_states)) <= 3 * 6000
 
 
 def test_what_followed_the_longest_match_is_drafted():

@@ -1,0 +1,107 @@
+"""`edgeinfer profile`: what a model takes and how fast it will be, before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.plotting import check_plot
+from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.terminal import show, visible
+from edgeinfer.errors import BudgetExceeded
+
+if TYPE_CHECKING:
+    from edgeinfer.profiler.report import Profile
+
+
+@click.command(cls=Command)
+@click.argument("model", type=FileName(), required=False)
+@click.option("-c", "--ctx-size", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
+@click.option("--cache-type", default="f16", show_default=True, help="Type of the KV cache, as for `edgeinfer chat`.")
+@click.option("--expert-cache", metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]")
+@click.option("--draft", default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE.")
+@click.option("-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head.")
+@threads_option
+@click.option("--backend", type=click.Choice(["auto", "native", "llama.cpp"]), default="auto", show_default=True)
+@click.option(
+    "--prompt",
+    "prompt_tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    metavar="TOKENS",
+    help="Length of the prompt whose first token is waited for.",
+)
+@click.option("--memory", metavar="SIZE", help="Memory of the machine: 4GiB.  [default: what is free here]")
+@click.option("--bandwidth", metavar="RATE", help="Memory bandwidth of another machine: 50GB/s.")
+@click.option("--compute", metavar="RATE", help="8-bit multiply-adds a second of another machine: 300G.")
+@click.option("--disk", metavar="RATE", help="Bytes a second of another disk: 1GB/s.")
+@click.option("--fit", metavar="SIZE", help="List the settings that fit into so much memory, best first.")
+@click.option("--plot", type=FileName(), help="Plot memory over context and speed over memory to a PNG file.")
+@click.option("--verify", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
+@json_option
+def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) -> None:
+    """Say what a model will take and how fast it will be.
+
+    Reads the header of the file alone, so a model need not fit here. Without MODEL it is the default model. What the
+    machine can do is measured once and kept. All figures are planned or expected, but those of --verify.
+    """
+    from edgeinfer.cli.profile_text import profile_lines
+
+    check_stdout()
+    check_plot(plot)
+    found = _run(model, flags)
+    if plot is not None:
+        from edgeinfer.cli.profile_plot import draw_profile
+
+        draw_profile(found, plot)
+    show(json.dumps(found.as_dict()) if as_json else visible("\n".join(profile_lines(found))))
+    _check_budget(found, flags["memory"])
+
+
+def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
+    from edgeinfer.profiler.report import profile as run
+
+    draft = flags["draft"]
+    if flags["model_draft"] is not None:
+        draft = os.path.join(".", flags["model_draft"])
+    with warnings_as_notes():
+        return run(
+            model,
+            n_ctx=flags["ctx_size"],
+            n_threads=flags["n_threads"],
+            backend=flags["backend"],
+            cache_type=flags["cache_type"],
+            expert_cache=flags["expert_cache"],
+            draft=draft,
+            memory=flags["memory"],
+            bandwidth=flags["bandwidth"],
+            compute=flags["compute"],
+            disk=flags["disk"],
+            fit=flags["fit"],
+            prompt_tokens=flags["prompt_tokens"],
+            check=flags["verify"],
+        )
+
+
+def _check_budget(found: Profile, memory: str | None) -> None:
+    """Raises BudgetExceeded where the memory that was given is too little. What is free here is no limit to a plan."""
+    from edgeinfer.arguments import human_bytes
+
+    if found.fit is not None and not found.fit:
+        least = min(found.budgets, key=lambda row: row.peak)
+        raise BudgetExceeded(
+            f"{found.path}: no settings fit into {human_bytes(found.fit_budget or 0)}, n_ctx {least.settings.n_ctx} "
+            f"needs {human_bytes(least.peak)}: use a smaller quantisation or model"
+        )
+    if memory is not None and not found.fits and found.fit is None:
+        peak, budget = human_bytes(found.ledger.peak), human_bytes(found.budget)
+        raise BudgetExceeded(
+            f"{found.path} needs {peak} at n_ctx {found.settings.n_ctx}, the machine has {budget}: "
+            f"--fit {memory} lists what fits"
+        )

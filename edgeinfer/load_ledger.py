@@ -1,0 +1,112 @@
+"""The ledger of a model that is to be loaded, from its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edgeinfer.backend_choice import PlannedModel
+from edgeinfer.backends.base import MeasurableBackend
+from edgeinfer.memory.budget import Item, Ledger, ledger
+from edgeinfer.memory.process import Process, measure_process
+from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.sampling import SamplingParams, sample
+
+if TYPE_CHECKING:
+    from edgeinfer.speculation.plan import DraftPlan
+
+_STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
+_FLOAT = 4
+
+
+def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
+    """What the process takes before a load, with all that the load and the first answer import or use first.
+
+    Code that runs for the first time brings its pages into memory. Short calls of it do so now, some ms, so that they
+    are measured, and no table of what libraries take is needed.
+    """
+    import tempfile  # noqa: F401  # for records on disk
+
+    import platformdirs  # noqa: F401
+
+    if planned.file.metadata.get("tokenizer.chat_template") is not None:
+        import edgeinfer.models.chat_template  # noqa: F401
+    if drafters is not None:
+        import edgeinfer.speculation.open  # noqa: F401
+    Tokenizer.warm_up(planned.file)
+    if isinstance(planned.backend, MeasurableBackend):
+        planned.backend.warm_up(planned.file, planned.device)
+    _run_sampling()
+    give_back_freed(planned)
+    return measure_process()
+
+
+def _run_sampling() -> None:
+    """Run the code of sampling and of drafters' arithmetic in numpy."""
+    for temperature in (0.0, 1.0):
+        sample(np.zeros(64, np.float32), SamplingParams(temperature=temperature, seed=0), 0)
+    table = np.full((4, 3), -1, np.int32)
+    table[1] = [1, 2, 3]
+    table[[0, 2]] = table[np.flatnonzero(np.diff(table[:, 0]) > 1)]
+    first, second = np.split(np.sort(np.concatenate(list(table))), [6])
+    assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
+
+
+def give_back_freed(planned: PlannedModel) -> None:
+    """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
+    if isinstance(planned.backend, MeasurableBackend):
+        planned.backend.give_back_freed()
+
+
+def ledger_of(planned: PlannedModel, drafters: DraftPlan | None, process: Process) -> Ledger:
+    """What loading a planned model with these drafters will make the process take. Pure: loads and measures nothing.
+
+    process: of `process_of`, once for all plans that are compared.
+    """
+    items = list(_items(planned, drafters, process))
+    # What is filled later leaves room while weights are read and passes are timed.
+    later = ("KV cache", "window", "activations", "sampling")
+    room = sum(item.planned for item in items if item.purpose in later or item.detail in ("caches", "features"))
+    return ledger(items, max(0, _loading(planned, drafters) - room))
+
+
+def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) -> Iterator[Item]:
+    use = planned.plan.use
+    held, more = Tokenizer.memory(planned.file)
+    yield Item("process", process.planned - held)
+    yield Item("vocabulary", held + more)
+    yield Item("weights", use.weights - use.mapped)
+    yield Item("mapped weights", use.mapped, is_mapped=True)
+    yield Item("KV cache", use.kv_cache - use.windows)
+    yield Item("window", use.windows)
+    yield Item("activations", use.activations)
+    for part, n_bytes in () if drafters is None else drafters.parts.items():
+        yield Item("drafters", n_bytes, detail=part)
+    yield Item("experts", use.experts - use.mapped_experts)
+    yield Item("experts", use.mapped_experts, is_mapped=True, detail="mapped")
+    yield Item("expert device", use.expert_device)
+    yield Item("threads", (planned.device.n_threads - 1) * _STACK_BYTES)
+    yield Item("sampling", sampling_bytes(planned, drafters))
+
+
+def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
+    """The logits of a pass, those of the pass before, and a copy that penalties change."""
+    n_rows = 3 if drafters is None else 3 + _most_nodes(planned, drafters)
+    return n_rows * _FLOAT * planned.spec.n_vocab
+
+
+def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:
+    """Draft tokens that one pass verifies at most."""
+    return min(drafters.draft_max, planned.plan.n_batch - 1)
+
+
+def _loading(planned: PlannedModel, drafters: DraftPlan | None) -> int:
+    """The most that is held beside weights while the model is loaded or passes are timed."""
+    source = planned.backend.source_bytes if isinstance(planned.backend, MeasurableBackend) else 0
+    if drafters is None:
+        return source
+    from edgeinfer.speculation.cost import MAX_TOKENS
+
+    return max(source, MAX_TOKENS * _FLOAT * planned.spec.n_vocab)

@@ -1,0 +1,58 @@
+"""What this process takes by itself: the interpreter, the libraries, and what their code still grows by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """Resident bytes of the process when a load is planned, and what its libraries take at their first use.
+
+    resident: now, all imports that a load needs being done.  growth: pages of code that come with the first pass.
+    """
+
+    resident: int
+    growth: int
+
+    @property
+    def planned(self) -> int:
+        """Bytes of the process without a model."""
+        return self.resident + self.growth
+
+
+def measure_process() -> Process:
+    """What the process takes now; everything that a load imports should be there."""
+    return Process(resident_bytes(), 0)
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process, anonymous and of files; 0 where there is no such process."""
+    return _status("VmRSS", pid)
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most that it ever was; 0 where the system does not tell."""
+    return _status("VmHWM", pid)
+
+
+def _status(name: str, pid: int | str) -> int:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return _by_psutil(name, pid)
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def _by_psutil(name: str, pid: int | str) -> int:
+    """The same outside of Linux."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        info = psutil.Process(None if pid == "self" else int(pid)).memory_info()
+    except psutil.Error:
+        return 0
+    return int(info.rss if name == "VmRSS" else getattr(info, "peak_wset", 0))

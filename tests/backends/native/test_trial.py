@@ -1,0 +1,36 @@
+"""Passes on made-up weights: that they run for every kind of model, from its header; how long they take is no test."""
+
+import math
+
+import pytest
+from tiny_experts import write_tiny_experts
+from tiny_models import write_tiny_model
+
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native.trial import PROMPT, SIZES, time_passes, weight_bytes
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device
+
+
+@pytest.mark.parametrize("architecture, tensor_type", [("gemma3", "Q6_K"), ("bitnet", "I2_S")])
+def test_passes_of_a_model_are_timed_without_its_weights(tmp_path, architecture, tensor_type):
+    path = write_tiny_model(tmp_path / "m.gguf", architecture, tensor_type)
+    check(path, "f16")
+
+
+def test_experts_of_a_token_are_timed_as_one_network(tmp_path):
+    check(write_tiny_experts(tmp_path / "m.gguf", "gpt-oss"), "q8_0")
+
+
+def check(path, cache_type):
+    backend = NativeBackend()
+    with ModelFile.open(path) as file:
+        spec = backend.read_spec(file)
+        times = time_passes(file, spec, Device(2), cache_type, "2")
+        layer_bytes, output_bytes = weight_bytes(file, spec, "2")
+        plan = backend.plan(file, spec, 64)
+    assert set(times.layers) == {*SIZES, PROMPT} and set(times.output) == set(SIZES)
+    values = [*times.layers.values(), *times.output.values(), times.row_position, times.row_position_long]
+    assert all(math.isfinite(value) and value >= 0 for value in values)
+    assert 0 < layer_bytes and 0 < output_bytes
+    assert layer_bytes + output_bytes <= plan.use.weights + plan.use.experts
