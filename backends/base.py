@@ -227,6 +227,16 @@ class ExpertBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class HasProcesses(Protocol):
+    """A backend or a model that works in processes of its own. process_ids: of those that run now."""
+
+    @property
+    def process_ids(self) -> Sequence[int]:
+        """The ids by which the system knows them."""
+        ...
+
+
+@runtime_checkable
 class MeasurableBackend(Backend, Protocol):
     """A backend whose code can be brought into memory before a model is, so that it can be measured.
 
@@ -234,6 +244,10 @@ class MeasurableBackend(Backend, Protocol):
     """
 
     source_bytes: int
+
+    def give_back_freed(self) -> None:
+        """Give memory that was freed and that the allocator keeps back to the system, where that can be."""
+        ...
 
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """Run the code that this model needs once, on next to no data, so that its pages are counted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -14,6 +15,7 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
+_THREADS, _STORE_BYTES = 4, 3 << 18  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 256  # rows that are gathered before they are rewritten
 _GAP = 8  # rows that are read although nobody wants them, rather than reading twice
 
@@ -51,9 +53,18 @@ def _rows(
         rows = _read_rows(target, info, wanted[part])
         _core.rewrite_rows(int(info.type), rows.reshape(-1), n_in, int(type), found[part].reshape(-1))
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(_n_threads()) as pool:
         list(pool.map(rewrite, range(0, len(wanted), _AT_ONCE)))
     return found.reshape(-1)
+
+
+def _n_threads() -> int:
+    return min(_THREADS, os.cpu_count() or 1)
+
+
+def kept_bytes(head: HeadSpec) -> int:
+    """What the allocator keeps of the threads that make an output matrix of the target's rows."""
+    return 0 if head.output_type is None else _n_threads() * _STORE_BYTES
 
 
 def _read_rows(file: ModelFile, info: TensorInfo, ids: NDArray[np.int32]) -> NDArray[np.uint8]:

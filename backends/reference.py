@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.base import Progress, Rows
 from edgeinfer.backends.checks import (
     check_cache,
@@ -53,7 +54,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import FeedForward
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
-_CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32}
+_CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32, "k6v4": np.float32}
 # The fields of blocks that are looked at below; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {
     Attention: (
@@ -99,9 +100,9 @@ class ReferenceBackend:
     ) -> MemoryPlan:
         """Bytes of the weights in float32, the KV cache, and the activations of n_batch tokens.
 
-        The cache is in float16; for q8_0 in float32, rounded to 8 bits.
-        Raises UnsupportedModel for a tensor type that `dequantize` does not know, InvalidArgument for heads that q8_0
-        does not fit.
+        The cache is in float16; for q8_0 and k6v4 in float32, rounded, for k6v4 with the turned biases of keys.
+        Raises UnsupportedModel for a tensor type that `dequantize` does not know, InvalidArgument for a model that the
+        cache type does not fit.
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         check_cache(cache_type, spec)
@@ -109,7 +110,7 @@ class ReferenceBackend:
         check_types(model, shapes)
         n_batch = min(n_batch, n_ctx)
         n_weights, n_of_experts = count(shapes)
-        n_kv = sum(n_ctx * 2 * layer.mixer.n_kv for layer in spec.layers)
+        n_kv = sum(n_ctx * n_held(layer.mixer, cache_type) for layer in spec.layers)
         n_activations = n_batch * 2 * spec.n_embd
         n_activations += n_batch * max((layer.mixer.n_q + 2 * layer.mixer.n_kv for layer in spec.layers), default=0)
         n_activations += n_batch * max((2 * layer.ffn.n_ff for layer in spec.layers), default=0)
@@ -207,30 +208,43 @@ class ReferenceDecoder:
         paths: for each row the slots that it sees.  inputs: (n, n_in), what queries, keys and values are products with
         where that is not the norm of x.
         """
-        q, k, v = self._queries_keys_values(block, self.norm(block.norm, x) if inputs is None else inputs)
+        bias = block.separate_key_bias if text.cache_type == "k6v4" else None  # that is not part of the keys
+        h = self.norm(block.norm, x) if inputs is None else inputs
+        q, k, v = self._queries_keys_values(block, h, block.k_bias if bias is None else None)
         positions = np.array([len(path) - 1 for path in paths])
-        if block.rope is not None:
-            rope = block.rope.of_context(text.n_ctx)
-            q, k = rotate(q, positions, rope), rotate(k, positions, rope)
+
+        def turned(heads: Floats) -> Floats:
+            return heads if block.rope is None else rotate(heads, positions, block.rope.of_context(text.n_ctx))
+
+        q, k = turned(q), turned(k)
         q = q * QueryScales.of(block, text.n_ctx).at(positions)[:, None, None]
         if text.cache_type == "q8_0":
             q, k, v = (rounded_heads(each) for each in (q, k, v))
+        elif text.cache_type == "k6v4":
+            biases = (
+                None if bias is None else turned(np.broadcast_to(self.values_of(bias).reshape(k[0].shape), k.shape))
+            )
+            q, k, v = k6v4.asking(q, bias is not None), k6v4.held_keys(k, biases), k6v4.held_values(v)
         keys, values = text.keys[layer], text.values[layer]
         slots = [path[-1] for path in paths]
         keys[slots], values[slots] = k, v
         sinks = None if block.sinks is None else self.values_of(block.sinks)
-        y = np.empty_like(q)
+        y = np.empty((len(x), block.n_heads, block.head_dim), dtype=np.float32)
         for i, path in enumerate(paths):
             self._poll()
             seen = path if block.window is None else path[-block.window :]
             y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap, sinks)
+        if text.cache_type == "k6v4":
+            y = k6v4.hadamard(y, is_back=True)
         heads = self.norm(block.sub_norm, y.reshape(len(x), -1))
         return self.norm(block.post_norm, self.linear(block.output, block.output_bias, heads))
 
-    def _queries_keys_values(self, block: Attention, h: Floats) -> tuple[Floats, Floats, Floats]:
+    def _queries_keys_values(
+        self, block: Attention, h: Floats, key_bias: TensorRef | None
+    ) -> tuple[Floats, Floats, Floats]:
         """(n, heads, head_dim) each, with norms on queries and keys where the block has them."""
         q = self.linear(block.q, block.q_bias, h)
-        k = self.linear(block.k, block.k_bias, h)
+        k = self.linear(block.k, key_bias, h)
         v = self.linear(block.v, block.v_bias, h)
         if block.qk_norm == "whole":
             q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
@@ -323,8 +337,12 @@ class TextState:
         self.cache_type = cache_type
         mixers = [layer.mixer for layer in decoder.decoder.layers]
         shapes = [(n_ctx, mixer.n_kv_heads, mixer.head_dim) for mixer in mixers]
-        self.keys = [np.zeros(shape, dtype=_CACHE_DTYPES[cache_type]) for shape in shapes]  # after rope
-        self.values = [np.zeros_like(keys) for keys in self.keys]
+        self.values = [np.zeros(shape, dtype=_CACHE_DTYPES[cache_type]) for shape in shapes]
+        lengths = [n_held(mixer, cache_type) // mixer.n_kv_heads - mixer.head_dim for mixer in mixers]  # of keys
+        self.keys = [  # after rope
+            np.zeros((*values.shape[:2], length), dtype=values.dtype)
+            for values, length in zip(self.values, lengths, strict=True)
+        ]
         self._decoder = decoder
         self._text: list[int] = []  # committed
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
@@ -410,6 +428,12 @@ class ReferenceSession(TextState):
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Finds what is committed now."""
         return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
+
+
+def n_held(mixer: Attention, cache_type: CacheType) -> int:
+    """Numbers of keys and values that a token leaves in a layer; k6v4 holds biases of keys apart."""
+    is_apart = cache_type == "k6v4" and mixer.separate_key_bias is not None
+    return (3 if is_apart else 2) * mixer.n_kv
 
 
 def rounded_heads(heads: Floats) -> Floats:

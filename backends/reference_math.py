@@ -42,9 +42,9 @@ def attend(
     score_cap: float | None = None,
     sinks: Floats | None = None,
 ) -> Floats:
-    """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, head_dim).
+    """Attention of one token: softmax(soft_cap(q k)) v, (n_heads, numbers of a value).
 
-    q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, head_dim), those that the token sees. With fewer
+    q: (n_heads, head_dim), scaled.  keys, values: (t, n_kv_heads, n), those that the token sees. With fewer
     heads of keys than of queries, each serves a group of consecutive queries (Ainslie et al., arXiv:2305.13245).
     sinks: (n_heads,), one more score of each head, which has no value.
     """
@@ -57,7 +57,7 @@ def attend(
         scores = np.concatenate([scores, sinks.reshape(*scores.shape[:2], 1)], axis=-1)
     weights: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights[..., : len(keys)] @ v).reshape(n_heads, head_dim)
+    return (weights[..., : len(keys)] @ v).reshape(n_heads, -1)
 
 
 def scale(x: Floats, factor: float) -> Floats:

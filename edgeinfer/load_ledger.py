@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgeinfer.backend_choice import PlannedModel, Target
-from edgeinfer.backends.base import MeasurableBackend
+from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
 from edgeinfer.models.tokenizer import Tokenizer
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
+# Of a request: the words of its text, pieces of the answer; and each token as a number that several lists have.
+_REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
 
 
 def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
@@ -38,9 +40,27 @@ def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice
     Tokenizer.warm_up(planned.file)
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.warm_up(planned.file, planned.device)
+    _run_sampling()
+    give_back_freed(planned)
+    others = planned.backend.process_ids if isinstance(planned.backend, HasProcesses) else ()
+    return measure_process(others)
+
+
+def _run_sampling() -> None:
+    """Run the code of sampling and of drafters' arithmetic in numpy."""
     for temperature in (0.0, 1.0):
         sample(np.zeros(64, np.float32), SamplingParams(temperature=temperature, seed=0), 0)
-    return measure_process()
+    table = np.full((4, 3), -1, np.int32)
+    table[1] = [1, 2, 3]
+    table[[0, 2]] = table[np.flatnonzero(np.diff(table[:, 0]) > 1)]
+    first, second = np.split(np.sort(np.concatenate(list(table))), [6])
+    assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
+
+
+def give_back_freed(planned: PlannedModel | Target) -> None:
+    """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
+    if isinstance(planned.backend, MeasurableBackend):
+        planned.backend.give_back_freed()
 
 
 def ledger_of(planned: PlannedModel, drafters: DraftPlan | None, process: Process) -> Ledger:
@@ -75,9 +95,9 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 
 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
-    """The logits of a pass, those of the pass before, and a copy that penalties change."""
+    """The logits of a pass, those of the pass before, and a copy that penalties change; texts as Python's objects."""
     n_rows = 3 if drafters is None else 3 + _most_nodes(planned, drafters)
-    return n_rows * _FLOAT * planned.spec.n_vocab
+    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
 
 
 def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:

@@ -55,7 +55,8 @@ class LoadOptions:
     backend: what runs the model. "auto" is native; with a RuntimeWarning it is llama.cpp for a model that native does
     not support, and the reference where native does not run.
     n_batch: prompt tokens in one forward pass. It changes memory and speed, and the text with llama.cpp only.
-    cache_type: type of the numbers in the KV cache. "q8_0" takes 53 % of the bytes of "f16" and changes the text.
+    cache_type: type of the numbers in the KV cache. Others than "f16" change the text: "q8_0" takes 56 % of its bytes,
+    "k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has measured.
     ternary_bits: bits of memory for each weight of a ternary model with the native backend. The text is the same.
     "auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.
     expert_cache: memory for the experts of a mixture-of-experts model with the native backend; others are read from
@@ -71,7 +72,8 @@ class LoadOptions:
     the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
     "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used is
     left out with a RuntimeWarning that says why.
-    draft_max: most drafted tokens that one pass verifies; 0 is no drafting.
+    draft_max: most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take more
+    than 12 MiB, it is fewer.
     draft_device: where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists
     them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is missing
     or fails, the CPU drafts, with a RuntimeWarning that says why.

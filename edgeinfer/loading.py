@@ -14,6 +14,7 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier
+from edgeinfer.load_ledger import give_back_freed
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.load_plan import plan_load, warn_of_dropped
 from edgeinfer.models.draft_head import is_draft_head
@@ -83,6 +84,8 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     tier = None if plan.tier is None else open_tier(plan.tier, planned, model)
     if tier is not None:
         opened.callback(tier.close)
+    file.unmap()
+    give_back_freed(planned)
     name, to_close = planned.backend.name, opened.pop_all()
     device_plan = planned.plan, planned.device
     return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, plan.ledger)

@@ -147,9 +147,9 @@ Tokens most_likely(const float* logits, uint32_t n, size_t k) {
 }
 
 // e**(logit - largest).
-std::vector<double> weights_of(const std::vector<float>& logits, float largest) {
-    std::vector<double> weights(logits.size());
-    for (size_t i = 0; i < weights.size(); i++) {
+std::vector<double> weights_of(const float* logits, size_t n, float largest) {
+    std::vector<double> weights(n);
+    for (size_t i = 0; i < n; i++) {
         const double x = static_cast<double>(logits[i]) - static_cast<double>(largest);
         weights[i] = exp_of(x > kLeast ? x : kLeast);
     }
@@ -169,8 +169,9 @@ double bound_of_few(const std::vector<double>& weights) {
     return *few;
 }
 
-// Places of the largest weights, as many as sum up to `enough`, equal ones in their order; all, if even those are too few.
-std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enough) {
+// Places of the largest weights, as many as sum up to `enough`, equal ones in their order; all that are at least `lowest`,
+// if even those are too few.
+std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enough, double lowest) {
     std::vector<uint32_t> order;
     const auto reaches_enough = [&] {  // cuts the order off there
         std::sort(order.begin(), order.end(),
@@ -184,7 +185,8 @@ std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enou
         }
         return false;
     };
-    const auto take_from = [&](double least) {
+    const auto take_from = [&](double bound) {
+        const double least = std::max(bound, lowest);
         order.clear();
         for (uint32_t i = 0; i < weights.size(); i++) {
             if (weights[i] >= least) order.push_back(i);
@@ -202,31 +204,36 @@ std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enou
     return order;
 }
 
+Tokens all_of(const float* logits, uint32_t n) {
+    Tokens tokens;
+    tokens.logits.assign(logits, logits + n);
+    tokens.ids.resize(n);
+    std::iota(tokens.ids.begin(), tokens.ids.end(), 0u);
+    return tokens;
+}
+
 // What top_k, top_p and min_p leave of a row of logits.
 Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k, double top_p, double min_p) {
-    Tokens tokens;
-    if (0 < top_k && top_k < n) {
-        tokens = most_likely(logits, n, static_cast<size_t>(top_k));
-    } else {
-        tokens.logits.assign(logits, logits + n);
-        tokens.ids.resize(n);
-        std::iota(tokens.ids.begin(), tokens.ids.end(), 0u);
-    }
-    if (top_p == 1.0 && min_p == 0.0) return tokens;
-    std::vector<double> weights = weights_of(tokens.logits, largest), likely;
+    const bool is_cut = 0 < top_k && top_k < n;
+    if (!is_cut && top_p == 1.0 && min_p == 0.0) return all_of(logits, n);
+    const Tokens few = is_cut ? most_likely(logits, n, static_cast<size_t>(top_k)) : Tokens{};
+    if (top_p == 1.0 && min_p == 0.0) return few;
+    // Of all tokens only the weights are in memory, 8 bytes each; what is left of them is mostly little.
+    const float* from = is_cut ? few.logits.data() : logits;
+    const std::vector<double> weights = weights_of(from, is_cut ? few.logits.size() : n, largest);
     Tokens left;
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (!(weights[i] >= min_p)) continue;
-        left.add(tokens.ids[i], tokens.logits[i]);
-        likely.push_back(weights[i]);
+    const auto keep = [&](uint32_t i) { left.add(is_cut ? few.ids[i] : i, from[i]); };
+    if (top_p == 1.0) {
+        for (uint32_t i = 0; i < weights.size(); i++) {
+            if (weights[i] >= min_p) keep(i);
+        }
+        return left;
     }
-    if (top_p == 1.0) return left;
     // The nucleus takes the most likely tokens first, so what min_p drops can only be its end.
     double total = 0;
     for (const double weight : weights) total += weight;
-    Tokens nucleus;
-    for (const uint32_t i : nucleus_of(likely, top_p * total)) nucleus.add(left.ids[i], left.logits[i]);
-    return nucleus;
+    for (const uint32_t i : nucleus_of(weights, top_p * total, min_p)) keep(i);
+    return left;
 }
 
 // Gumbel-max: the id with the largest score, the lowest of equals.
@@ -315,8 +322,8 @@ NB_MODULE(_sampler, m) {
     m.def(
         "weights",
         [](Floats logits) {
-            const std::vector<float> all(logits.data(), logits.data() + logits.size());
-            return weights_of(all, largest_of(all.data(), static_cast<uint32_t>(all.size())));
+            const uint32_t n = static_cast<uint32_t>(logits.size());
+            return weights_of(logits.data(), n, largest_of(logits.data(), n));
         },
         "logits"_a, "e**(logit - largest), below -700 as there. logits: (n,) with a finite maximum and no NaN.");
     m.def(

@@ -16,8 +16,10 @@ Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
-CacheType: TypeAlias = Literal["f16", "q8_0"]
-"""Numbers of the KV cache: half floats, or 8-bit codes with one half-float scale for each 32, 53 % of the bytes."""
+CacheType: TypeAlias = Literal["f16", "q8_0", "k6v4"]
+"""Numbers of the KV cache. f16: half floats.  q8_0: 8-bit codes with one scale for each 32, 56 % of the bytes.
+
+k6v4: keys of 6 bits and values of 4, Hadamard transformed, with one scale for each, 33 % of the bytes."""
 TernaryBits: TypeAlias = Literal["2", "1.6"]
 """Bits of memory for each weight of a ternary matrix: four weights a byte, or five."""
 

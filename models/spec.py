@@ -157,6 +157,11 @@ class Attention:
     sinks: TensorRef | None = None  # (n_heads,)
 
     @property
+    def separate_key_bias(self) -> TensorRef | None:
+        """The bias of the keys if no norm follows it, so that it only turns with the position; None otherwise."""
+        return None if self.qk_norm and self.k_norm else self.k_bias
+
+    @property
     def n_q(self) -> int:
         """Numbers of all queries of a token."""
         return self.n_heads * self.head_dim

@@ -2,11 +2,15 @@
 
 import importlib
 import importlib.util
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backend_choice import open_backend
+from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.engine import Engine
@@ -37,6 +42,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured costs of tiny models do not end up among the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _drivers_asked_once() -> Iterator[None]:
+    """A process that asks a driver takes a second, and its answer is the same while the variables are."""
+    answers: dict[object, dict[str, Any]] = {}
+
+    def ask(module: str, remedy: str) -> dict[str, Any]:
+        variables = frozenset(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
+        key = module, remedy, sys.executable, variables
+        if key not in answers:
+            answers[key] = ask_apart(module, remedy)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for library in ("opencl", "onnx"):
+            patch.setattr(f"edgeinfer.backends.{library}.probe.ask_apart", ask)
         yield
 
 

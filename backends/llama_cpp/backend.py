@@ -34,6 +34,11 @@ class LlamaCppBackend:
         self._process: Process | None = Process()  # for the next call: without weights
         self._described: tuple[weakref.ref[ModelFile], ModelSizes] | None = None  # by that process
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """See HasProcesses: that of the next model, without weights."""
+        return () if self._process is None else (self._process.pid,)
+
     def read_spec(self, model: ModelFile) -> ModelSizes:
         """Sizes of a model as llama.cpp reads them. Raises UnsupportedModel if it does not know the model.
 
@@ -57,6 +62,8 @@ class LlamaCppBackend:
         two smaller ones lead to; `load` refuses those above MAX_N_CTX. Raises UnsupportedModel, and InvalidArgument for
         an n_ctx on which llama.cpp would end its process.
         """
+        if cache_type not in ("f16", "q8_0"):
+            raise InvalidArgument(f"llama.cpp has no KV cache of {cache_type}: use f16 or q8_0, or the native backend")
         if n_ctx > _MOST_MEASURED:
             _check_positions(model, n_ctx)
             first, second = (self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED)

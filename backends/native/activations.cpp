@@ -32,6 +32,7 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_value(padded(c.most([](const LayerConfig& l) { return l.attention.head_dim; }))),
       ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)) {
     take_rows(c, cutter);
+    if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
     inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), c.inputs);
     for (int i = 0; i < n_threads; i++) take_own(c, std::max({ld_embd, ld_q, ld_ff, ld_joined}), cutter);
@@ -49,6 +50,14 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     }
     position = cutter.take<int32_t>(n);
     text = cutter.take<int32_t>(n);
+}
+
+void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n_tiles = padded(c.n_ctx) / 16;
+    for (const Rope& rope : c.ropes) {
+        const size_t ld = padded(static_cast<int>(rope.frequencies.size()));
+        turns.push_back({ld, cutter.take<float>(n_tiles * 2 * ld), cutter.take<float>(ld * 2 * 16)});
+    }
 }
 
 void Activations::take_attention(const DecoderConfig& c, Cutter& cutter) {
@@ -85,7 +94,9 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
     own_head.push_back(cutter.take<float>(ld_value));
     scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
     sums.push_back(cutter.take<float>(kTaskRows * ld_value));
-    own_queries.push_back(take_inputs(cutter, kTaskRows, {.by32 = static_cast<int>(ld_value)}));
+    own_queries.push_back(
+        take_inputs(cutter, kTaskRows, {.by32 = static_cast<int>(ld_value), .by_token = static_cast<int>(ld_value)}));
+    offsets.push_back(cutter.take<float>(kTaskRows * (ld_value + 16)));
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
 }
 

@@ -103,18 +103,26 @@ struct Activations {
         float *cosine, *sine;  // (n_batch, n_pairs)
     };
     std::vector<Angles> angles;  // one a rope
-    int32_t *position, *text;    // (n_batch,): logical positions; which text of the pass
+    // Of keys that are held without their bias, one a rope; none for a model without key biases. The same in all passes.
+    struct Turns {
+        size_t ld;
+        float *tiles, *within;  // see KeyTurns
+    };
+    std::vector<Turns> turns;
+    int32_t *position, *text;  // (n_batch,): logical positions; which text of the pass
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.
     std::vector<Inputs> own_inputs;
     std::vector<float*> own_h, own_head, scores, sums;  // scores and sums: (kTaskRows, ld)
-    std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0
+    std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0 and K6V4
+    std::vector<float*> offsets;                        // (kTaskRows, ld_value + 16), for keys of K6V4
     std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
     ExpertRows experts;
 
 private:
     void take_rows(const DecoderConfig& config, Cutter& cutter);
+    void take_turns(const DecoderConfig& config, Cutter& cutter);
     void take_attention(const DecoderConfig& config, Cutter& cutter);
     void take_feed_forward(const DecoderConfig& config, Cutter& cutter);
     void take_front(const DecoderConfig& config, Cutter& cutter);

@@ -46,8 +46,76 @@ void store_q8_key_value(const KvHead& kv, int slot, const float* key, const floa
     }
 }
 
+// The smallest bf16 from x on, for x >= 0. NaN and infinity stay.
+EI_INLINE uint16_t bf16_from(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return static_cast<uint16_t>((bits + 0xffff) >> 16);
+}
+EI_INLINE float bf16_at(const uint8_t* p) {
+    uint16_t half;
+    std::memcpy(&half, p, sizeof half);
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Codes 0..top of a head: number = (step * code - step * top / 2) * scale, as fine as its largest number lets them be.
+struct Codes {
+    uint16_t scale;
+    float factor, middle, top;
+
+    Codes(const float* x, int n, int top_code, float step) : middle(0.5f * static_cast<float>(top_code)) {
+        const float most = largest_magnitude(x, n);
+        top = static_cast<float>(top_code);
+        scale = most < 1e-30f ? uint16_t{0} : bf16_from(most / (0.5f * step * (top + 1.0f)));
+        const float used = bf16_at(reinterpret_cast<const uint8_t*>(&scale));
+        factor = used == 0.0f ? 0.0f : 1.0f / (step * used);
+    }
+    // Of 32 numbers.
+    EI_INLINE void of(const float* x, int8_t* codes) const {
+        for (int i = 0; i < 32; i += 16) {
+            const F32 v = fma_f32(load_f32(x + i), set_f32(factor), set_f32(middle));
+            store_i8(codes + i, round_to_i32(min_f32(max_f32(v, set_f32(0.0f)), set_f32(top))));
+        }
+    }
+};
+
+// 32 numbers of a key to a lane of six lines.
+EI_INLINE void store_6_bits(uint8_t* lane, const int8_t* codes) {
+    for (int i = 0; i < 16; i++)
+        lane[64 * (i / 4) + i % 4] = static_cast<uint8_t>((codes[i] & 15) | (codes[16 + i] & 15) << 4);
+    for (int i = 0; i < 8; i++) {
+        const int8_t* c = codes + 16 * (i / 4) + i % 4;
+        lane[64 * (4 + i / 4) + i % 4] = static_cast<uint8_t>(c[0] >> 4 | (c[4] >> 4) << 2 | (c[8] >> 4) << 4 |
+                                                              (c[12] >> 4) << 6);
+    }
+}
+
+void store_k6v4_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
+    const size_t at = static_cast<size_t>(slot % kSegment);
+    uint8_t* segment = segment_of(kv, slot);
+    uint8_t* lane = key_tile(kv, slot / 16) + 4 * (slot % 16);
+    uint8_t* values = segment + kv.values_at + kv.scales_bytes + at * kv.value_bytes;
+    const Codes of_key(key, kv.head_dim, 63, 2.0f), of_value(value, kv.head_dim, 15, 16.0f);
+    std::memcpy(segment + kv.key_scales_at + 2 * at, &of_key.scale, 2);
+    std::memcpy(segment + kv.values_at + 2 * at, &of_value.scale, 2);
+    for (int d = 0; d < kv.head_dim; d += 32) {
+        int8_t codes[32];
+        of_key.of(key + d, codes);
+        store_6_bits(lane + 12 * d, codes);
+        of_value.of(value + d, codes);
+        for (int i = 0; i < 16; i++) values[d / 2 + i] = static_cast<uint8_t>(codes[i] | codes[16 + i] << 4);
+    }
+}
+
 void store_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
-    kv.type == KvType::F16 ? store_f16_key_value(kv, slot, key, value) : store_q8_key_value(kv, slot, key, value);
+    switch (kv.type) {
+        case KvType::F16: return store_f16_key_value(kv, slot, key, value);
+        case KvType::Q8_0: return store_q8_key_value(kv, slot, key, value);
+        case KvType::K6V4: return store_k6v4_key_value(kv, slot, key, value);
+    }
 }
 
 // scores[slot] = q . key for the slots of one tile. Two sums, of the even and of the odd dimensions.
@@ -85,14 +153,34 @@ EI_INLINE void score_q8(const uint8_t* tile, int head_dim, const AttentionRow* r
     }
 }
 
+// The same with one scale a key, and integers before it.
+template <int NR>
+EI_INLINE void score_k6(const KvHead& kv, int tile, const AttentionRow* rows, F32 (&scores)[NR]) {
+    const uint8_t* lines = key_tile(kv, tile);
+    I32 sum[NR];
+    for (int r = 0; r < NR; r++) sum[r] = set_i32(0);
+    for (int d = 0; d < kv.head_dim; d += 32) {
+        const int8_t* codes[NR];
+        for (int r = 0; r < NR; r++) codes[r] = rows[r].codes + d;
+        dot32<6, NR, 1>(lines + 12 * d, codes, from_zero, [&](int r, Dot dots) { sum[r] = add_dot(sum[r], dots); });
+    }
+    const F32 scale = load_bf16(segment_of(kv, 16 * tile) + kv.key_scales_at + 2 * (16 * tile % kSegment));
+    for (int r = 0; r < NR; r++) {
+        const I32 centred = sub_i32(shl_i32(sum[r], 1), set_i32(63 * rows[r].sums[0]));
+        scores[r] = mul_f32(mul_f32(to_f32(centred), scale), set_f32(rows[r].scales[0]));
+    }
+}
+
 template <int NR>
 void score_tiles(const KvHead& kv, const AttentionRow* rows, int first, int last) {
     for (int t = first; t < last; t++) {
         F32 scores[NR];
         if (kv.type == KvType::F16) {
             score_f16<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
-        } else {
+        } else if (kv.type == KvType::Q8_0) {
             score_q8<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
+        } else {
+            score_k6<NR>(kv, t, rows, scores);
         }
         for (int r = 0; r < NR; r++) store_f32(rows[r].scores + 16 * t, scores[r]);
     }
@@ -150,6 +238,12 @@ EI_INLINE F32 load_value(const KvHead& kv, const uint8_t* values, int slot, int 
     const size_t at = static_cast<size_t>(slot % kSegment);
     if constexpr (TYPE == KvType::F16) {
         return load_f16(values + at * kv.value_bytes + 2 * static_cast<size_t>(d));
+    } else if constexpr (TYPE == KvType::K6V4) {
+        const bool is_high = d % 32 != 0;
+        const float scale = bf16_at(values + 2 * at);
+        const uint8_t* bytes = values + kv.scales_bytes + at * kv.value_bytes + d / 32 * 16;
+        const F32 code = to_f32(and_i32(load_u8_as_i32(bytes), set_i32(is_high ? 0xf0 : 0x0f)));  // high: 16 times it
+        return fma_f32(code, set_f32(is_high ? scale : 16.0f * scale), set_f32(-120.0f * scale));  // exact
     } else {
         float scale;
         std::memcpy(&scale, values + (at * static_cast<size_t>(kv.head_dim) + static_cast<size_t>(d)) / 32 * 4, 4);
@@ -202,7 +296,11 @@ EI_INLINE void for_pieces(const KvHead& kv, const F& f) {
             f.template operator()<TYPE, kValuesAtOnce>(d);
         for (; d < kv.ld_v; d += 16) f.template operator()<TYPE, 1>(d);
     };
-    kv.type == KvType::F16 ? pieces.template operator()<KvType::F16>() : pieces.template operator()<KvType::Q8_0>();
+    switch (kv.type) {
+        case KvType::F16: return pieces.template operator()<KvType::F16>();
+        case KvType::Q8_0: return pieces.template operator()<KvType::Q8_0>();
+        case KvType::K6V4: return pieces.template operator()<KvType::K6V4>();
+    }
 }
 
 // The slots first..last-1 of one segment, for rows whose scores are at their slots.
@@ -230,6 +328,31 @@ EI_INLINE void for_segments(int first, int last, const F& f) {
     }
 }
 
+// Adds what the bias of the keys gives at each position, see KeyTurns. The turned offset goes to the row's sum meanwhile.
+void add_offsets(const KeyTurns& turns, const AttentionRow& row) {
+    const int ld = turns.ld;
+    const float *a = row.offset, *b = row.offset + ld;
+    for (int tile = row.first / 16; 16 * tile < row.n_past + row.n_path; tile++) {
+        const float *cosine = turns.tiles + static_cast<size_t>(tile) * 2 * static_cast<size_t>(ld), *sine = cosine + ld;
+        for (int m = 0; m < ld; m += 16) {
+            const F32 am = load_f32(a + m), bm = load_f32(b + m), c = load_f32(cosine + m), s = load_f32(sine + m);
+            store_f32(row.sum + m, fma_f32(bm, s, mul_f32(am, c)));
+            store_f32(row.sum + ld + m, fnma_f32(am, s, mul_f32(bm, c)));
+        }
+        F32 sum[4] = {set_f32(row.offset[2 * ld]), set_f32(0.0f), set_f32(0.0f), set_f32(0.0f)};
+        for (int m = 0; m < ld; m += 2) {
+            const float* lanes = turns.within + 32 * m;
+            sum[0] = fma_f32(load_f32(lanes), set_f32(row.sum[m]), sum[0]);
+            sum[1] = fma_f32(load_f32(lanes + 16), set_f32(row.sum[ld + m]), sum[1]);
+            sum[2] = fma_f32(load_f32(lanes + 32), set_f32(row.sum[m + 1]), sum[2]);
+            sum[3] = fma_f32(load_f32(lanes + 48), set_f32(row.sum[ld + m + 1]), sum[3]);
+        }
+        float* scores = row.scores + 16 * tile;
+        const F32 all = add_f32(add_f32(sum[0], sum[1]), add_f32(sum[2], sum[3]));
+        store_f32(scores, add_f32(load_f32(scores), all));
+    }
+}
+
 // Scores by positions, and their softmax but for the factor of each row, which goes to scale. Clears the sums.
 inline void soft_max_rows(const Attention& a, float* scale) {
     for (int r = 0; r < a.n_rows; r++) {
@@ -237,6 +360,7 @@ inline void soft_max_rows(const Attention& a, float* scale) {
         const int n = row.n_past + row.n_path;
         for (int i = 0; i < row.n_path; i++)
             row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
+        if (row.offset) add_offsets(a.turns, row);
         if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
         scale[r] = soft_max(row.scores + row.first, n - row.first, row.sink);
         std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));

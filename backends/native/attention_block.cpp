@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "blocks.h"
+#include "hadamard.h"
 
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(config.layers[static_cast<size_t>(index)].attention),
@@ -50,7 +51,7 @@ void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inp
     pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
         if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
         task -= q.count();
-        if (task < k.count()) return project(k_, k_bias_, k, task, b.k, b.ld_kv);
+        if (task < k.count()) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
         project(v_, v_bias_, v, task - k.count(), b.v, b.ld_kv);
     });
 }
@@ -123,13 +124,25 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
             norm_heads(pass, thread, q_norm_, q, of_group);
             norm_heads(pass, thread, k_norm_, k, 1);
         }
+        const bool has_bias = config_.key_bias && pass.text_of(c).rows.state->sizes().type != KvType::K6V4;
+        for (int d = 0; has_bias && d < dim; d++) k[d] += k_bias_[kv_head * dim + d];
         if (config_.rope >= 0) rotate_heads(pass, c, q, k);
         const float scale = query_scales_.at(b.position[c]);
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        const Text& text = pass.text_of(c);
-        const KvHead head = text.rows.state->head(index_, kv_head);
-        pass.kernels.store_key_value(head, text.slot(c), k, b.v + token * b.ld_kv + kv_head * dim);
+        store(pass, c, kv_head, k, b.v + token * b.ld_kv + kv_head * dim);
     });
+}
+
+// What stands out in a key or a value is spread over all of it before it gets few bits. The largest numbers of keys come
+// from the bias, which is therefore not stored: it is the same in all texts, and adds to scores what set_offset says.
+void AttentionBlock::store(const Pass& pass, int c, int kv_head, float* k, float* v) const {
+    const Text& text = pass.text_of(c);
+    const KvHead head = text.rows.state->head(index_, kv_head);
+    if (head.type == KvType::K6V4) {
+        hadamard_in(k, config_.head_dim);
+        hadamard_in(v, config_.head_dim);
+    }
+    pass.kernels.store_key_value(head, text.slot(c), k, v);
 }
 
 // ---- attention -------------------------------------------------------------------------------------------------
@@ -176,15 +189,19 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         Attention a;
         a.kv = text->rows.state->head(index_, kv_head);
         a.soft_cap = config_.soft_cap;
+        a.turns = turns_of(pass);
         a.n_rows = 0;
         for (int c = first_token; c < last_token; c++) {
             for (int head = first_head; head < last_head; head++) {
                 a.rows[a.n_rows] = row(pass, thread, *text, c, head, a.n_rows);
-                if (a.kv.type == KvType::Q8_0) quantize_query(pass, thread, a.n_rows, a.rows[a.n_rows]);
+                AttentionRow& added = a.rows[a.n_rows];
+                if (a.kv.type == KvType::Q8_0) quantize_query(pass, thread, a.n_rows, added);
+                if (a.kv.type == KvType::K6V4) quantize_turned_query(pass, thread, kv_head, a.n_rows, added);
                 a.n_rows++;
             }
         }
         pass.kernels.attention(a);
+        for (int r = 0; a.kv.type == KvType::K6V4 && r < a.n_rows; r++) hadamard_back(a.rows[r].out, config_.head_dim);
     });
 }
 
@@ -225,4 +242,53 @@ void AttentionBlock::quantize_query(const Pass& pass, int thread, int r, Attenti
     a.codes = q.q32;
     a.scales = q.scale32;
     a.sums = q.sum32;
+}
+
+// The codes of row r of a task, for keys of K6V4, and the offset where keys are stored without a bias.
+void AttentionBlock::quantize_turned_query(const Pass& pass, int thread, int kv_head, int r, AttentionRow& a) const {
+    const size_t own = static_cast<size_t>(thread), row = static_cast<size_t>(r);
+    const size_t dim = static_cast<size_t>(config_.head_dim);
+    float* turned = pass.b.own_head[own];
+    std::memcpy(turned, a.q, sizeof(float) * dim);
+    hadamard_back(turned, config_.head_dim);
+    Inputs q = pass.b.own_queries[own];
+    q.n_in = config_.head_dim;
+    q.x = turned;
+    q.ldx = dim;
+    q.q_token += row * dim;
+    q.scale_token += row;
+    q.sum_token += row;
+    pass.kernels.quantize_token(q, 0);
+    a.codes = q.q_token;
+    a.scales = q.scale_token;
+    a.sums = q.sum_token;
+    if (!config_.key_bias) return;
+    float* offset = pass.b.offsets[own] + row * (pass.b.ld_value + 16);
+    set_offset(pass, kv_head, a.q, offset);
+    a.offset = offset;
+}
+
+KeyTurns AttentionBlock::turns_of(const Pass& pass) const {
+    if (!config_.key_bias || config_.rope < 0) return {};
+    const Activations::Turns& turns = pass.b.turns[static_cast<size_t>(config_.rope)];
+    return {static_cast<int>(turns.ld), turns.tiles, turns.within};
+}
+
+// q times the bias turned to position p, as a function of p (see KeyTurns): of each pair, and of what is not turned.
+void AttentionBlock::set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const {
+    const float* bias = k_bias_ + kv_head * config_.head_dim;
+    const size_t ld = static_cast<size_t>(turns_of(pass).ld);
+    std::fill(offset, offset + 2 * ld + 1, 0.0f);
+    size_t n_pairs = 0;
+    if (config_.rope >= 0) {
+        const Rope& rope = pass.config.ropes[static_cast<size_t>(config_.rope)];
+        const float magnitude = static_cast<float>(rope.magnitude);
+        n_pairs = rope.frequencies.size();
+        for (size_t i = 0; i < n_pairs; i++) {
+            const size_t first = is_rotated_in_halves_ ? i : 2 * i, second = first + (is_rotated_in_halves_ ? n_pairs : 1);
+            offset[i] = magnitude * (q[first] * bias[first] + q[second] * bias[second]);
+            offset[ld + i] = magnitude * (q[second] * bias[first] - q[first] * bias[second]);
+        }
+    }
+    for (size_t d = 2 * n_pairs; d < static_cast<size_t>(config_.head_dim); d++) offset[2 * ld] += q[d] * bias[d];
 }

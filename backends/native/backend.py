@@ -175,6 +175,10 @@ class NativeBackend:
         write_packed(target, model, weights.data, bits, experts.n_bytes, write_experts if experts.layers else None)
         return target.stat().st_size
 
+    def give_back_freed(self) -> None:
+        """See MeasurableBackend."""
+        _core.give_back_freed()
+
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """See MeasurableBackend: a product in each format of the file."""
         isa = device.isa or best_isa()

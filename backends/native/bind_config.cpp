@@ -45,8 +45,10 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
 }
 
 void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope, int query_scales,
-               int window, float soft_cap, QKNorm qk_norm, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
-    const AttentionConfig attention{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm};
+               int window, float soft_cap, QKNorm qk_norm, bool key_bias,
+               const std::variant<DenseConfig, ExpertsConfig>& ffn) {
+    const AttentionConfig attention{n_in,         n_heads, n_kv_heads, head_dim, rope,
+                                    query_scales, window,  soft_cap,   qk_norm,  key_bias};
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
@@ -56,6 +58,7 @@ void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int
     if (rope >= 0 && 2 * config.ropes[static_cast<size_t>(rope)].frequencies.size() > static_cast<size_t>(head_dim)) {
         throw nb::value_error("the rope has more pairs than a head");
     }
+    if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
     config.layers.push_back({attention, ffn});
 }
 
@@ -70,8 +73,13 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
 void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
-        if (type == KvType::Q8_0 && layer.attention.head_dim % 32) {
-            throw nb::value_error("a Q8_0 cache needs heads of a multiple of 32 numbers");
+        const AttentionConfig& a = layer.attention;
+        if (type != KvType::F16 && a.head_dim % 32) {
+            throw nb::value_error("a Q8_0 or K6V4 cache needs heads of a multiple of 32 numbers");
+        }
+        if (type == KvType::K6V4 && a.key_bias && a.rope >= 0 &&
+            !config.ropes[static_cast<size_t>(a.rope)].long_frequencies.empty()) {
+            throw nb::value_error("a K6V4 cache needs one set of rope frequencies where keys have a bias");
         }
     }
     new (text) TextState(config.text_sizes(type, n_ctx));
@@ -118,7 +126,7 @@ void bind_enums(nb::module_& m) {
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)
         .value("whole", QKNorm::Whole);
-    nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0);
+    nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0).value("k6v4", KvType::K6V4);
     nb::enum_<FrontKind>(m, "FrontKind")
         .value("none", FrontKind::None)
         .value("gated_fusion", FrontKind::GatedFusion)
@@ -154,7 +162,7 @@ void bind_config(nb::module_& m) {
              "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
         .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
-             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "ffn"_a)
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "ffn"_a)
         .def(
             "add_inputs",
             [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },

@@ -28,8 +28,30 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
+    fill_turns();
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
+}
+
+// Angles of keys without their bias; see KeyTurns. Rows behind the last pair stay 0.
+void Decoder::fill_turns() {
+    for (size_t r = 0; r < activations_->turns.size(); r++) {
+        const Activations::Turns& turns = activations_->turns[r];
+        const std::vector<double>& frequencies = config_.ropes[r].frequencies;
+        const auto fill = [&](size_t n_positions, int each, const auto& at) {
+            for (size_t p = 0; p < n_positions; p++) {
+                for (size_t i = 0; i < frequencies.size(); i++) {
+                    double sine, cosine;
+                    sin_cos(static_cast<double>(each) * static_cast<double>(p) * frequencies[i], sine, cosine);
+                    at(p, i, 0) = static_cast<float>(cosine);
+                    at(p, i, 1) = static_cast<float>(sine);
+                }
+            }
+        };
+        fill(padded(config_.n_ctx) / 16, 16,
+             [&](size_t p, size_t i, size_t which) -> float& { return turns.tiles[(2 * p + which) * turns.ld + i]; });
+        fill(16, 1, [&](size_t p, size_t i, size_t which) -> float& { return turns.within[(2 * i + which) * 16 + p]; });
+    }
 }
 
 void Decoder::check_inputs() const {

@@ -113,6 +113,7 @@ private:
     // Throws std::invalid_argument for a matrix with longer inputs than there is room for.
     void check_inputs() const;
     void add_layer(int index, int& n_with_experts);
+    void fill_turns();
     void begin(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;

@@ -67,7 +67,7 @@ EI_INLINE void prefetch(const Lines& at, int n_lines, const Ahead& ahead) {
 // A lambda, not a function: one that is handed on is called, and not inlined.
 constexpr auto from_zero = [](int) { return dot_zero(); };
 
-// 32 codes of 4, 5 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. The
+// 32 codes of 4, 5, 6 or 8 bits for 16 rows against NC columns; a[c] points at the 32 activations of column c. The
 // first sums of column c begin with begin(c). Calls add(c, dot) with them, once or a few times.
 template <int BITS, int NC, int G, class Begin, class Add>
 EI_INLINE void dot32(const At<G>& lines, const int8_t* const (&a)[NC], const Begin& begin, const Add& add) {
@@ -105,6 +105,21 @@ EI_INLINE void dot32(const At<G>& lines, const int8_t* const (&a)[NC], const Beg
         codes.template operator()<6>(and_u8(l4, 0x1f));
         const Codes high = or_u8(and_u8(shr_u16<4>(l1), 0x08), and_u8(shr_u16<3>(l3), 0x10));
         codes.template operator()<7>(or_u8(and_u8(shr_u16<5>(l4), 0x07), high));
+    } else if constexpr (BITS == 6) {
+        const auto of_half = [&]<int HALF>() {
+            const Codes top = load_u8(lines + 64 * (4 + HALF));
+            const auto codes = [&]<int I>(const Codes& high) {
+                const Codes all = load_u8(lines + 64 * I);
+                const Codes q = or_u8(and_u8(HALF ? shr_u16<4>(all) : all, 0x0f), and_u8(high, 0x30));
+                line.template operator()<4 * HALF + I>(
+                    [&](const Sum& sum, int c) { return dot(sum, q, a[c] + 16 * HALF + 4 * I); });
+            };
+            codes.template operator()<0>(shl_u16<4>(top));
+            codes.template operator()<1>(shl_u16<2>(top));
+            codes.template operator()<2>(top);
+            codes.template operator()<3>(shr_u16<2>(top));
+        };
+        for_each<2>(of_half);
     } else {
         const auto of_nibbles = [&]<int I>() {
             const Codes q = load_u8(lines + 64 * I), low = and_u8(q, 0x0f), high = and_u8(shr_u16<4>(q), 0x0f);

@@ -13,15 +13,25 @@ KvHead head_layout(const KvShape& shape) {
     head.type = shape.type;
     head.head_dim = shape.head_dim;
     head.ld_v = static_cast<int>(round_up(dim, 16));
-    if (shape.type == KvType::F16) {
-        head.tile_bytes = dim * 16 * 2;
-        head.value_bytes = static_cast<size_t>(head.ld_v) * 2;
-    } else {
-        head.tile_bytes = dim / 32 * 64 + dim * 16;
-        head.value_bytes = dim;
-        head.scales_bytes = kSegment * dim / 32 * sizeof(float);
+    size_t key_scales_bytes = 0;  // behind all tiles
+    switch (shape.type) {
+        case KvType::F16:
+            head.tile_bytes = dim * 16 * 2;
+            head.value_bytes = static_cast<size_t>(head.ld_v) * 2;
+            break;
+        case KvType::Q8_0:
+            head.tile_bytes = dim / 32 * 64 + dim * 16;
+            head.value_bytes = dim;
+            head.scales_bytes = kSegment * dim / 32 * sizeof(float);
+            break;
+        case KvType::K6V4:
+            head.tile_bytes = dim * 16 * 6 / 8;
+            key_scales_bytes = kSegment * sizeof(uint16_t);
+            head.value_bytes = dim / 2;
+            head.scales_bytes = kSegment * sizeof(uint16_t);
     }
-    head.values_at = kSegment / 16 * head.tile_bytes;
+    head.key_scales_at = kSegment / 16 * head.tile_bytes;
+    head.values_at = head.key_scales_at + key_scales_bytes;
     return head;
 }
 
@@ -42,6 +52,26 @@ void copy_key(const KvHead& head, int from, int to, size_t width, size_t n, size
     const uint8_t* source = lane(from);
     uint8_t* target = lane(to);
     for (size_t i = 0; i < n; i++) std::memcpy(target + 16 * width * i, source + 16 * width * i, width);
+}
+
+void copy_key_scale(const KvHead& head, int from, int to) {
+    const auto at = [&](int slot) {
+        return segment_of(head, slot) + head.key_scales_at + sizeof(uint16_t) * static_cast<size_t>(slot % kSegment);
+    };
+    std::memcpy(at(to), at(from), sizeof(uint16_t));
+}
+
+void copy_key(const KvHead& head, int from, int to) {
+    const size_t dim = static_cast<size_t>(head.head_dim);
+    switch (head.type) {
+        case KvType::F16: return copy_key(head, from, to, 2, dim, 0);
+        case KvType::Q8_0:
+            copy_key(head, from, to, 4, dim / 32, 0);
+            return copy_key(head, from, to, 4, dim / 4, dim / 32 * 64);
+        case KvType::K6V4:
+            copy_key(head, from, to, 4, dim / 32 * 6, 0);
+            return copy_key_scale(head, from, to);
+    }
 }
 
 void copy_value(const KvHead& head, int from, int to) {
@@ -80,16 +110,10 @@ KvHead KvSegments::head(const int32_t* table, int layer, int kv_head) const {
 }
 
 void KvSegments::copy_slot(const int32_t* table, int from, int to) {
-    const size_t dim = static_cast<size_t>(shape_.head_dim);
     for (int layer = 0; layer < shape_.n_layers; layer++) {
         for (int i = 0; i < shape_.n_kv_heads; i++) {
             const KvHead h = head(table, layer, i);
-            if (shape_.type == KvType::F16) {
-                copy_key(h, from, to, 2, dim, 0);
-            } else {
-                copy_key(h, from, to, 4, dim / 32, 0);
-                copy_key(h, from, to, 4, dim / 4, dim / 32 * 64);
-            }
+            copy_key(h, from, to);
             copy_value(h, from, to);
         }
     }

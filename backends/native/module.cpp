@@ -5,6 +5,7 @@
 #include "bindings.h"
 #include "machine_limits.h"
 #include "packing.h"
+#include "platform.h"
 #include "top_k.h"
 
 const Kernels& kernels_of(const std::string& isa) {
@@ -86,6 +87,8 @@ void bind_formats(nb::module_& m) {
 }
 
 void bind_machine(nb::module_& m) {
+    m.def("give_back_freed", &give_back_freed, nb::call_guard<nb::gil_scoped_release>(),
+          "Give memory that was freed and that the allocator keeps back to the system, where it can.");
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def(
         "measure_limits",

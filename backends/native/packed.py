@@ -97,14 +97,14 @@ def sha256_of(*contents: NDArray[np.uint8]) -> str:
 def sha256_of_file(model: ModelFile, part: int) -> str:
     """SHA-256 of all bytes of a file of the model, in hex. Raises ModelFileError."""
     digest = hashlib.sha256()
-    _feed(digest, model, part, 0, model.size(part))
+    _feed(digest.update, model, part, 0, model.size(part))
     return digest.hexdigest()
 
 
-def _feed(digest: hashlib._Hash, model: ModelFile, part: int, first: int, last: int) -> None:
+def _feed(update: Callable[[bytes], None], model: ModelFile, part: int, first: int, last: int) -> None:
     """Give bytes first..last-1 of a file to a hash, a few at a time."""
     for at in range(first, last, _READ_AT_ONCE):
-        digest.update(model.read(part, at, min(last, at + _READ_AT_ONCE)))
+        update(model.read(part, at, min(last, at + _READ_AT_ONCE)))
 
 
 def write_packed(
@@ -208,7 +208,7 @@ def samples_of(model: ModelFile, part: int) -> str:
     digest = hashlib.blake2b(digest_size=32)
     for first, last in runs:
         digest.update(struct.pack("<QQ", first, last))
-        _feed(digest, model, part, first, last)
+        _feed(digest.update, model, part, first, last)
     return digest.hexdigest()
 
 

@@ -17,6 +17,9 @@
 #include <fstream>
 #include <mutex>
 #endif
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__linux__) && !defined(__ANDROID__)
 #define EI_HAS_AFFINITY 1
 #include <pthread.h>
@@ -281,6 +284,12 @@ void give_back(uint8_t* p, size_t n_bytes) {
     if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
 #else
     static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
+void give_back_freed() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
 #endif
 }
 

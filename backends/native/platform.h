@@ -82,6 +82,9 @@ void map_now(const uint8_t* p, size_t n_bytes);
 // next touch takes new memory.
 void give_back(uint8_t* p, size_t n_bytes);
 
+// Gives memory that was freed, and that the allocator keeps for later, back to the system, where it can.
+void give_back_freed();
+
 // Tells the core that this is a waiting loop.
 void relax();
 

@@ -39,6 +39,7 @@ struct AttentionConfig {
     int window = 0;
     float soft_cap = 0;
     QKNorm qk_norm = QKNorm::None;
+    bool key_bias = false;  // one that no norm follows, so that keys can be held without it
 
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
@@ -123,6 +124,9 @@ struct DecoderConfig {
     template <class Number>
     int most_of_experts(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.experts() ? number(*layer.experts()) : 0; });
+    }
+    bool has_key_bias() const {
+        return most([](const LayerConfig& layer) { return static_cast<int>(layer.attention.key_bias); }) > 0;
     }
     bool has_experts() const {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;

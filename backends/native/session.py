@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
 if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
+_ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
 _OWN_REFERENCES = 2  # to an array that one variable has, as sys.getrefcount counts; views of it have one each
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 
@@ -70,7 +72,8 @@ class NativeText:
         if not 0 <= n_past <= state.n_past:
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
-        self._rows = None
+        if n_past == 0:  # others than these may not want so many
+            self._rows = None
         n_reached = state.truncate(n_past)
         del self._text[n_reached:]
         return n_reached
@@ -159,14 +162,18 @@ class NativeText:
     def _rows_for(self, n: int) -> NDArray[np.float32]:
         """Memory for the logits (n, n_logits) of a pass: that of an earlier one whose logits nobody has any more.
 
-        A verify pass has up to 20 MB of them; taken anew each time, the allocator would hold twice as much.
+        A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much; so it is
+        memory of its own, of which only what passes write to is there.
         """
+        n_logits = self._decoder.decoder_spec.n_logits
+        if n > _ROWS:
+            return np.empty((n, n_logits), dtype=np.float32)
         rows, self._rows = self._rows, None
-        if rows is None or len(rows) < n or sys.getrefcount(rows) > _OWN_REFERENCES:
-            rows = None  # the old one goes first
-            rows = np.empty((n, self._decoder.decoder_spec.n_logits), dtype=np.float32)
+        if rows is None or sys.getrefcount(rows) > _OWN_REFERENCES:
+            memory = mmap.mmap(-1, _ROWS * n_logits * 4, access=mmap.ACCESS_COPY)
+            rows = np.frombuffer(memory, dtype=np.float32)
         self._rows = rows
-        return rows[:n]
+        return rows[: n * n_logits].reshape(n, n_logits)
 
     def _open(self) -> _core.TextState:
         if self._state is None:

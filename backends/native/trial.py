@@ -18,11 +18,20 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.busy import Busy
+from edgeinfer.backends.native.config import add_inputs, decoder_config
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, wanted_by_user
-from edgeinfer.backends.native.weights import Packing, Part, is_mostly_ternary, map_weights, packed_bytes, parts_of
+from edgeinfer.backends.native.weights import (
+    Packing,
+    Part,
+    inputs_of,
+    is_mostly_ternary,
+    map_weights,
+    packed_bytes,
+    parts_of,
+)
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
@@ -252,7 +261,10 @@ class _Made:
         map_weights(weights, parts)
         _set_embedding(weights, spec.n_vocab, spec.n_embd)
         plan = MemoryPlan(n_ctx or n_batch, n_batch, MemoryUse(0, 0, 0), cache_type)
-        made = assemble(spec, _core.FrontConfig(), plan, device, weights, _core.Threads(device.n_threads), None)
+        config = decoder_config(spec, plan.n_ctx, n_batch)
+        add_inputs(config, inputs_of(parts))
+        threads = _core.Threads(device.n_threads)
+        made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, None)
         self._model = NativeModel(made, spec, plan)
 
     def __enter__(self) -> NativeSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ _PURPOSES = {
 _LABEL: dict[str, Any] = {"fontsize": 7, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}
 _BUDGET = "#cc3311"
 _POINTS = 200
+_LEAST_SHARE = 0.004  # of a purpose that the legend names: about a line's width
 _LINES = ("#4477aa", "#ee6677", "#228833", "#aa3377")
 
 
@@ -76,7 +77,9 @@ def _draw_memory(found: Profile, axes: Any) -> None:
     axes.set_xlabel(f"n_ctx, context in tokens (dotted: {found.settings.n_ctx})")
     axes.set_ylabel(f"planned memory, {name}")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=7, ncols=3, framealpha=0.9)
+    seen = [label not in sizes or max(sizes[label]) >= _LEAST_SHARE * max(peaks) for label in labels]
+    handles, labels = (list(compress(of, seen))[::-1] for of in (handles, labels))
+    axes.legend(handles, labels, loc="upper left", fontsize=7, ncols=3, framealpha=0.9)
 
 
 def _draw_speed(found: Profile, axes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from edgeinfer.memory.budget import Ledger
@@ -107,7 +108,11 @@ def _drafted_line(found: Profile, speed: Speed) -> Iterator[str]:
     if drafted is not None:
         share = f"{100 * drafted.acceptance_rate:.0f} % of draft tokens are accepted"
         origin = "as the head's file says" if drafted.origin == "head" else "assumed"
-        yield f"                           {drafted.tokens_per_second:.3g} with drafts, if {share} ({origin})"
+        if drafted.n_draft:
+            yield f"                           {drafted.tokens_per_second:.3g} with drafts, if {share} ({origin})"
+            yield f"                           and a step makes {drafted.tokens_per_step:.1f} tokens"
+        else:
+            yield f"                           drafts do not pay where {share} ({origin})"
     elif names:
         yield f"                           faster with drafts ({names}) where a text repeats itself"
 
@@ -145,7 +150,8 @@ def _fit_lines(found: Profile) -> Iterator[str]:
 
 def _fit_row(row: Fitting, is_of_experts: bool) -> list[str]:
     settings = row.settings
-    draft = settings.draft if isinstance(settings.draft, str) else ",".join(settings.draft)
+    named = [settings.draft] if isinstance(settings.draft, str) else settings.draft
+    draft = ", ".join(os.path.basename(name) for name in named)
     cache = "all" if settings.expert_cache is None else _size(settings.expert_cache)
     label = "changes the text" if row.changes_text else ""
     start = [str(settings.n_ctx), settings.cache_type, draft, str(settings.n_batch)]

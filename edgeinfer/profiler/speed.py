@@ -21,13 +21,14 @@ class Drafted:
 
     acceptance_rate: share of draft tokens that are right, of a head as its file says it ("head"), otherwise assumed
     ("assumed"); it depends on the text.  n_draft: tokens drafted in a step, which pays most at that rate; 0 where
-    drafting does not pay.
+    drafting does not pay.  tokens_per_step: that a step then gives.
     """
 
     tokens_per_second: float
     acceptance_rate: float
     origin: Literal["head", "assumed"]
     n_draft: int
+    tokens_per_step: float
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ class SpeedModel:
         each = self.passes.whole[1] * drafters.weight_bytes / max(1, self.work.n_bytes)
         if drafters.is_head:  # which reads the target's output matrix
             each += self.passes.output
-        best, best_n = 1.0 / (self.passes.seconds(1, n_past) + read), 0
+        best, best_n, best_tokens = 1.0 / (self.passes.seconds(1, n_past) + read), 0, 1.0
         for n in range(1, DEFAULT_DRAFT_MAX + 1):
             tokens = sum(rate**i for i in range(n + 1))
             found = tokens / (self.passes.seconds(n + 1, n_past) + read + n * each)
             if found > best:
-                best, best_n = found, n
-        return Drafted(best, rate, origin, best_n)
+                best, best_n, best_tokens = found, n, tokens
+        return Drafted(best, rate, origin, best_n, best_tokens)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
 _ANSWER = 32  # tokens that are timed
+_DRAFTED = 128  # the same with drafts, whose speed changes from one part of a text to another
 _SHORT = 32  # tokens of a short prompt
 
 
@@ -56,8 +57,9 @@ def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
     yield _speed("short context", timings, short, answer)
     if drafting is not None:
         engine.speculator = drafting
-        timings = _run(engine, text[:short], answer)
-        yield _speed(f"short context, drafts{_accepted(timings)}", timings, short, answer, is_drafted=True)
+        longer = min(_DRAFTED, engine.n_ctx - short)
+        timings = _run(engine, text[:short], longer)
+        yield _speed(f"short context, drafts{_per_step(timings)}", timings, short, longer, is_drafted=True)
     full = engine.n_ctx - answer
     if prompt_tokens < full:
         yield _first_token("first token", _run(engine, text[1 : 1 + prompt_tokens], 1), prompt_tokens)
@@ -86,11 +88,10 @@ def _speed(name: str, timings: Timings, n_prompt: int, n: int, is_drafted: bool 
     return found | {"measured": timings.decode_tokens_per_second, "is_drafted": is_drafted}
 
 
-def _accepted(timings: Timings) -> str:
-    """The share of draft tokens that were right, for the name of a speed."""
-    counts = timings.speculation.by_drafter.values() if timings.speculation is not None else ()
-    drafted = sum(of.drafted for of in counts)
-    return f" ({100 * sum(of.accepted for of in counts) / drafted:.0f} % accepted)" if drafted else ""
+def _per_step(timings: Timings) -> str:
+    """Tokens that a step gave, for the name of a speed."""
+    speculation = timings.speculation
+    return "" if speculation is None else f" ({speculation.tokens_per_step:.1f} tokens a step)"
 
 
 def _first_token(name: str, timings: Timings, n_prompt: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
 from edgeinfer.memory.planner import DraftPlaces, Settings
@@ -24,9 +24,12 @@ from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import LEAST_ROWS, MOST_ROWS, RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import LEAST_TOKENS, SuffixDrafter
 from edgeinfer.speculation.expert_forecast import ExpertForecast
+from edgeinfer.speculation.expert_passes import experts_in
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
+_LOGITS_BYTES = 12 << 20  # of a pass: 12 MiB are 32 rows for 98,000 tokens, 11 for 262,000; longer drafts are rare
+_LEAST_DRAFTED = 7
 _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 
 
@@ -132,7 +135,9 @@ class DraftChoice:
         if self.file is not None and settings.draft != "none":
             self._plan_file(planned, self.file, plan, settings.draft)
         if plan.expert_cache is not None and (tables or planned.file is not None):
-            n_bytes += ExpertForecast.memory()  # which comes with drafters and an expert cache
+            # It comes with drafters and an expert cache.
+            layers = experts_in(read_spec(self.target))
+            n_bytes += ExpertForecast.memory(len(layers) * max(layers.values(), default=0))
         planned.add({"tables": n_bytes} if n_bytes else {})
         return planned
 
@@ -182,7 +187,8 @@ def find_drafters(
         path = head_beside(target, heads_folder())
     else:
         path = None if name is None else check_file_name("draft", name)
-    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", min(draft_max, DEFAULT_DRAFT_MAX))
+    most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
+    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
     if path is None and draft_device not in ("auto", "cpu"):
         found.dropped[draft_device] = "there is no draft model (-md) to run there"
     if path is None:
@@ -201,6 +207,11 @@ def find_drafters(
         found.dropped[drafter_name(file)] = str(error)
         found.file, found.places = None, []
     return found
+
+
+def draft_max_of(n_vocab: int) -> int:
+    """Most draft tokens that a pass verifies: as many as leave their logits within _LOGITS_BYTES, and at least 7."""
+    return max(_LEAST_DRAFTED, min(DEFAULT_DRAFT_MAX, _LOGITS_BYTES // (4 * n_vocab) - 1))
 
 
 def heads_folder() -> Path:
@@ -256,7 +267,9 @@ def _head_parts(
     """The plan of a head on the CPU, and bytes of its drafter."""
     own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
     n_rows = 0 if head.features is None else head.features.n_rows
-    return own, HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows)
+    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits)
+    extra["rows"] += kept_bytes(head)
+    return own, extra
 
 
 def _add_places(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -14,7 +15,6 @@ import numpy as np
 from edgeinfer.errors import InvalidGGUF
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
-from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.models.gguf_reader.types import OF_IK_LLAMA, TYPE_OF_CODE, GGMLType, MetadataValue, TensorInfo
 
 MAX_KEY_BYTES = (1 << 16) - 1  # the format's own limit for keys; here for the names of tensors too
@@ -64,11 +64,10 @@ _U64 = struct.Struct("<Q")
 class Cursor:
     """Reads one value after the other, each only if the file holds all of it."""
 
-    def __init__(self, path: Path, file: MappedFile) -> None:
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
         self.path = path
-        self.file = file
-        self.mapping = file.mapping
-        self.size = file.size
+        self.mapping = mapping
+        self.size = len(mapping)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.at = 0
         self.notes: list[str] = []  # of what is wrong and does no harm
@@ -154,8 +153,12 @@ def read_counts(cursor: Cursor) -> tuple[int, int]:
     return cursor.u64_up_to(MAX_ENTRIES, "n_tensors"), cursor.u64_up_to(MAX_ENTRIES, "n_kv")
 
 
-def read_metadata(cursor: Cursor, n_kv: int) -> tuple[dict[str, MetadataValue], dict[str, int]]:
-    """(values, offset of each value) by key."""
+def read_metadata(
+    cursor: Cursor, n_kv: int, release: Callable[[int, int], None] | None = None
+) -> tuple[dict[str, MetadataValue], dict[str, int]]:
+    """(values, offset of each value) by key. release: called with the first byte of each value that was read, and the
+    one behind it.
+    """
     metadata: dict[str, MetadataValue] = {}
     offsets: dict[str, int] = {}
     for index in range(n_kv):
@@ -166,7 +169,8 @@ def read_metadata(cursor: Cursor, n_kv: int) -> tuple[dict[str, MetadataValue], 
             cursor.refuse(f"{field} type", cursor.at - 4, f"must be UINT32: found {kind.name}")
         offsets[key] = cursor.at
         metadata[key] = _read_value(cursor, kind, f"{field} value")
-        cursor.file.release(offsets[key], cursor.at)
+        if release is not None:
+            release(offsets[key], cursor.at)
     return metadata, offsets
 
 

@@ -39,9 +39,9 @@ class Part:
 def read_part(path: Path) -> Part:
     """One file of a model. Raises ModelNotFound, InvalidGGUF."""
     file = open_file(path)
-    cursor = Cursor(path, file)
+    cursor = Cursor(path, file.mapping)
     n_tensors, n_kv = read_counts(cursor)
-    metadata, value_offsets = read_metadata(cursor, n_kv)
+    metadata, value_offsets = read_metadata(cursor, n_kv, file.release)
     alignment = check_alignment(cursor, metadata, value_offsets)
     infos = read_tensor_infos(cursor, n_tensors)
     tensors = place_tensors(cursor, infos, alignment)

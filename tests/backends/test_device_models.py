@@ -81,7 +81,7 @@ def test_a_session_may_be_shorter_and_no_longer_than_planned(model: Model, rng: 
         with pytest.raises(InvalidArgument, match=rf"must be an integer in 1\.\.128: found {size!r}"):
             model.session(size)
     other: Any = "q4"
-    with pytest.raises(InvalidArgument, match="cache_type must be f16 or q8_0: found 'q4'"):
+    with pytest.raises(InvalidArgument, match="cache_type must be f16, q8_0 or k6v4: found 'q4'"):
         model.session(cache_type=other)
     with pytest.raises(InvalidArgument, match="KV cache of f16 only: found q8_0"):
         model.session(cache_type="q8_0")

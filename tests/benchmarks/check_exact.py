@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--tokens", type=int, default=80, help="length of the text, at least 64")
-    parser.add_argument("--cache-type", choices=["f16", "q8_0"], default="f16", help="of the KV cache")
+    parser.add_argument("--cache-type", choices=["f16", "q8_0", "k6v4"], default="f16", help="of the KV cache")
     arguments = parser.parse_args()
     results = {path.name: check(path, arguments.tokens, arguments.cache_type) for path in arguments.models}
     different = sum(not equal for of_model in results.values() for equal in of_model.values())

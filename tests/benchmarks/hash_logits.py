@@ -2,7 +2,7 @@
 
     python tests/benchmarks/hash_logits.py MODEL.gguf ... > before.txt
 
-Prompts, a tree and its commit, single tokens, in caches of f16 and q8_0: a line each, with the SHA-256 of the bits. The
+Prompts, a tree and its commit, single tokens, in caches of each type: a line each, with the SHA-256 of the bits. The
 lines of two versions must be equal, and so must those of all instruction sets; the script fails where these differ.
 """
 
@@ -60,7 +60,7 @@ def main() -> None:
         with ModelFile.open(path) as file:
             spec = read_spec(file)
             for isa in options.isa or available_isas():
-                for cache_type in ("f16", "q8_0"):
+                for cache_type in ("f16", "q8_0", "k6v4"):
                     plan = backend.plan(file, spec, 256, 64, options.threads, cache_type)
                     loaded: Any = backend.load(file, spec, plan, Device(options.threads, isa))
                     session = loaded.session() if hasattr(loaded, "session") else loaded  # versions before models

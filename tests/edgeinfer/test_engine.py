@@ -1,5 +1,6 @@
 """The engine on a tiny model: what it says is a function of the prompt and the parameters, whatever happened before."""
 
+import functools
 import gc
 import importlib.util
 import math
@@ -50,26 +51,40 @@ def model(tmp_path_factory):
 exact = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def backends_that_open():
+    """Those found to open, each of which is asked once: it may ask its drivers in a process of its own."""
+    return set()
+
+
 @pytest.fixture(params=["reference", "native", "llama.cpp", "opencl", "onnx"])
-def backend(request):
+def backend(request, backends_that_open):
     needs = {"llama.cpp": "llama_cpp", "opencl": "opencl_device", "onnx": "onnx_provider"}
     if request.param in needs:
         request.getfixturevalue(needs[request.param])
-    try:
-        open_backend(request.param)
-    except BackendUnavailable as error:
-        missing(request.param, str(error))
+    if request.param not in backends_that_open:
+        try:
+            open_backend(request.param)
+        except BackendUnavailable as error:
+            missing(request.param, str(error))
+        backends_that_open.add(request.param)
     return request.param
+
+
+def load_endless(model, backend, **changes):
+    """An engine without stop tokens, which a random model draws at random."""
+    engine = edgeinfer.load(model, backend=backend, **changes)
+    engine.tokenizer.stop_ids = frozenset()
+    return engine
 
 
 @pytest.fixture
 def fresh(model, backend):
-    """Makes engines of their own, with an empty KV cache. Without stop tokens, which a random model draws at random."""
+    """Makes engines of their own, with an empty KV cache."""
     opened = []
 
     def load(**changes):
-        opened.append(edgeinfer.load(model, backend=backend, **changes))
-        opened[-1].tokenizer.stop_ids = frozenset()
+        opened.append(load_endless(model, backend, **changes))
         return opened[-1]
 
     yield load
@@ -77,9 +92,28 @@ def fresh(model, backend):
         one.close()
 
 
+@pytest.fixture(scope="module")
+def kept(model):
+    """Makes engines that tests share, one for each backend and options: loading takes longer than most tests."""
+    engines = {}
+
+    def load(backend, **changes):
+        key = (backend, *sorted(changes.items()))
+        if key not in engines or engines[key]._closed or engines[key]._running is not None:  # left so by a failure
+            engines[key] = load_endless(model, backend, **changes)
+        return engines[key]
+
+    yield load
+    for one in engines.values():
+        one.close()
+
+
 @pytest.fixture
-def engine(fresh):
-    return fresh()
+def engine(request, backend):
+    """One with an empty KV cache. Where every request starts from one, all tests share the engine."""
+    if backend in ("reference", "native"):
+        return request.getfixturevalue("fresh")()
+    return request.getfixturevalue("kept")(backend)
 
 
 def pieces_text(pieces):
@@ -224,10 +258,12 @@ def test_what_was_said_before_changes_no_text_and_is_reused(engine, fresh, backe
 
 @pytest.mark.parametrize("backend", ["llama.cpp", "opencl", "onnx"], indirect=True)
 def test_a_backend_without_promise_one_starts_each_request_from_an_empty_cache(engine, fresh):
-    for prompt in (PROMPT, PROMPT + " again", PROMPT, PROMPT):
+    prompts = (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT)
+    alone = {prompt: fresh().generate(prompt, max_tokens=15, seed=4).tokens for prompt in set(prompts)}
+    for prompt in prompts:
         completion = engine.generate(prompt, max_tokens=15, seed=4)
         assert completion.usage.cached_tokens == 0
-        assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
+        assert completion.tokens == alone[prompt]
 
 
 @pytest.mark.parametrize("backend", ["native", "llama.cpp"], indirect=True)
@@ -236,7 +272,7 @@ def test_a_q8_0_cache_takes_less_and_gives_a_text_of_its_own(fresh):
     assert small.memory_plan.use.kv_cache < 0.6 * whole.memory_plan.use.kv_cache
     texts = [small.generate(PROMPT * 4, max_tokens=20, seed=2).tokens for _ in range(2)]
     assert texts[0] == texts[1]
-    with pytest.raises(InvalidArgument, match="cache_type must be f16 or q8_0: found 'q4'"):
+    with pytest.raises(InvalidArgument, match="cache_type must be f16, q8_0 or k6v4: found 'q4'"):
         fresh(cache_type="q4")
 
 
@@ -254,14 +290,6 @@ def test_ternary_weights_that_do_not_fit_are_refused_before_anything_is_tried_ou
     monkeypatch.setattr("edgeinfer.backends.native.backend.faster_bits", lambda *_: pytest.fail("tried out"))
     with pytest.raises(BudgetExceeded):
         edgeinfer.load(path)
-
-
-@pytest.mark.parametrize("backend", ["llama.cpp"], indirect=True)
-def test_a_session_that_is_not_exact_starts_every_text_anew(engine, fresh):
-    for prompt in (PROMPT, PROMPT + " again", PROMPT[:9], PROMPT, PROMPT):
-        completion = engine.generate(prompt, max_tokens=15, seed=4)
-        assert completion.usage.cached_tokens == 0
-        assert completion.tokens == fresh().generate(prompt, max_tokens=15, seed=4).tokens
 
 
 @exact
@@ -282,9 +310,9 @@ def test_truncating_the_session_by_hand_is_noticed(engine):
 @pytest.mark.parametrize("where", ["forward", "before commit", "after commit"])
 @pytest.mark.parametrize("call", [1, 2, 6])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
-def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypatch, where, call, kind):
+def test_an_interrupt_anywhere_leaves_the_engine_as_new(backend, kept, uninterrupted, monkeypatch, where, call, kind):
     """Prompt in several batches, so that the calls are some of its chunks and a token; drafts would make them few."""
-    engine = fresh(n_batch=8, draft="none")
+    engine = kept(backend, n_batch=8, draft="none")  # the one that was interrupted in every other way too
     engine.generate("hello", max_tokens=3, **GREEDY)
     raise_from(engine.session, where, call, kind, monkeypatch)
     stream = engine.stream(PROMPT, max_tokens=20, seed=2)
@@ -295,9 +323,21 @@ def test_an_interrupt_anywhere_leaves_the_engine_as_new(engine, fresh, monkeypat
         assert list(stream)[-1].finish_reason == "interrupted"
     assert stream.completion.finish_reason == "interrupted"
     monkeypatch.undo()
-    expected = fresh(n_batch=8).generate(PROMPT, max_tokens=20, seed=2)
-    assert expected.tokens[: len(stream.completion.tokens)] == stream.completion.tokens
-    assert engine.generate(PROMPT, max_tokens=20, seed=2).tokens == expected.tokens
+    expected = uninterrupted(backend)
+    assert expected[: len(stream.completion.tokens)] == stream.completion.tokens
+    assert engine.generate(PROMPT, max_tokens=20, seed=2).tokens == expected
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model):
+    """What an engine says that was never interrupted, by backend."""
+
+    @functools.cache
+    def tokens(backend):
+        with load_endless(model, backend, n_batch=8) as engine:
+            return engine.generate(PROMPT, max_tokens=20, seed=2).tokens
+
+    return tokens
 
 
 # ---- The end -------------------------------------------------------------------------------------------------------
@@ -536,8 +576,8 @@ def test_a_thread_that_handed_its_stream_on_waits_like_any_other(engine):
     thread.join(30)
 
 
-def test_two_threads_of_fifty_requests_each_get_what_one_thread_gets(engine):
-    requests = [(f"{PROMPT} {i % 7}", i) for i in range(50)]
+def test_two_threads_of_twenty_requests_each_get_what_one_thread_gets(engine):
+    requests = [(f"{PROMPT} {i % 7}", i) for i in range(20)]
     serial = [engine.generate(prompt, max_tokens=6, seed=seed).tokens for prompt, seed in requests]
     results = {}
 
@@ -545,15 +585,15 @@ def test_two_threads_of_fifty_requests_each_get_what_one_thread_gets(engine):
         results[name] = {i: engine.generate(requests[i][0], max_tokens=6, seed=requests[i][1]).tokens for i in order}
 
     threads = [
-        threading.Thread(target=ask, args=("forward", range(50))),
-        threading.Thread(target=ask, args=("backward", reversed(range(50)))),
+        threading.Thread(target=ask, args=("forward", range(20))),
+        threading.Thread(target=ask, args=("backward", reversed(range(20)))),
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
     for name in ("forward", "backward"):
-        assert [results[name][i] for i in range(50)] == serial
+        assert [results[name][i] for i in range(20)] == serial
 
 
 def test_interrupt_ends_the_request_that_runs_and_no_other(engine):
@@ -567,7 +607,7 @@ def test_interrupt_ends_the_request_that_runs_and_no_other(engine):
     assert engine.generate(PROMPT, max_tokens=10, seed=1).finish_reason == "length"
 
 
-def test_interrupt_from_another_thread_ends_a_generate(engine):
+def test_interrupt_from_another_thread_ends_a_generate(engine, monkeypatch):
     """The threads meet at the fifth forward pass, so there is always something to stop."""
     reached, original, n_calls = threading.Event(), engine.session.forward, 0
 
@@ -586,7 +626,7 @@ def test_interrupt_from_another_thread_ends_a_generate(engine):
         engine.interrupt()
         stopped.set()
 
-    engine.session.forward = forward
+    monkeypatch.setattr(engine.session, "forward", forward)
     thread = threading.Thread(target=stop)
     thread.start()
     completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)

@@ -4,6 +4,7 @@ Streams that are closed, full or without a reader; users without a name, a home 
 locales and terminals that can show little.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -81,6 +82,34 @@ def usual(machine):
 
 
 @pytest.fixture(scope="module")
+def usual_file(machine):
+    """What a command writes into its file where nothing is in its way, by name."""
+
+    @functools.cache
+    def written(name):
+        arguments, result = COMMANDS[name]
+        machine.run(arguments)
+        whole = machine.names[result].read_bytes()
+        machine.names[result].unlink()
+        return whole
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def usual_answer(machine):
+    """What LIBRARY writes with the usual streams, by backend."""
+
+    @functools.cache
+    def written(backend):
+        file = machine.folder / "usual"
+        machine.run(("MODEL", backend, str(file)), code=LIBRARY.replace("OPENING", ""))
+        return file.read_bytes()
+
+    return written
+
+
+@pytest.fixture(scope="module")
 def nobody(machine):
     """The command that makes a process one of a user without a name, a home or rights.
 
@@ -112,7 +141,9 @@ def nobody(machine):
     ],
     ids=str,
 )
-def test_a_closed_stream_is_an_empty_input_a_result_that_is_lost_or_notes_that_are(machine, usual, name, closed):
+def test_a_closed_stream_is_an_empty_input_a_result_that_is_lost_or_notes_that_are(
+    machine, usual, usual_file, name, closed
+):
     arguments, result = COMMANDS[name]
     if result != "stdout":
         machine.names[result].unlink(missing_ok=True)
@@ -127,11 +158,9 @@ def test_a_closed_stream_is_an_empty_input_a_result_that_is_lost_or_notes_that_a
     else:
         assert "rror" not in done.stderr and "Traceback" not in done.stderr
     if result != "stdout":  # nothing that was meant for a stream has gone into the file
-        whole = machine.names[result].read_bytes()
+        written = machine.names[result].read_bytes()
         machine.names[result].unlink()
-        machine.run(arguments)
-        assert machine.names[result].read_bytes() == whole
-        machine.names[result].unlink()
+        assert written == usual_file(name)
 
 
 @pytest.mark.parametrize("arguments, message", [(("chat",), "the message is empty"), (("generate",), "no prompt")])
@@ -233,13 +262,12 @@ with open(sys.argv[3], "a", encoding="utf-8") as file:
         "sys.stdin = sys.stdout = sys.stderr = object()",
     ],
 )
-def test_the_library_needs_no_streams(machine, request, opening, backend):
+def test_the_library_needs_no_streams(machine, usual_answer, request, opening, backend):
     if backend == "llama.cpp":
         request.getfixturevalue("llama_cpp")
     code = LIBRARY.replace("OPENING", opening)
-    machine.run(("MODEL", backend, str(machine.folder / "usual")), code=LIBRARY.replace("OPENING", ""))
     done = machine.run(("MODEL", backend, str(machine.folder / "without")), code=code)
-    assert (machine.folder / "without").read_bytes() == (machine.folder / "usual").read_bytes(), done
+    assert (machine.folder / "without").read_bytes() == usual_answer(backend), done
     (machine.folder / "without").unlink()
 
 

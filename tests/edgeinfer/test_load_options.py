@@ -29,7 +29,7 @@ def model(tmp_path_factory):
         ("backend", "cuda", "backend must be auto, native, reference, llama.cpp, opencl or onnx: found 'cuda'"),
         ("backend", None, r"backend must be a text \(str\): found None"),
         ("n_batch", 1.5, "n_batch must be an integer"),
-        ("cache_type", "q4", "cache_type must be f16 or q8_0: found 'q4'"),
+        ("cache_type", "q4", "cache_type must be f16, q8_0 or k6v4: found 'q4'"),
         ("ternary_bits", "3", "ternary_bits must be auto, 2 or 1.6: found '3'"),
         ("draft", "", 'draft must be "auto", "none", or one or several of'),
         ("draft", ["suffix", "auto"], "draft must be .*: found 'auto'"),

@@ -26,6 +26,7 @@ from tiny_models import (
     type_of,
     written,
 )
+from written_once import written_once
 
 ExpertArchitecture = Literal[
     "qwen3moe", "olmoe", "llama", "qwen2moe", "granitemoe", "gpt-oss", "ernie4_5-moe", "glm4moe"
@@ -99,6 +100,7 @@ class _ExpertSizes(Sizes):
     n_ff_expert: int = 64
 
 
+@written_once
 def write_tiny_experts(
     path: Path,
     architecture: ExpertArchitecture = "qwen3moe",

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias, get_args
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from written_once import written_once
 
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -66,6 +67,7 @@ _KEYS: dict[str, dict[str, Value]] = {
 _N_LAYERS = {"gemma3": 6, "smollm3": 4}  # as many as it takes for every kind of layer
 
 
+@written_once
 def write_tiny_model(
     path: Path,
     architecture: Architecture = "llama",

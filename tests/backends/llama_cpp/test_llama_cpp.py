@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +31,7 @@ from staging import Stage
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
 from edgeinfer.backends.base import Rows
-from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppSession
+from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppModel, LlamaCppSession
 from edgeinfer.backends.llama_cpp import library as library_module
 from edgeinfer.backends.llama_cpp.worker import Worker
 from edgeinfer.backends.reference import ReferenceBackend
@@ -67,28 +68,72 @@ KINDS = {"cells": write_llama, "window": write_gemma3, "gpt2": write_gpt2, "stat
 # ---- sessions --------------------------------------------------------------------------------------------------
 
 
-def opener(path: Path, n_ctx: int = 256) -> Open:
-    """open_session(n_threads=, n_batch=) for a model file."""
+def loader(path: Path, n_ctx: int = 256) -> Callable[..., LlamaCppModel]:
+    """load(n_threads=, n_batch=) for a model file; each model is in a process of its own."""
     file = ModelFile.open(path)
 
-    def open_session(n_threads: int = 1, n_batch: int = 128) -> LlamaCppSession:
+    def load(n_threads: int = 1, n_batch: int = 128) -> LlamaCppModel:
         backend = LlamaCppBackend()
         plan = backend.plan(file, None, n_ctx, n_batch, n_threads)
-        return backend.load(file, None, plan, Device(n_threads)).session()
+        return backend.load(file, None, plan, Device(n_threads))
 
-    return open_session
+    return load
+
+
+def opener(path: Path, n_ctx: int = 256) -> Open:
+    """open_session(n_threads=, n_batch=) for a model file, each in a process of its own."""
+    load = loader(path, n_ctx)
+    return lambda **options: load(**options).session()
+
+
+class Kept:
+    """open_session(n_batch=) for a model file, in a process that an earlier session has left, if there is one."""
+
+    def __init__(self, path: Path) -> None:
+        self._load = loader(path)
+        self._models: list[LlamaCppModel] = []
+
+    def __call__(self, n_batch: int = 128) -> LlamaCppSession:
+        for model in self._models:
+            if model.n_batch == n_batch:
+                with suppress(InvalidArgument):  # its session is still open
+                    return model.session()
+        self._models.append(self._load(n_batch=n_batch))
+        return self._models[-1].session()
+
+    def close(self) -> None:
+        for model in self._models:
+            model.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def of_any_kind(
-    request: pytest.FixtureRequest, llama_cpp: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Open:
-    return opener(KINDS[request.param](tmp_path_factory.mktemp(request.param) / "m.gguf"))
+def any_kind(request: pytest.FixtureRequest, llama_cpp: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS[request.param](tmp_path_factory.mktemp(request.param) / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def of_any_kind(any_kind: Path) -> Iterator[Open]:
+    """Starting a process takes longer than most tests."""
+    kept = Kept(any_kind)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def anew_of_any_kind(any_kind: Path) -> Open:
+    return opener(any_kind)
 
 
 @pytest.fixture(scope="module")
 def of_cells(llama_cpp: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Open:
     return opener(write_llama(tmp_path_factory.mktemp("cells") / "m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def kept_of_cells(llama_cpp: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    kept = Kept(write_llama(tmp_path_factory.mktemp("cells") / "m.gguf"))
+    yield kept
+    kept.close()
 
 
 def some_tokens(n: int, rng: np.random.Generator) -> NDArray[np.int32]:
@@ -216,7 +261,7 @@ def test_truncated_text_can_be_read_anew(of_any_kind: Open, rng: np.random.Gener
     assert_close(session.forward(tokens, logits="all").logits, expected)
 
 
-def test_the_same_calls_give_the_same_bits(of_any_kind: Open, rng: np.random.Generator) -> None:
+def test_the_same_calls_give_the_same_bits(anew_of_any_kind: Open, rng: np.random.Generator) -> None:
     prompt, nodes, rest = some_tokens(50, rng), some_tokens(13, rng), some_tokens(4, rng)
 
     def calls(session: LlamaCppSession) -> NDArray[np.float32]:
@@ -225,9 +270,9 @@ def test_the_same_calls_give_the_same_bits(of_any_kind: Open, rng: np.random.Gen
         session.commit(branch_to(7, TREE))
         return np.concatenate([of_tree, decode_one_by_one(session, rest)])
 
-    session = of_any_kind()
+    session = anew_of_any_kind()
     first = calls(session)
-    assert same_bits(calls(of_any_kind()), first)
+    assert same_bits(calls(anew_of_any_kind()), first)
     session.truncate(0)
     assert same_bits(calls(session), first)
 
@@ -272,8 +317,8 @@ def test_logits_come_for_the_rows_that_were_asked_for(of_cells: Open, rng: np.ra
     assert session.forward(tokens, logits=[]).logits.shape == (0, 291)
 
 
-def test_what_is_kept_is_not_run_again(of_any_kind: Open, rng: np.random.Generator, stage: Stage) -> None:
-    session = of_any_kind()
+def test_what_is_kept_is_not_run_again(anew_of_any_kind: Open, rng: np.random.Generator, stage: Stage) -> None:
+    session = anew_of_any_kind()
     assert stage.passes()[0] == 1  # the warm-up
     prefill(session, some_tokens(60, rng), 20)
     session.forward(some_tokens(5, rng))
@@ -446,12 +491,12 @@ def test_too_little_memory_is_said_to_be_that(llama_cpp: ModuleType, tmp_path: P
     ],
 )
 def test_wrong_arguments_are_refused_as_elsewhere_and_change_nothing(
-    of_cells: Open, tmp_path: Path, arguments: dict[str, Any]
+    kept_of_cells: Open, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         spec, oracle = read_spec(file), ReferenceBackend()
         reference = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1)).session()
-    session = of_cells()
+    session = kept_of_cells()
     session.forward([1, 2, 3])
     errors = []
     for either in (reference, session):
@@ -464,8 +509,8 @@ def test_wrong_arguments_are_refused_as_elsewhere_and_change_nothing(
 
 
 @pytest.mark.parametrize("path", [[1], [0, 2], [0, 1, 3, 2], [0, 0], [13], [-1], [[0]]])
-def test_rows_that_are_no_path_are_refused(of_cells: Open, path: ArrayLike) -> None:
-    session = of_cells()
+def test_rows_that_are_no_path_are_refused(kept_of_cells: Open, path: ArrayLike) -> None:
+    session = kept_of_cells()
     session.forward(np.arange(13), TREE)
     with pytest.raises(ShapeError, match="path|follows"):
         session.commit(path)
@@ -516,7 +561,7 @@ def test_a_model_has_one_session_at_a_time_and_the_next_begins_an_empty_text(of_
         (257, None, r"must be an integer in 1\.\.256"),
         ("x", None, "n_ctx of a session must be an integer"),
         (64, "q8_0", "was planned with type f16"),
-        (64, "q4", "cache_type must be f16 or q8_0: found 'q4'"),
+        (64, "q4", "cache_type must be f16, q8_0 or k6v4: found 'q4'"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             model.session(n_ctx, cache_type)

@@ -133,13 +133,14 @@ def test_batches_of_more_rows_than_a_pass_has_are_cut(tmp_path: Path, rng: np.ra
 
 def test_texts_of_several_sizes_and_kinds_of_cache_share_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
     model = load(write_tiny_model(tmp_path / "m.gguf", "qwen2", "F16", head_dim=32))
-    kinds: list[tuple[int, CacheType]] = [(N_CTX, "f16"), (40, "q8_0"), (N_CTX, "q8_0"), (40, "f16")]
+    kinds: list[tuple[int, CacheType]] = [(N_CTX, "f16"), (40, "q8_0"), (N_CTX, "k6v4"), (40, "f16"), (40, "k6v4")]
     text = rng.integers(0, N_VOCAB, 30).astype(np.int32)
     expected = [model.session(*kind).forward(text, logits="all").logits for kind in kinds]
     batch = [Rows(model.session(*kind), text, logits="all") for kind in kinds]
     for output, logits in zip(model.forward(batch), expected, strict=True):
         assert same_bits(output.logits, logits)
     assert same_bits(expected[0], expected[3]) and not same_bits(expected[0], expected[1])
+    assert same_bits(expected[2], expected[4]) and not same_bits(expected[1], expected[2])
 
 
 def test_rows_behind_pending_ones_may_join_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -60,7 +60,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Opener:
     return Opener(write_tiny_model(tmp_path_factory.mktemp("tiny") / "gemma2.gguf", "gemma2", "F32"))
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "k6v4"])
 @pytest.mark.parametrize("architecture, options", MODELS)
 def test_long_texts_have_the_bits_of_full_caches(
     architecture: Architecture, options: dict[str, Any], cache_type: CacheType, tmp_path: Path, rng: np.random.Generator
@@ -275,7 +275,7 @@ def test_whatever_is_done_the_text_has_its_bits(
         walk.check()
 
 
-@pytest.fixture(scope="module", params=["f16", "q8_0"])
+@pytest.fixture(scope="module", params=["f16", "q8_0", "k6v4"])
 def walkers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[NativeSession, NativeSession, int]:

@@ -274,8 +274,10 @@ def test_what_is_no_file_is_a_bad_pack_at_once(two: tuple[Path, Path]) -> None:
 def test_a_pack_that_may_not_be_read_is_a_bad_pack(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pack(two[0])
 
-    def refuse(*arguments: object) -> int:
-        raise PermissionError(13, "Permission denied")
+    def refuse(path: Path, flags: int, open_file: Callable[[Path, int], int] = os.open) -> int:
+        if path == packed_path(two[0]):
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, flags)
 
     monkeypatch.setattr(packed.os, "open", refuse)
     with pytest.raises(BadPack, match="cannot be read: Permission denied; remove it, or pack it again"):

@@ -137,7 +137,7 @@ def test_the_clamps_are_those_of_plain_arithmetic(factor: int, file: ModelFile, 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "k6v4"])
 def test_the_bits_depend_on_nothing_but_the_text(
     cache_type: CacheType, file: ModelFile, rng: np.random.Generator
 ) -> None:

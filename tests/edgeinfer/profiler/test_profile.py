@@ -15,7 +15,7 @@ from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.memory.process import Process
-from edgeinfer.profiler import machine, passes, report
+from edgeinfer.profiler import machine, passes, planner, report
 from edgeinfer.profiler.hits import recency_hit_rate, union_of
 from edgeinfer.profiler.machine import Machine, amount, described
 from edgeinfer.profiler.passes import Passes
@@ -32,7 +32,7 @@ def _given_speeds(monkeypatch):
     monkeypatch.setattr(report, "this_machine", lambda n_threads, needs_limits: HERE)
     monkeypatch.setattr(report, "trial_times", lambda *_: TIMES)
     monkeypatch.setattr(report, "measure_disk", lambda path: 1 * GB)
-    monkeypatch.setattr(report, "measure_process", lambda: Process(40 << 20, 0))  # this one grows while tests run
+    monkeypatch.setattr(planner, "process_of", lambda *_: Process(40 << 20, 0))  # this one grows while tests run
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,16 @@ def test_another_machine_reads_and_computes_at_its_own_rate(tiny):
     assert slow.passes.seconds(16, 0) == pytest.approx(100 * (16 * 0.06 / 32 + 0.002))
     assert half.machine.given == ("bandwidth",)
     assert "given" in run(tiny, "--bandwidth", "10GB/s").stdout
+
+
+def test_what_cannot_be_tried_has_the_limits_of_the_machine_as_its_speed(tiny, monkeypatch):
+    monkeypatch.setattr(report, "trial_times", lambda *_: None)
+    found = edgeinfer.profile(tiny, draft="none")
+    work = found.speeds.work
+    assert found.passes.origin == "limits"
+    assert found.speed.tokens_per_second == pytest.approx(
+        1 / max(work.n_bytes / (20 * GB), work.multiply_adds / (100 * GB))
+    )
 
 
 def test_times_of_passes_grow_with_the_context_up_to_the_window():

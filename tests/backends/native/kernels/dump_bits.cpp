@@ -207,8 +207,9 @@ public:
 private:
     static DecoderConfig config_of(Format format, KvType kv_type) {
         AttentionConfig attention{256, 6, 2, 48};
-        if (kv_type == KvType::Q8_0) attention.n_heads = 9, attention.n_kv_heads = 3, attention.head_dim = 32;
+        if (kv_type != KvType::F16) attention.n_heads = 9, attention.n_kv_heads = 3, attention.head_dim = 32;
         attention.rope = 0;
+        attention.key_bias = kv_type == KvType::K6V4 && format != Format::Q5_K;
         DenseConfig dense{512};
         DecoderConfig config{300, 300, 256, 128, 32, 1e-5f, {}, {}, {}};
         if (format == Format::Q5_K) {
@@ -233,6 +234,7 @@ private:
         const std::string ffn = "layers." + std::to_string(layer) + ".ffn.";
         const AttentionConfig& attention = config_.layers[static_cast<size_t>(layer)].attention;
         vector(mixer + "norm", 256), vector(ffn + "norm", 256), vector(mixer + "q_bias", 288);
+        if (attention.key_bias) vector(mixer + "k_bias", 96);
         if (attention.qk_norm == QKNorm::PerHead) {
             vector(mixer + "q_norm", attention.head_dim), vector(mixer + "k_norm", attention.head_dim);
             vector(mixer + "post_norm", 256), vector(ffn + "post_norm", 256);
@@ -344,7 +346,7 @@ void decoders(const Kernels& kernels) {
         return kind + std::to_string(number) + "-" + std::to_string(static_cast<int>(format));
     };
     for (const Format format : kFormats) {
-        for (const KvType kv_type : {KvType::F16, KvType::Q8_0}) {
+        for (const KvType kv_type : {KvType::F16, KvType::Q8_0, KvType::K6V4}) {
             RandomDecoder random(kernels, format, kv_type, SecondLayer::Dense);
             passes(kernels, name("decoder-", static_cast<int>(kv_type), format), random);
         }

@@ -41,14 +41,21 @@ def source_of(format: str, trits: np.ndarray) -> np.ndarray:
     return {"I2_S": i2_s, "Q2_0": q2_0}[format](trits) if format in ("I2_S", "Q2_0") else tq(format, trits, 0.25)
 
 
-def product(format: str, trits: np.ndarray, x: np.ndarray, isa: str) -> np.ndarray:
+def packed(format: str, trits: np.ndarray) -> _core.PackedMatrix:
     format, _, dense = format.partition(" in ")
     kind = GGMLType[format]
     as_what = BASE_THREE[kind] if dense else None
-    matrix = _core.PackedMatrix(int(kind), *trits.shape, source_of(format, trits), 0.25, as_what)
-    y = np.full((len(x), len(trits)), np.nan, dtype=np.float32)
+    return _core.PackedMatrix(int(kind), *trits.shape, source_of(format, trits), 0.25, as_what)
+
+
+def multiply(matrix: _core.PackedMatrix, n_out: int, x: np.ndarray, isa: str) -> np.ndarray:
+    y = np.full((len(x), n_out), np.nan, dtype=np.float32)
     matrix.multiply(isa, x.astype(np.float32), y)
     return y
+
+
+def product(format: str, trits: np.ndarray, x: np.ndarray, isa: str) -> np.ndarray:
+    return multiply(packed(format, trits), len(trits), x, isa)
 
 
 def integers(rng: np.random.Generator, n: int, n_in: int) -> np.ndarray:
@@ -64,9 +71,11 @@ def integers(rng: np.random.Generator, n: int, n_in: int) -> np.ndarray:
 def test_a_product_of_integers_is_exact(format: str, isa: str, n_out: int, n_in: int, rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (n_out, n_in), dtype=np.int8)
     trits[:, ::256] = 1  # TQ takes its scale from the largest of 256
+    matrix = packed(format, trits)
+    x = integers(rng, max(ANY_COLUMNS), n_in)
+    expected = x @ trits.T.astype(np.float64) * 0.25  # whole numbers below 2^53, which numpy's own product rounds never
     for n in ANY_COLUMNS:
-        x = integers(rng, n, n_in)
-        assert_array_equal(product(format, trits, x, isa), x @ trits.T.astype(np.int64) * 0.25)
+        assert_array_equal(multiply(matrix, n_out, x[:n], isa), expected[:n])
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -76,20 +85,20 @@ def test_a_product_of_integers_is_exact(format: str, isa: str, n_out: int, n_in:
 @pytest.mark.parametrize("activation", [-127, 127])
 def test_the_largest_sums_do_not_overflow(isa: str, format: str, n_in: int, trit: int, activation: int) -> None:
     """16-bit sums over a whole row would, from 130 inputs on."""
-    trits = np.full((20, n_in), trit, dtype=np.int8)
+    matrix = packed(format, np.full((20, n_in), trit, dtype=np.int8))
     for n in ANY_COLUMNS:
         x = np.full((n, n_in), activation)
-        assert_array_equal(product(format, trits, x, isa), np.full((n, 20), 0.25 * trit * activation * n_in))
+        assert_array_equal(multiply(matrix, 20, x, isa), np.full((n, 20), 0.25 * trit * activation * n_in))
 
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("format", [*TILES, "Q2_0"])
 def test_the_largest_sums_of_a_tile_do_not_overflow(format: str, isa: str) -> None:
     for trit in (-1, 1):
-        trits = np.full((20, 6912), trit, dtype=np.int8)
+        matrix = packed(format, np.full((20, 6912), trit, dtype=np.int8))
         for n in ANY_COLUMNS:
             x = np.full((n, 6912), -127)
-            assert_array_equal(product(format, trits, x, isa), np.full((n, 20), -0.25 * trit * 127 * 6912))
+            assert_array_equal(multiply(matrix, 20, x, isa), np.full((n, 20), -0.25 * trit * 127 * 6912))
 
 
 @pytest.mark.parametrize("n_out, n_in", [(1, 128), (16, 256), (37, 640)])
@@ -131,8 +140,9 @@ def test_every_byte_of_base_three_is_unpacked(isa: str) -> None:
 def test_both_ways_to_hold_a_weight_give_the_same_bits(format: str, isa: str, rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (37, 1280), dtype=np.int8)
     x = rng.standard_normal((9, 1280), dtype=np.float32)
+    matrices = [packed(name, trits) for name in (format, f"{format} in base three")]
     for n in ANY_COLUMNS[:9]:
-        two, dense = (product(name, trits, x[:n], isa) for name in (format, f"{format} in base three"))
+        two, dense = (multiply(matrix, 37, x[:n], isa) for matrix in matrices)
         assert_array_equal(two.view(np.uint32), dense.view(np.uint32))
 
 

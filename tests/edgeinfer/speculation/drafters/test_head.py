@@ -567,9 +567,10 @@ def test_a_head_is_in_the_plan(opened, model, head):
         plan = plan_head(file, read_head(file), n_ctx, 128, n_threads)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
-    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows).values())
+    n_logits = drafter.session.spec.decoder.n_logits
+    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows, n_logits).values())
     own = drafter._features.nbytes + drafter._level.nbytes + drafter._logits.nbytes
-    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch
+    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * n_logits
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
     assert [one.name for one in with_head.speculator.drafters] == ["suffix", "recycling", "head"]
 
