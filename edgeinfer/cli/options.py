@@ -240,7 +240,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             expert_cache=flags["expert_cache"],
             expert_device=flags["expert_device"],
             expert_device_bytes=flags["expert_device_bytes"],
-            draft=_draft(flags),
+            draft=draft_of(flags),
             draft_device=flags["draft_device"],
             verify=flags["verify"],
             budget=flags["budget"],
@@ -253,7 +253,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
     return engine
 
 
-def _draft(flags: dict[str, Any]) -> str | list[str]:
+def draft_of(flags: dict[str, Any]) -> str | list[str]:
     """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.options import FileName, json_option, threads_option, variable_option, warnings_as_notes
+from edgeinfer.cli.options import (
+    FileName,
+    draft_of,
+    json_option,
+    threads_option,
+    variable_option,
+    warnings_as_notes,
+)
 from edgeinfer.cli.plotting import check_plot
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import show, visible
@@ -69,9 +75,6 @@ def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) 
 def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
     from edgeinfer.profiler.report import profile as run
 
-    draft = flags["draft"]
-    if flags["model_draft"] is not None:
-        draft = os.path.join(".", flags["model_draft"])
     with warnings_as_notes():
         return run(
             model,
@@ -80,7 +83,7 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
             backend=flags["backend"],
             cache_type=flags["cache_type"],
             expert_cache=flags["expert_cache"],
-            draft=draft,
+            draft=draft_of(flags),
             memory=flags["memory"],
             bandwidth=flags["bandwidth"],
             compute=flags["compute"],

@@ -176,6 +176,12 @@ def test_other_texts_are_no_sizes(text):
         amount("memory", text)
 
 
+def test_flags_of_drafts_mean_the_same_as_for_a_chat(tiny):
+    assert run(tiny, "--draft", "none", "-md", tiny).exit_code == 2
+    record = json.loads(run(tiny, "--draft", "suffix", "-md", tiny, "--json").stdout)
+    assert record["drafters"]["names"] == ["suffix", "model"]
+
+
 def test_what_a_caller_does_not_say_is_as_here():
     there = described(HERE, machine.Wishes(disk=2 * GB))
     assert there == replace(HERE, disk_bytes_per_second=2 * GB, given=("disk",)) and there.is_here
