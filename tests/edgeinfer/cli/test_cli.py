@@ -341,7 +341,8 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                     assert f"env var: {text}" in " ".join(context.get_help().split())
                 monkeypatch.delenv(text)
     assert set(variables) == {"chat", "generate", "profile", "bench", "distill", "evaluate"}
-    assert variables["bench"] == variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
+    assert variables["bench"] == {"EDGEINFER_THREADS", "EDGEINFER_BUDGET"}
+    assert variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")
