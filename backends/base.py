@@ -227,6 +227,16 @@ class ExpertBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class HasProcesses(Protocol):
+    """A backend or a model that works in processes of its own. process_ids: of those that run now."""
+
+    @property
+    def process_ids(self) -> Sequence[int]:
+        """The ids by which the system knows them."""
+        ...
+
+
+@runtime_checkable
 class MeasurableBackend(Backend, Protocol):
     """A backend whose code can be brought into memory before a model is, so that it can be measured.
 

@@ -15,7 +15,7 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
-_THREADS, _STORE_BYTES = 4, 1 << 20  # at most; each has a store of the allocator, which keeps what it once took
+_THREADS, _STORE_BYTES = 4, 3 << 18  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 256  # rows that are gathered before they are rewritten
 _GAP = 8  # rows that are read although nobody wants them, rather than reading twice
 

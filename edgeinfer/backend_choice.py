@@ -1,23 +1,29 @@
-"""Which backend runs a model file, and the memory plan that it gives."""
+"""Which backend runs a model file, and the memory plans that it gives."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from edgeinfer import devices
 from edgeinfer.arguments import MAX_INT32, check_choice, check_integer
 from edgeinfer.backends.base import Backend, ExpertBackend, Model, Progress
-from edgeinfer.errors import BackendCrashed, BackendUnavailable, InvalidArgument, UnsupportedModel, warn
+from edgeinfer.errors import (
+    BackendCrashed,
+    BackendUnavailable,
+    BudgetExceeded,
+    InvalidArgument,
+    UnsupportedModel,
+    warn,
+)
 from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
-from edgeinfer.memory.plan import plan_within
+from edgeinfer.memory.planner import Settings
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
-from edgeinfer.offload.cache_size import AUTO, largest_cache, parse, resolve
+from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
 from edgeinfer.offload.file_experts import has_experts
-from edgeinfer.offload.size_search import CacheSizeSearch, load_search, search_key
-from edgeinfer.types import Device, MemoryPlan
+from edgeinfer.types import Device, ExpertSizes, MemoryPlan
 
 DEFAULT_N_CTX = 4096  # at most, where the caller says nothing
 _BACKENDS = {
@@ -47,14 +53,46 @@ class PlannedModel:
         return self.backend.load(self.file, self.spec, self.plan, self.device, progress)
 
 
-def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
-    """The backend and the plan that `edgeinfer.load` would take for a file, without loading it. Errors as there."""
+@dataclass(frozen=True)
+class Target:
+    """A model file and the backend that will run it, before it is known how much memory it may take.
+
+    wanted: the settings to load with if there is room.  sizes: of experts, None where they cannot be read from disk.
+    rough: the same with plans that measure nothing and are no larger, for ternary models whose bits are measured.
+    """
+
+    file: ModelFile
+    backend: Backend
+    spec: ModelSizes
+    device: Device
+    wanted: Settings
+    sizes: ExpertSizes | None
+    rough: Target | None = None
+    _plans: dict[tuple[object, ...], MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    def planned(self, settings: Settings) -> PlannedModel:
+        """The model with these settings."""
+        key = settings.n_ctx, settings.n_batch, settings.cache_type, settings.expert_cache
+        if key not in self._plans:
+            self._plans[key] = self._plan(settings)
+        return PlannedModel(self.file, self.backend, self.spec, self._plans[key], self.device)
+
+    def _plan(self, settings: Settings) -> MemoryPlan:
+        asked = settings.n_ctx, settings.n_batch, self.device.n_threads, settings.cache_type
+        if settings.expert_cache is None:
+            return self.backend.plan(self.file, self.spec, *asked)
+        assert isinstance(self.backend, ExpertBackend)
+        return self.backend.plan(self.file, self.spec, *asked, settings.expert_cache)
+
+
+def choose_target(file: ModelFile, options: LoadOptions) -> Target:
+    """The backend that `edgeinfer.load` takes for a file. Errors as there."""
     try:
-        return _planned_on(open_backend(options.backend, options.ternary_bits, options.verify), file, options)
+        return _target_on(open_backend(options.backend, options.ternary_bits, options.verify), file, options)
     except UnsupportedModel as error:
         if options.backend != "auto":
             raise
-        return _planned_on_llama_cpp(file, options, error)
+        return _target_on_llama_cpp(file, options, error)
 
 
 def open_backend(name: BackendName, ternary_bits: TernaryChoice = "auto", verify: bool = False) -> Backend:
@@ -79,62 +117,37 @@ def open_backend(name: BackendName, ternary_bits: TernaryChoice = "auto", verify
     return backend
 
 
-def _planned_on(backend: Backend, file: ModelFile, options: LoadOptions) -> PlannedModel:
-    """The plan of one backend. Raises UnsupportedModel, BudgetExceeded."""
+def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Target:
+    """A model on one backend. Raises UnsupportedModel, InvalidArgument."""
     spec = backend.read_spec(file)
     n_ctx = min(spec.n_ctx_train, DEFAULT_N_CTX) if options.n_ctx is None else options.n_ctx
     n_ctx = check_integer("n_ctx", n_ctx, 1, MAX_INT32)  # what a file says may be outside too
     device = Device(devices.default_n_threads() if options.n_threads is None else options.n_threads)
-    budget_bytes = devices.available_memory()
-
-    def plan_of(backend: Backend) -> Callable[[int], MemoryPlan]:
-        if isinstance(backend, ExpertBackend) and has_experts(file):
-            return _plan_with_cache(backend, file, spec, options, device.n_threads, budget_bytes)
-        return lambda n_ctx: backend.plan(file, spec, n_ctx, options.n_batch, device.n_threads, options.cache_type)
-
-    if parse(options.expert_cache) != AUTO and has_experts(file) and not isinstance(backend, ExpertBackend):
-        raise InvalidArgument(
-            f'expert_cache must be "auto" with the {backend.name} backend, which has no cache of experts: found '
-            f"{options.expert_cache!r:.80}; only native has one"
-        )
+    request, sizes, expert_cache = parse(options.expert_cache), None, None
+    if has_experts(file):
+        if isinstance(backend, ExpertBackend):
+            sizes = backend.expert_sizes(file, spec)
+            expert_cache = wanted_bytes(request, sizes)
+        elif request != AUTO:
+            raise InvalidArgument(
+                f'expert_cache must be "auto" with the {backend.name} backend, which has no cache of experts: found '
+                f"{options.expert_cache!r:.80}; only native has one"
+            )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
-    if backend.name == "native" and options.ternary_bits == "auto" and is_ternary:
-        # The plan below measures which bits are faster. A model that fits with neither is refused before that.
-        plan_within(file.path, plan_of(open_backend("native", "1.6")), n_ctx, budget_bytes)
-    plan = plan_within(file.path, plan_of(backend), n_ctx, budget_bytes)
-    return PlannedModel(file, backend, spec, plan, device)
+    is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
+    wanted = Settings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
+    target = Target(file, backend, spec, device, wanted, sizes)
+    if is_measured:
+        target = replace(target, rough=replace(target, backend=open_backend("native", "1.6"), _plans={}))
+    with suppress(BudgetExceeded):  # of a device; it is said later, with what would fit
+        (target.rough or target).planned(wanted)  # what the backend does not run is refused now
+    return target
 
 
-def _plan_with_cache(
-    backend: ExpertBackend, file: ModelFile, spec: ModelSizes, options: LoadOptions, n_threads: int, budget_bytes: int
-) -> Callable[[int], MemoryPlan]:
-    """Plans of a model with experts by n_ctx, with the expert cache that the options ask for."""
-    request, sizes = parse(options.expert_cache), backend.expert_sizes(file, spec)
-    search = load_search(search_key(file, n_threads)) if request == AUTO else CacheSizeSearch()
-
-    def plan(n_ctx: int) -> MemoryPlan:
-        arguments = (file, spec, n_ctx, options.n_batch, n_threads, options.cache_type)
-        whole = backend.plan(*arguments)
-        if request == AUTO and whole.use.total <= budget_bytes:
-            return whole
-        others = backend.plan(*arguments, sizes.least).use.total - sizes.least  # with the tables of a cache
-        measured = search.next_size(sizes.least, largest_cache(sizes, budget_bytes, others))
-        n_bytes = resolve(request, sizes, budget_bytes, others, measured)
-        if n_bytes is None:
-            return whole
-        found = backend.plan(*arguments, n_bytes)
-        while request == AUTO and n_bytes > sizes.least and (over := found.use.total - budget_bytes) > 0:
-            n_bytes = max(n_bytes - max(over, n_bytes // 32), sizes.least)  # memory comes in large pages
-            found = backend.plan(*arguments, n_bytes)
-        return found
-
-    return plan
-
-
-def _planned_on_llama_cpp(file: ModelFile, options: LoadOptions, refused: UnsupportedModel) -> PlannedModel:
-    """The plan of llama.cpp, with a warning, for a model that native refused."""
+def _target_on_llama_cpp(file: ModelFile, options: LoadOptions, refused: UnsupportedModel) -> Target:
+    """The model on llama.cpp, with a warning, where native refused it."""
     try:
-        planned = _planned_on(open_backend("llama.cpp"), file, options)
+        target = _target_on(open_backend("llama.cpp"), file, options)
     except BackendCrashed as error:
         raise BackendCrashed(f"{refused}; {error}") from error
     except (BackendUnavailable, UnsupportedModel) as error:
@@ -143,4 +156,4 @@ def _planned_on_llama_cpp(file: ModelFile, options: LoadOptions, refused: Unsupp
         f"{refused}; using llama.cpp instead, which does not keep the promise of the same bits: its logits, and now "
         "and then a text, change with the size of batches"
     )
-    return planned
+    return target

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
+_STACK = 8 << 20  # bytes of addresses that a thread has for its stack
+_HEAP = 64 << 20  # and that the C library sets aside for a thread that allocates memory
 
 
 def default_n_threads(root: Path = _ROOT) -> int:
@@ -38,6 +41,35 @@ def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still take without swapping and without being killed."""
     limits = [_memory_available(root), *_cgroup_memory(root)]
     return max(0, min(limits))
+
+
+def memory_within_limits(n_threads: int, root: Path = _ROOT) -> int | None:
+    """Bytes that this process can still take before `ulimit -d` or `ulimit -v` refuses them, None without such limits.
+
+    n_threads: that it will start, each of which reserves addresses.
+    """
+    limits = list(_process_limits(root, n_threads))
+    return max(0, min(limits)) if limits else None
+
+
+def machine_available_memory(root: Path = _ROOT) -> int:
+    """Bytes that the machine has left, whatever the limits of this process are."""
+    return _memory_available(root)
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of the machine's memory."""
+    return _meminfo("MemTotal", root)
+
+
+def memory_stall_seconds(root: Path = _ROOT) -> float:
+    """Seconds since the machine started in which a task waited for memory, 0 where the system does not count them."""
+    for line in _read(root / "proc/pressure/memory").splitlines():
+        kind, *fields = line.split()
+        totals = [field.removeprefix("total=") for field in fields if field.startswith("total=")]
+        if kind == "some" and totals and totals[0].isdigit():
+            return int(totals[0]) / 1e6
+    return 0.0
 
 
 def cpu_name(root: Path = _ROOT) -> str:
@@ -70,12 +102,31 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _memory_available(root: Path) -> int:
+    return _meminfo("MemAvailable", root)
+
+
+def _meminfo(name: str, root: Path) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    memory = psutil.virtual_memory()
+    return int(memory.total if name == "MemTotal" else memory.available)
+
+
+def _process_limits(root: Path, n_threads: int) -> Iterator[int]:
+    """Bytes left under RLIMIT_DATA and RLIMIT_AS, without what threads reserve."""
+    status = _read(root / "proc/self/status")
+    for line in _read(root / "proc/self/limits").splitlines():
+        for name, used_as, of_thread in (
+            ("Max data size", "VmData", _STACK),
+            ("Max address space", "VmSize", _STACK + _HEAP),
+        ):
+            value = line.removeprefix(name).split()
+            used = re.search(rf"^{used_as}:\s+(\d+) kB", status, re.MULTILINE)
+            if line.startswith(name) and value and value[0].isdigit() and used:
+                yield int(value[0]) - (int(used[1]) << 10) - n_threads * of_thread
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:

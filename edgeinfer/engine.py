@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
 from edgeinfer.arguments import check_callback, check_integer, check_text, shown
-from edgeinfer.backends.base import Progress, Session
+from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.errors import (
@@ -198,7 +198,10 @@ class Engine:
         held |= {"experts": use.experts - use.mapped_experts, "experts (mapped)": use.mapped_experts}
         if self.speculator is not None:
             held |= {f"drafters ({part})": n_bytes for part, n_bytes in self.speculator.held().items()}
-        return self._ledger.with_taken(held, resident_bytes(), peak_bytes() or None)
+        others = self.session.model.process_ids if isinstance(self.session.model, HasProcesses) else ()
+        resident = resident_bytes() + sum(map(resident_bytes, others))
+        peak = peak_bytes() + sum(map(peak_bytes, others))
+        return self._ledger.with_taken(held, resident, peak or None)
 
     def interrupt(self) -> bool:
         """End the request that runs as "interrupted"; callable from any thread and signal handler.

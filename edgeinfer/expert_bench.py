@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backend_choice import PlannedModel, plan_model
+from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import ExpertBackend, Model, Progress
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.load_options import LoadOptions
+from edgeinfer.load_plan import plan_load
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertCache, ExpertControl, ExpertModel
@@ -68,7 +69,12 @@ class _Run:
 
 
 def measure_caches(
-    file: ModelFile, sizes: Sequence[str], n_threads: int | None, prove: bool, progress: Progress | None = None
+    file: ModelFile,
+    sizes: Sequence[str],
+    n_threads: int | None,
+    prove: bool,
+    progress: Progress | None = None,
+    budget: str | None = None,
 ) -> Iterator[CachePoint]:
     """A point for each size, as in `load(expert_cache=)`, in that order, with one model in memory at a time.
 
@@ -79,16 +85,27 @@ def measure_caches(
     if not has_experts(file):
         raise InvalidArgument(f"{file.path}: a model without experts has no cache to measure: leave out --expert-cache")
     prompt = Tokenizer.from_file(file).encode(PROMPT, add_special=True, parse_special=False)
-    options = LoadOptions(n_ctx=len(prompt) + WARM_UP + TIMED, n_threads=n_threads, backend="native", draft="none")
-    planned = [plan_model(file, replace(options, expert_cache=size)) for size in sizes]
+    n_ctx = len(prompt) + WARM_UP + TIMED
+    options = LoadOptions(n_ctx=n_ctx, n_threads=n_threads, backend="native", draft="none", budget=budget)
+    planned = [_exactly(file, replace(options, expert_cache=size)) for size in sizes]
     whole = _run(_whole(file, options), prompt, None, prove, progress) if prove else None
     for of_size in planned:
         yield _point(of_size, _run(of_size, prompt, whole, prove, progress), whole)
 
 
+def _exactly(file: ModelFile, options: LoadOptions) -> PlannedModel:
+    """The model with all that the options ask for. Raises BudgetExceeded."""
+    plan = plan_load(file, options)
+    if plan.steps:
+        raise BudgetExceeded(
+            f"expert_cache {options.expert_cache} does not fit: {plan.limit}, which leaves {'; '.join(plan.steps)}"
+        )
+    return plan.model
+
+
 def _whole(file: ModelFile, options: LoadOptions) -> PlannedModel:
     try:
-        return plan_model(file, replace(options, expert_cache=None))
+        return _exactly(file, replace(options, expert_cache=None))
     except BudgetExceeded as error:
         raise BudgetExceeded(f"--prove needs the whole model in memory once, which does not fit: {error}") from error
 

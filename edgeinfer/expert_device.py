@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from edgeinfer import devices
 from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import Model, TieredModel
 from edgeinfer.errors import BackendLost, InvalidArgument, UnsupportedModel
@@ -55,8 +54,8 @@ class TierPlan:
         return self.n_bytes if self.info.shares_host_memory else 0
 
 
-def plan_tier(planned: PlannedModel, options: LoadOptions) -> TierPlan | None:
-    """The device that the options ask for, None where they ask for none.
+def plan_tier(planned: PlannedModel, options: LoadOptions, left: int) -> TierPlan | None:
+    """The device that the options ask for, None where they ask for none. left: bytes of main memory.
 
     Raises InvalidArgument for a model or a backend without it, UnsupportedModel, BackendUnavailable, BudgetExceeded.
     """
@@ -74,8 +73,7 @@ def plan_tier(planned: PlannedModel, options: LoadOptions) -> TierPlan | None:
     from edgeinfer.backends.opencl import expert_buffers
 
     buffers = expert_buffers(planned.file, spec, planned.plan.n_batch, info)
-    free = (devices.available_memory() - planned.plan.use.total) * _OF_MAIN
-    room = int(free if info.shares_host_memory else _OF_DEVICE * info.memory_bytes)
+    room = int(left * _OF_MAIN if info.shares_host_memory else _OF_DEVICE * info.memory_bytes)
     n_slots = slots_of(parse_bytes(options.expert_device_bytes), buffers, room, title)
     return TierPlan(info, title, n_slots, buffers.total(n_slots))
 

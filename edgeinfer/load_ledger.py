@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgeinfer.backend_choice import PlannedModel
-from edgeinfer.backends.base import MeasurableBackend
+from edgeinfer.backend_choice import PlannedModel, Target
+from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
-    from edgeinfer.speculation.plan import DraftPlan
+    from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
+# Of a request: the words of its text, pieces of the answer; and each token as a number that several lists have.
+_REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
 
 
-def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
+def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
     """What the process takes before a load, with all that the load and the first answer import or use first.
 
     Code that runs for the first time brings its pages into memory. Short calls of it do so now, some ms, so that they
@@ -40,7 +42,8 @@ def process_of(planned: PlannedModel, drafters: DraftPlan | None) -> Process:
         planned.backend.warm_up(planned.file, planned.device)
     _run_sampling()
     give_back_freed(planned)
-    return measure_process()
+    others = planned.backend.process_ids if isinstance(planned.backend, HasProcesses) else ()
+    return measure_process(others)
 
 
 def _run_sampling() -> None:
@@ -54,7 +57,7 @@ def _run_sampling() -> None:
     assert np.isfinite(second.astype(np.float32)).all() and not np.array_equal(first, second)
 
 
-def give_back_freed(planned: PlannedModel) -> None:
+def give_back_freed(planned: PlannedModel | Target) -> None:
     """Of what was freed, the allocator keeps much, and nothing that comes later would use all of it."""
     if isinstance(planned.backend, MeasurableBackend):
         planned.backend.give_back_freed()
@@ -92,9 +95,9 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 
 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
-    """The logits of a pass, those of the pass before, and a copy that penalties change."""
+    """The logits of a pass, those of the pass before, and a copy that penalties change; texts as Python's objects."""
     n_rows = 3 if drafters is None else 3 + _most_nodes(planned, drafters)
-    return n_rows * _FLOAT * planned.spec.n_vocab
+    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
 
 
 def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:

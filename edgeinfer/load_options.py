@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, TypedDict, cast, get_args
 from edgeinfer.arguments import MAX_INT32, check_callback, check_choice, check_flag, check_integer, check_text, shown
 from edgeinfer.backends.base import Progress
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.memory.limit import parse_budget
 from edgeinfer.offload.cache_size import parse
 from edgeinfer.offload.tier_size import check_device, parse_bytes
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
@@ -41,6 +42,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_max: int
     draft_device: str
     verify: bool
+    budget: str | int | None
     progress: Progress | None
 
 
@@ -70,12 +72,18 @@ class LoadOptions:
     the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
     "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used is
     left out with a RuntimeWarning that says why.
-    draft_max: most drafted tokens that one pass verifies; 0 is no drafting.
+    draft_max: most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take more
+    than 12 MiB, it is fewer.
     draft_device: where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists
     them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is missing
     or fails, the CPU drafts, with a RuntimeWarning that says why.
     verify: use packed weights beside the model (`edgeinfer pack`, native backend only) only if every byte of both files
     is as it was packed, which takes about 1 s for each GB. Otherwise sizes and samples are compared.
+    budget: most memory that the process may take, everything in the ledger (`Engine.memory`) together. A size in bytes
+    or as text ("2GiB"), or a share of what is free ("60%"). None or "auto" is what is free less a sixteenth of it, at
+    least 32 MiB and at most 1 GiB; no budget goes above that. Where not all fits, there are, in this order and with a
+    RuntimeWarning, smaller draft tables, no draft model or head, a smaller expert cache, and smaller batches; the text
+    is the same. A model that does not fit then raises BudgetExceeded, which says what would.
     progress: called with the share of the weights that is loaded, 0..1.
     """
 
@@ -92,6 +100,7 @@ class LoadOptions:
     draft_max: int = DEFAULT_DRAFT_MAX
     draft_device: str = "auto"
     verify: bool = False
+    budget: str | int | None = None
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -115,6 +124,8 @@ class LoadOptions:
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
         check_flag("verify", self.verify)
+        if (n_bytes := parse_budget(self.budget).n_bytes) is not None and not isinstance(self.budget, str):
+            object.__setattr__(self, "budget", n_bytes)
         check_callback("progress", self.progress)
 
     def drafter_names(self) -> str | tuple[str, ...]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgeinfer import devices
+from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.files import behind_links, folder_beside, take_over
-from edgeinfer.memory.plan import human_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import ModelFile

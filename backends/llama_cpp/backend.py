@@ -34,6 +34,11 @@ class LlamaCppBackend:
         self._process: Process | None = Process()  # for the next call: without weights
         self._described: tuple[weakref.ref[ModelFile], ModelSizes] | None = None  # by that process
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """See HasProcesses: that of the next model, without weights."""
+        return () if self._process is None else (self._process.pid,)
+
     def read_spec(self, model: ModelFile) -> ModelSizes:
         """Sizes of a model as llama.cpp reads them. Raises UnsupportedModel if it does not know the model.
 

@@ -74,6 +74,11 @@ class LlamaCppModel:
         self._lost: str | None = None
         self._is_closed = False
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """See HasProcesses."""
+        return (self._process.pid,)
+
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> LlamaCppSession:
         """See Model.session. Raises InvalidArgument where another session is open, and for another cache type."""
         if self.is_lost:

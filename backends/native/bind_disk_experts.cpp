@@ -187,6 +187,9 @@ void bind_disk_experts(nb::module_& m) {
                 experts.forget_use(layer, wanted);
             },
             "layer"_a, "experts"_a, without_gil, "Their recency is again what it was before the last pass.")
+        .def("resize", &DiskExperts::resize, "n_bytes"_a, without_gil,
+             "Between passes: slots of n_bytes together hold experts, at most those that it was made with and at least "
+             "what a pass needs. The memory of the others is given back to the system.")
         .def("warm", &warm, "experts"_a, without_gil, "Read these (layer, expert) in the background into free slots.")
         .def_prop_ro("error", &DiskExperts::error, "What could not be read in this pass, and why; empty if nothing.")
         .def("stats", &DiskExperts::stats, without_gil)
@@ -204,7 +207,9 @@ void bind_disk_experts(nb::module_& m) {
         .def_prop_ro("is_direct", &DiskExperts::is_direct, "Whether reads go past the system's cache of files.")
         .def_prop_ro(
             "n_bytes", [](const DiskExperts& experts) { return experts.memory_bytes(); },
-            "Of memory: slots, buffers of the readers, and tables.")
+            "Of memory now: slots, buffers of the readers, and tables.")
+        .def_prop_ro(
+            "slot_bytes", [](const DiskExperts& experts) { return experts.slot_bytes(); }, "Of that, slots.")
         .def_static(
             "planned_bytes",
             [](const ExpertLayout& layout, size_t buffer_bytes, size_t n_bytes, int n_used, int n_readers) {

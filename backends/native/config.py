@@ -75,8 +75,8 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
 
 def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
     """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
-    layers = [layer for layer in spec.layers if layer.mixer.window]
-    whole = [replace(layer, mixer=replace(layer.mixer, window=None)) for layer in layers]
+    layers = tuple(layer for layer in spec.layers if layer.mixer.window)
+    whole = tuple(replace(layer, mixer=replace(layer.mixer, window=None)) for layer in layers)
     windows, others = (
         decoder_config(replace(spec, layers=of), n_ctx, n_batch).kv_bytes(_core.KvType[cache_type], n_ctx) if of else 0
         for of in (layers, whole)

@@ -61,6 +61,16 @@ size_t DiskExperts::memory_bytes(const ExpertLayout& layout, size_t buffer_bytes
            ReaderThreads::memory_bytes(size.n_readers, buffer_bytes);
 }
 
+size_t DiskExperts::memory_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return memory_bytes(this->layout(), source_->buffer_bytes(), size_);
+}
+
+size_t DiskExperts::slot_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return slots_.n_bytes();
+}
+
 DiskExperts::Entry& DiskExperts::entry(ExpertId id) {
     return entries_[first_entry_[static_cast<size_t>(id.layer)] + static_cast<size_t>(id.expert)];
 }
@@ -250,11 +260,7 @@ std::optional<ExpertId> DiskExperts::next_demanded() {
     while (!demanded_.empty() && entry(demanded_.front()).state != State::Queued) demanded_.pop_front();
     if (demanded_.empty()) return {};
     const ExpertId id = demanded_.front();
-    if (!slots_.has_free(id.layer)) {
-        const std::optional<ExpertId> victim = recency_.oldest(slots_.pool_of(id.layer).layers, layer_);
-        if (!victim) return {};  // one that is done will make room
-        evict(*victim);
-    }
+    if (!make_room(id.layer)) return {};  // one that is done will make room
     demanded_.pop_front();
     return id;
 }
@@ -266,13 +272,9 @@ std::optional<ExpertId> DiskExperts::next_hinted() {
         Entry& e = entry(id);
         e.is_hinted = false;
         if (e.state != State::Absent) continue;
-        if (!slots_.has_free(id.layer)) {
-            const std::optional<ExpertId> victim = recency_.oldest(slots_.pool_of(id.layer).layers, layer_);
-            if (!victim || !is_hint_worth(id, *victim)) {
-                stats_of(id.layer).dropped++;
-                continue;
-            }
-            evict(*victim);
+        if (!make_room_for_hint(id)) {
+            stats_of(id.layer).dropped++;
+            continue;
         }
         e.is_prefetched = true;
         recency_.use(id, pass_);
@@ -280,6 +282,12 @@ std::optional<ExpertId> DiskExperts::next_hinted() {
         return id;
     }
     return {};
+}
+
+bool DiskExperts::make_room_for_hint(ExpertId id) {
+    if (slots_.has_free(id.layer)) return true;
+    const std::optional<ExpertId> victim = recency_.oldest(slots_.pool_of(id.layer).layers, layer_);
+    return victim && is_hint_worth(id, *victim) && make_room(id.layer);
 }
 
 // Not in place of what this pass hinted for the same layer.
@@ -298,6 +306,26 @@ std::optional<ExpertId> DiskExperts::next_warm() {
         return id;
     }
     return {};
+}
+
+// A free slot for an expert of this layer; false while all are in use. An evicted slot beyond what the cache may have does
+// not become free, so it may take several.
+bool DiskExperts::make_room(int layer) {
+    while (!slots_.has_free(layer)) {
+        const std::optional<ExpertId> victim = recency_.oldest(slots_.pool_of(layer).layers, layer_);
+        if (!victim) return false;
+        evict(*victim);
+    }
+    return true;
+}
+
+// Evicts what the layer's pool holds too many of, as far as nothing uses it.
+void DiskExperts::trim(int layer) {
+    while (slots_.has_excess(layer)) {
+        const std::optional<ExpertId> victim = recency_.oldest(slots_.pool_of(layer).layers, layer_);
+        if (!victim) return;
+        evict(*victim);
+    }
 }
 
 void DiskExperts::evict(ExpertId id) {
@@ -344,8 +372,18 @@ void DiskExperts::end_read(ExpertId id) {
         e.is_prefetched = false;
         if (e.is_wanted && error_.empty()) error_ = *failure;
     }
+    trim(id.layer);
     arrived_.notify_all();
     if (has_reads()) to_read_.notify_one();  // for which there may be room now
+}
+
+// ---- giving memory back --------------------------------------------------------------------------------------------
+
+void DiskExperts::resize(size_t n_bytes) {
+    const std::lock_guard lock(mutex_);
+    slots_.resize(n_bytes);
+    size_.n_bytes = slots_.n_bytes();
+    for (const SlotPool& pool : slots_.pools()) trim(pool.layers.front());
 }
 
 // ---- looking -------------------------------------------------------------------------------------------------------

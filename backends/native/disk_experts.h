@@ -44,7 +44,11 @@ public:
 
     // All memory that such a cache takes: slots, buffers of the readers, and tables. buffer_bytes: of a reader's.
     static size_t memory_bytes(const ExpertLayout& layout, size_t buffer_bytes, const ExpertCacheSize& size);
-    size_t memory_bytes() const { return memory_bytes(this->layout(), source_->buffer_bytes(), size_); }
+    size_t memory_bytes() const;
+    size_t slot_bytes() const;
+    // Between passes: slots of n_bytes together hold experts from now on, see ExpertSlots::resize. The experts that are
+    // evicted are those that a read would evict first.
+    void resize(size_t n_bytes);
 
     void begin_pass() override;
     int begin(int layer, std::span<int32_t> wanted) override;
@@ -99,8 +103,11 @@ private:
     std::optional<ExpertId> next_read();
     std::optional<ExpertId> next_demanded();
     std::optional<ExpertId> next_hinted();
+    bool make_room_for_hint(ExpertId id);
     std::optional<ExpertId> next_warm();
     bool is_hint_worth(ExpertId hinted, ExpertId victim) const;
+    bool make_room(int layer);
+    void trim(int layer);
     void evict(ExpertId id);
     void begin_read(ExpertId id);
     void end_piece(Piece piece, size_t n_read, std::unique_ptr<std::string> failure);

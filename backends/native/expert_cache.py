@@ -20,7 +20,8 @@ N_READERS = 3  # threads: more do not read faster, and the first of several expe
 class ExpertCache:
     """The experts of a loaded model, of which a cache holds some; layers are those of the model. Thread-safe.
 
-    n_bytes: of the cache's slots.  record_bytes: by layer, of an expert in memory, 0 for a layer without experts.
+    n_bytes: of the cache's slots, as planned.  record_bytes: by layer, of an expert in memory, 0 for a layer without
+    experts.
     """
 
     def __init__(self, store: _core.DiskExperts, decoder: _core.Decoder, n_bytes: int) -> None:
@@ -65,6 +66,13 @@ class ExpertCache:
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """A layer will probably want these, the most probable first: they are read while nothing else is."""
         self._store.hint(layer, list(experts))
+
+    def resize(self, n_bytes: int) -> int:
+        """Between passes: use slots of so many bytes from now on, at most n_bytes of the cache and at least what a pass
+        needs; gives how many those are. Memory beyond that goes back to the system.
+        """
+        self._store.resize(n_bytes)
+        return self._store.slot_bytes
 
     def warm(self, experts: Sequence[tuple[int, int]]) -> None:
         """Read these (layer, expert) in the background into room that is free, in the order of the file."""

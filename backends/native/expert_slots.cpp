@@ -21,7 +21,10 @@ std::vector<SlotPool> pools_of(const ExpertLayout& layout, int n_used) {
         pool->layers.push_back(i);
         pool->n_experts += layer.n_experts;
     }
-    for (SlotPool& pool : pools) pool.n_least = std::min(pool.n_experts, std::max(2, n_used));
+    for (SlotPool& pool : pools) {
+        pool.n_least = std::min(pool.n_experts, std::max(2, n_used));
+        pool.n_most = pool.n_experts;
+    }
     return pools;
 }
 
@@ -35,7 +38,7 @@ size_t n_bytes_of(const std::vector<SlotPool>& pools) {
 SlotPool* neediest(std::vector<SlotPool>& pools, size_t n_free) {
     SlotPool* found = nullptr;
     for (SlotPool& pool : pools) {
-        if (pool.n_slots == pool.n_experts || pool.record_bytes > n_free) continue;
+        if (pool.n_slots == pool.n_most || pool.record_bytes > n_free) continue;
         const auto crossed = [](const SlotPool& a, const SlotPool& b) {
             return static_cast<int64_t>(a.n_slots) * b.n_experts;
         };
@@ -44,20 +47,26 @@ SlotPool* neediest(std::vector<SlotPool>& pools, size_t n_free) {
     return found;
 }
 
+// Gives each pool its least, and what is left of n_bytes to the neediest ones. False where n_bytes are fewer than that.
+bool share_out(std::vector<SlotPool>& pools, size_t n_bytes) {
+    for (SlotPool& pool : pools) pool.n_slots = pool.n_least;
+    const size_t least = n_bytes_of(pools);
+    size_t n_free = n_bytes < least ? 0 : n_bytes - least;
+    while (SlotPool* pool = neediest(pools, n_free)) {
+        pool->n_slots++;
+        n_free -= pool->record_bytes;
+    }
+    return n_bytes >= least;
+}
+
 }  // namespace
 
 std::vector<SlotPool> ExpertSlots::divide(const ExpertLayout& layout, size_t n_bytes, int n_used) {
     std::vector<SlotPool> pools = pools_of(layout, n_used);
-    for (SlotPool& pool : pools) pool.n_slots = pool.n_least;
-    const size_t least = n_bytes_of(pools);
-    if (n_bytes < least) {
-        throw std::invalid_argument("an expert cache of " + std::to_string(n_bytes) + " bytes is too small: " +
-                                    std::to_string(least) + " are needed for the experts of one layer");
-    }
-    size_t n_free = n_bytes - least;
-    while (SlotPool* pool = neediest(pools, n_free)) {
-        pool->n_slots++;
-        n_free -= pool->record_bytes;
+    if (!share_out(pools, n_bytes)) {
+        throw std::invalid_argument("an expert cache of " + std::to_string(n_bytes) +
+                                    " bytes is too small: " + std::to_string(least_bytes(layout, n_used)) +
+                                    " are needed for the experts of one layer");
     }
     return pools;
 }
@@ -76,10 +85,12 @@ ExpertSlots::ExpertSlots(const ExpertLayout& layout, size_t n_bytes, int n_used)
     : pools_(divide(layout, n_bytes, n_used)),
       memory_(n_bytes_of(pools_)),
       pool_of_layer_(static_cast<size_t>(layout.n_layers())),
-      free_(pools_.size()) {
+      free_(pools_.size()),
+      resting_(pools_.size()) {
     uint8_t* end = memory_.data();
     for (size_t i = 0; i < pools_.size(); i++) {
         for (const int layer : pools_[i].layers) pool_of_layer_[static_cast<size_t>(layer)] = i;
+        pools_[i].n_most = pools_[i].n_slots;
         end += pools_[i].n_bytes();
         for (int slot = 1; slot <= pools_[i].n_slots; slot++) {
             free_[i].push_back(end - static_cast<size_t>(slot) * pools_[i].record_bytes);
@@ -88,12 +99,46 @@ ExpertSlots::ExpertSlots(const ExpertLayout& layout, size_t n_bytes, int n_used)
 }
 
 uint8_t* ExpertSlots::take(int layer) {
-    std::vector<uint8_t*>& free = free_[pool_of_layer_[static_cast<size_t>(layer)]];
+    std::vector<uint8_t*>& free = free_[pool_number(layer)];
     uint8_t* slot = free.back();
     free.pop_back();
     return slot;
 }
 
 void ExpertSlots::give_back(int layer, uint8_t* slot) {
-    free_[pool_of_layer_[static_cast<size_t>(layer)]].push_back(slot);
+    const size_t pool = pool_number(layer);
+    if (excess_of(pool) > 0) {
+        rest(pool, slot);
+    } else {
+        free_[pool].push_back(slot);
+    }
+}
+
+// ---- giving memory back --------------------------------------------------------------------------------------------
+
+size_t ExpertSlots::n_bytes() const { return n_bytes_of(pools_); }
+
+void ExpertSlots::resize(size_t n_bytes) {
+    share_out(pools_, n_bytes);
+    for (size_t i = 0; i < pools_.size(); i++) {
+        std::vector<uint8_t*>&free = free_[i], &resting = resting_[i];
+        while (excess_of(i) > 0 && !free.empty()) {
+            rest(i, free.back());
+            free.pop_back();
+        }
+        while (excess_of(i) < 0) {
+            free.push_back(resting.back());
+            resting.pop_back();
+        }
+    }
+}
+
+// All slots but those that rest, over those that may hold experts.
+int ExpertSlots::excess_of(size_t pool) const {
+    return pools_[pool].n_most - static_cast<int>(resting_[pool].size()) - pools_[pool].n_slots;
+}
+
+void ExpertSlots::rest(size_t pool, uint8_t* slot) {
+    ::give_back(slot, pools_[pool].record_bytes);
+    resting_[pool].push_back(slot);
 }

@@ -277,6 +277,16 @@ void map_now(const uint8_t* p, size_t n_bytes) {
 #endif
 }
 
+void give_back(uint8_t* p, size_t n_bytes) {
+#if defined(__linux__)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(p);
+    const uintptr_t first = (begin + page - 1) / page * page, end = (begin + n_bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+#else
+    static_cast<void>(p), static_cast<void>(n_bytes);
+#endif
+}
+
 void give_back_freed() {
 #if defined(__GLIBC__)
     malloc_trim(0);

@@ -78,6 +78,10 @@ private:
 // three times as long. Does no harm to other memory.
 void map_now(const uint8_t* p, size_t n_bytes);
 
+// Gives the memory of the whole pages in this part of a Memory back, where the system can: what it held is lost, and the
+// next touch takes new memory.
+void give_back(uint8_t* p, size_t n_bytes);
+
 // Gives memory that was freed, and that the allocator keeps for later, back to the system, where it can.
 void give_back_freed();
 

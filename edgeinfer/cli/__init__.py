@@ -27,7 +27,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "chat": "Chat with a model.",
     "generate": "Complete a text.",
     "inspect": "Show the contents of a GGUF file.",
-    "profile": "Say what a model will take and how fast it will be.",
+    "profile": "Plan the memory and the speed of a model.",
     "bench": "Measure the speed of a model here.",
     "pack": "Pack a model to load in milliseconds.",
     "export": "Convert a model to another format.",

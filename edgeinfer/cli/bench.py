@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgeinfer.cli.expert_table import check_together, show_caches
-from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
+from edgeinfer.cli.options import FileName, budget_option, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
@@ -22,6 +22,7 @@ from edgeinfer.errors import InvalidArgument
 if TYPE_CHECKING:
     from edgeinfer.backend_choice import PlannedModel
     from edgeinfer.bench import Report
+    from edgeinfer.load_options import LoadOptions
     from edgeinfer.models.gguf import ModelFile
 
 _ROUNDS = 8  # of a timeline
@@ -30,6 +31,7 @@ _ROUNDS = 8  # of a timeline
 @click.command(cls=Command)
 @click.argument("model", type=FileName(), required=False)
 @threads_option
+@budget_option
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Repetitions of each measurement.")
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="Measure llama-cpp-python too, alternating.")
 @click.option("--expert-cache", metavar="SIZES", help="Measure expert caches of these sizes instead: 25%,50%,4GiB.")
@@ -43,6 +45,7 @@ _ROUNDS = 8  # of a timeline
 def bench(
     model: Path | None,
     n_threads: int | None,
+    budget: str | None,
     rounds: int,
     against: str | None,
     expert_cache: str | None,
@@ -66,11 +69,11 @@ def bench(
     check_plot(plot)
     check_plot(timeline)
     if timeline is not None:
-        _draw_timeline(model, n_threads, model_draft, draft_device, timeline)
+        _draw_timeline(model, n_threads, budget, model_draft, draft_device, timeline)
     if expert_cache is not None:
-        show_caches(_named(model), expert_cache, n_threads, prove, as_json)
+        show_caches(_named(model), expert_cache, n_threads, budget, prove, as_json)
         return
-    result = _run(model, n_threads, rounds, against)
+    result = _run(model, n_threads, budget, rounds, against)
     if plot is not None:
         _draw(result, plot)
     if as_json:
@@ -88,14 +91,16 @@ def _named(model: Path | None) -> Path:
     return default_model() if model is None else model
 
 
-def _run(model: Path | None, threads: int | None, rounds: int, against: str | None) -> Report:
+def _run(model: Path | None, threads: int | None, budget: str | None, rounds: int, against: str | None) -> Report:
     from edgeinfer import bench as benchmark
     from edgeinfer.backends.native import best_isa
+    from edgeinfer.load_options import LoadOptions
     from edgeinfer.models.gguf import ModelFile
 
     with ExitStack() as opened, ProgressBar("loading") as bar:
         file = opened.enter_context(ModelFile.open(_named(model)))
-        engines = _engines(file, threads, against)
+        options = LoadOptions(n_ctx=benchmark.CONTEXT + 512, n_threads=threads, budget=budget)
+        engines = _engines(file, options, against)
         sessions = {}
         for name, planned in engines.items():
             loaded = planned.load(bar)
@@ -106,13 +111,10 @@ def _run(model: Path | None, threads: int | None, rounds: int, against: str | No
         return benchmark.report(file, first.spec, sessions, best_isa(), first.device.n_threads, rounds)
 
 
-def _engines(file: ModelFile, n_threads: int | None, against: str | None) -> dict[str, PlannedModel]:
+def _engines(file: ModelFile, options: LoadOptions, against: str | None) -> dict[str, PlannedModel]:
     """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
-    from edgeinfer.backend_choice import plan_model
-    from edgeinfer.bench import CONTEXT
-    from edgeinfer.load_options import LoadOptions
+    from edgeinfer.load_plan import plan_model
 
-    options = LoadOptions(n_ctx=CONTEXT + 512, n_threads=n_threads)
     with warnings_as_notes():
         ours = plan_model(file, options)
     if ours.backend.name == against:
@@ -182,15 +184,22 @@ def _draw(result: Report, target: Path) -> None:
 
 
 def _draw_timeline(
-    model: Path | None, threads: int | None, model_draft: Path | None, draft_device: str, target: Path
+    model: Path | None,
+    threads: int | None,
+    budget: str | None,
+    model_draft: Path | None,
+    draft_device: str,
+    target: Path,
 ) -> None:
     """Draw a few rounds in the middle of an answer: the target's passes above, drafting below."""
     from edgeinfer.bench import record_rounds
+    from edgeinfer.load_options import LoadOptions
     from edgeinfer.loading import load
 
     draft = "auto" if model_draft is None else [str(model_draft)]
     with warnings_as_notes(), ProgressBar("loading") as bar:
-        engine = load(model, n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, progress=bar)
+        options = LoadOptions(n_ctx=512, n_threads=threads, draft=draft, draft_device=draft_device, budget=budget)
+        engine = load(model, options, progress=bar)
     with engine:
         timeline, speculation = record_rounds(engine)
         placed = {} if engine.speculator is None else engine.speculator.placements

@@ -293,7 +293,7 @@ class Repl:
         return f"{n} message{'' if n == 1 else 's'}"
 
     def _stats(self, argument: str) -> None:
-        from edgeinfer.memory.plan import human_bytes
+        from edgeinfer.arguments import human_bytes
 
         note(f"model    {self.engine.name} ({self.engine.path})")
         note(f"engine   {self.engine.backend}, {self.engine.device.n_threads} threads")

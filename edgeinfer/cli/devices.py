@@ -97,7 +97,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.memory.plan import human_bytes
+    from edgeinfer.arguments import human_bytes
 
     fields = {
         "CPU": cpu["name"],
@@ -110,7 +110,7 @@ def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
 
 
 def _device_lines(device: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.memory.plan import human_bytes
+    from edgeinfer.arguments import human_bytes
 
     memory = f"{human_bytes(device['memory_bytes'])}, buffers of at most {human_bytes(device['max_buffer_bytes'])}"
     fields = {
@@ -127,7 +127,7 @@ def _device_lines(device: dict[str, Any]) -> Iterator[str]:
 
 
 def _provider_lines(provider: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.memory.plan import human_bytes
+    from edgeinfer.arguments import human_bytes
 
     memory = provider["available_memory_bytes"]
     hardware = ", ".join(f"{kind} of {maker}" for kind, maker in provider["hardware"])

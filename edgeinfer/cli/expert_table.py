@@ -29,7 +29,7 @@ def check_together(expert_cache: str | None, prove: bool, others: dict[str, obje
             raise click.UsageError(f"--expert-cache and {flag} measure different things: leave one out")
 
 
-def show_caches(model: Path, sizes: str, n_threads: int | None, prove: bool, as_json: bool) -> None:
+def show_caches(model: Path, sizes: str, n_threads: int | None, budget: str | None, prove: bool, as_json: bool) -> None:
     """Measure and print. Raises EdgeInferError at the end if --prove found logits that differ."""
     from edgeinfer.expert_bench import measure_caches
     from edgeinfer.models.gguf import ModelFile
@@ -39,7 +39,7 @@ def show_caches(model: Path, sizes: str, n_threads: int | None, prove: bool, as_
     with ModelFile.open(model) as file, ProgressBar("measuring") as bar, warnings_as_notes():
         if prove:
             note("first the whole model in memory, then each size of the cache; one model in memory at a time")
-        for point in measure_caches(file, wanted, n_threads, prove, bar):
+        for point in measure_caches(file, wanted, n_threads, prove, bar, budget):
             if not as_json:
                 bar.close()
                 show(visible(_line(point) if points else f"{_HEAD}{'  logits' if prove else ''}\n{_line(point)}"))

@@ -50,6 +50,11 @@ def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command
 threads_option = variable_option(
     "-t", "--threads", "n_threads", type=click.IntRange(1), help="Number of threads.  [default: physical cores]"
 )
+budget_option = variable_option(
+    "--budget",
+    metavar="SIZE|SHARE%",
+    help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
+)
 _MODEL_OPTIONS = (
     variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: SmolLM2-135M-Instruct]"),
     variable_option(
@@ -89,6 +94,7 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Memory of that device for experts.",
     ),
+    budget_option,
     variable_option(
         "--verify",
         is_flag=True,
@@ -237,6 +243,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             draft=_draft(flags),
             draft_device=flags["draft_device"],
             verify=flags["verify"],
+            budget=flags["budget"],
             progress=bar,
             **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.options import FileName, json_option, threads_option, variable_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import show, visible
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("model", type=FileName(), required=False)
-@click.option("-c", "--ctx-size", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
-@click.option("--cache-type", default="f16", show_default=True, help="Type of the KV cache, as for `edgeinfer chat`.")
-@click.option("--expert-cache", metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]")
-@click.option("--draft", default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE.")
-@click.option("-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head.")
+@variable_option("-c", "--ctx-size", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
+@variable_option(
+    "--cache-type", default="f16", show_default=True, help="Type of the KV cache, as for `edgeinfer chat`."
+)
+@variable_option("--expert-cache", metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]")
+@variable_option("--draft", default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE.")
+@variable_option("-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head.")
 @threads_option
-@click.option("--backend", type=click.Choice(["auto", "native", "llama.cpp"]), default="auto", show_default=True)
+@variable_option("--backend", type=click.Choice(["auto", "native", "llama.cpp"]), default="auto", show_default=True)
 @click.option(
     "--prompt",
     "prompt_tokens",
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--verify", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
 @json_option
 def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) -> None:
-    """Say what a model will take and how fast it will be.
+    """Plan the memory and the speed of a model.
 
     Reads the header of the file alone, so a model need not fit here. Without MODEL it is the default model. What the
     machine can do is measured once and kept. All figures are planned or expected, but those of --verify.

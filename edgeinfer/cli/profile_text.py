@@ -108,8 +108,11 @@ def _drafted_line(found: Profile, speed: Speed) -> Iterator[str]:
     if drafted is not None:
         share = f"{100 * drafted.acceptance_rate:.0f} % of draft tokens are accepted"
         origin = "as the head's file says" if drafted.origin == "head" else "assumed"
-        yield f"                           {drafted.tokens_per_second:.3g} with drafts, if {share} ({origin})"
-        yield f"                           and {drafted.tokens_per_step:.1f} tokens are made in a step"
+        if drafted.n_draft:
+            yield f"                           {drafted.tokens_per_second:.3g} with drafts, if {share} ({origin})"
+            yield f"                           and a step makes {drafted.tokens_per_step:.1f} tokens"
+        else:
+            yield f"                           drafts do not pay where {share} ({origin})"
     elif names:
         yield f"                           faster with drafts ({names}) where a text repeats itself"
 

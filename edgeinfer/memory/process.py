@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,13 @@ class Process:
         return self.resident + self.growth
 
 
-def measure_process() -> Process:
-    """What the process takes now; everything that a load imports should be there."""
-    return Process(resident_bytes(), 0)
+def measure_process(others: Sequence[int] = ()) -> Process:
+    """What the process takes now; everything that a load imports should be there.
+
+    others: processes that work for this one. Of those the most that they took counts: they have read the model's
+    vocabulary once already, and will again.
+    """
+    return Process(resident_bytes() + sum(peak_bytes(pid) for pid in others), 0)
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Watcher, chained
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
+from edgeinfer.offload.pressure import MemoryPressure, ResizableCache
 from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
 from edgeinfer.offload.size_search import load_search, save_search, search_key
 from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
@@ -98,6 +99,7 @@ class ExpertControl:
         self._prefetch = PrefetchControl(n_layers, sizes.n_used)
         self._amounts = [0] * n_layers
         self._table = FirstLayerTable()
+        self._pressure = MemoryPressure(cache, sizes.least) if isinstance(cache, ResizableCache) else None
         self._window = cache.stats()
         self._window_began = time.perf_counter()
         self._n_passes, self._seconds = 0, 0.0  # of one row
@@ -127,6 +129,8 @@ class ExpertControl:
         """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
         if self._cache is None:
             return forward()
+        if self._pressure is not None:
+            self._pressure.between_passes()
         if self._amounts[self._first]:
             self._cache.hint(self._first, self._table.predict(tokens))
         started = time.perf_counter()
@@ -142,7 +146,8 @@ class ExpertControl:
             return
         save_usage(self._keys[0], self._usage)
         n_counted = self._n_passes - _COLD
-        if n_counted > 0 and self._seconds > 0:
+        had_its_size = self._pressure is None or not self._pressure.has_given_back
+        if had_its_size and n_counted > 0 and self._seconds > 0:
             search = load_search(self._keys[1])
             if search.tell(self._final.cache_bytes, n_counted / self._seconds, self._final.hit_rate, n_counted):
                 save_search(self._keys[1], search)

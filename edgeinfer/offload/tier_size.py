@@ -7,7 +7,8 @@ from typing import Protocol
 
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.offload.cache_size import AUTO, CacheRequest, parse
+from edgeinfer.offload.cache_size import parse
+from edgeinfer.sizes import AUTO, SizeRequest
 
 
 class Buffers(Protocol):
@@ -29,7 +30,7 @@ def check_device(name: str) -> None:
         raise InvalidArgument(f"expert_device must be gpu, gpu:N, opencl:N or None: found {name!r:.80}")
 
 
-def parse_bytes(value: object) -> CacheRequest:
+def parse_bytes(value: object) -> SizeRequest:
     """What expert_device_bytes asks for, in the ways of expert_cache; None and "auto" are what the device has room for.
 
     Raises InvalidArgument.
@@ -37,7 +38,7 @@ def parse_bytes(value: object) -> CacheRequest:
     return AUTO if value is None else parse(value, "expert_device_bytes")
 
 
-def slots_of(request: CacheRequest, buffers: Buffers, room: int, title: str) -> int:
+def slots_of(request: SizeRequest, buffers: Buffers, room: int, title: str) -> int:
     """How many experts the device holds. room: bytes that there are for it.  title: of the device, for messages.
 
     Raises InvalidArgument for fewer bytes than one expert needs, with the number that works, and BudgetExceeded where

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -157,8 +157,8 @@ def profile(
     wishes = Wishes(_bytes("memory", memory), *rates)
     fit_budget = _bytes("fit", fit)
     place = default_model() if path is None else check_file_name("path", path)
-    with ModelFile.open(place) as file:
-        found = _Profiler(file, options, wishes, prompt_tokens).profile(fit_budget)
+    with ModelFile.open(place) as file, closing(Planner(file, options)) as planner:
+        found = _Profiler(planner, wishes, prompt_tokens).profile(fit_budget)
     if check:
         from edgeinfer.profiler.verify import verified
 
@@ -167,9 +167,10 @@ def profile(
 
 
 class _Profiler:
-    def __init__(self, file: ModelFile, options: LoadOptions, wishes: Wishes, prompt_tokens: int) -> None:
-        self._planner = planner = Planner(file, options)
-        self._settings = settings = planner.settings(options)
+    def __init__(self, planner: Planner, wishes: Wishes, prompt_tokens: int) -> None:
+        file = planner.file
+        self._planner = planner
+        self._settings = settings = planner.wanted
         self._planned = planned = planner.planned(settings)
         self._prompt_tokens = prompt_tokens
         self._sizes = planner.experts
@@ -195,7 +196,7 @@ class _Profiler:
             found = fitting(planner, self._settings, fit_budget, self._speed_of)
         return Profile(
             planner.file.path,
-            planner.backend.name,
+            planner.backend,
             planner.spec.n_ctx_train,
             self._settings,
             self._machine,

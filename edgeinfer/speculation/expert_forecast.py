@@ -18,11 +18,16 @@ from edgeinfer.speculation.policy import VerifyTree
 
 _FEW = 8  # tokens of a pass
 _TABLE_BYTES = 4 << 20  # at most
+_SLOT_BYTES = 160  # of a token and its place, in a dict
 _MOST_TOKENS = 4096
 _MOST_ROWS, _EVERY = 32, 4  # of passes that say how good predictions are; of those of one row, every fourth one does
 _PRECISION = 0.5  # of predictions, above which they are used
 _LEAST_PREDICTED = 64.0  # absent experts, before precision says something
 _FORGET = 0.98  # of these counts, with each pass
+
+
+def _n_tokens(n_each: int) -> int:
+    return max(64, min(_MOST_TOKENS, _TABLE_BYTES // (2 * n_each)))
 
 
 class RoutedModel(Protocol):
@@ -43,8 +48,7 @@ class ExpertTable:
 
     def __init__(self, n_layers: int, n_used: int) -> None:
         self.n_each = n_layers * n_used
-        n_tokens = max(64, min(_MOST_TOKENS, _TABLE_BYTES // (2 * self.n_each)))
-        self._experts = np.zeros((n_tokens, self.n_each), np.uint16)
+        self._experts = np.zeros((_n_tokens(self.n_each), self.n_each), np.uint16)
         self._slots: dict[int, int] = {}  # by token, the latest last
 
     def learn(self, tokens: Sequence[int], experts: NDArray[np.uint16]) -> None:
@@ -84,9 +88,9 @@ class ExpertForecast:
         model.watcher = chained(model.watcher, self.run)
 
     @staticmethod
-    def memory() -> int:
-        """Most bytes of its table."""
-        return _TABLE_BYTES
+    def memory(n_each: int = 0) -> int:
+        """Bytes of its table, full. n_each: experts of a token in all layers; 0 for the most that a table takes."""
+        return 2 * n_each * _n_tokens(n_each) + _SLOT_BYTES * _n_tokens(n_each) if n_each else _TABLE_BYTES
 
     @property
     def precision(self) -> float:

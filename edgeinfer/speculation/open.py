@@ -46,21 +46,21 @@ _EXPERT_RATIO = 2.2  # of two tokens to one, with experts: a larger one means a 
 
 
 def open_speculator(
-    planned: DraftPlan, file: ModelFile, session: Session, plan: MemoryPlan, device: Device, draft_max: int
+    planned: DraftPlan, file: ModelFile, session: Session, plan: MemoryPlan, device: Device
 ) -> Speculator:
     """The planned drafters for an empty session of the target. Those that fail now are added to `planned.dropped`.
 
-    file, plan: of the target.  draft_max: most nodes of a draft tree.
+    file, plan: of the target.
     """
     seconds = _CALIBRATION_SECONDS - (0.0 if planned.file is None else _DRAFT_CALIBRATION_SECONDS)
     costs = _costs(file, session, plan, device, seconds)
     forecast = _forecast(session)
     drafters: list[Drafter] = []
     placements: dict[str, DrafterPlacement] = {}
-    if "suffix" in planned.free:
-        drafters.append(SuffixDrafter(session.n_ctx))
-    if "recycling" in planned.free:
-        drafters.append(RecyclingDrafter())
+    if SuffixDrafter.name in planned.tables:
+        drafters.append(SuffixDrafter(planned.tables[SuffixDrafter.name]))
+    if RecyclingDrafter.name in planned.tables:
+        drafters.append(RecyclingDrafter(planned.tables[RecyclingDrafter.name]))
     if planned.file is not None:
         name = drafter_name(planned.file)
         try:
@@ -70,7 +70,7 @@ def open_speculator(
             planned.dropped[name] = str(error)
     rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
     rates = {} if rate is None else {HeadDrafter.name: rate}
-    return Speculator(session, drafters, costs, planned.n_vocab, draft_max, placements, rates, forecast)
+    return Speculator(session, drafters, costs, planned.n_vocab, planned.draft_max, placements, rates, forecast)
 
 
 def _forecast(session: Session) -> ExpertForecast | None:

@@ -9,38 +9,42 @@ from pathlib import Path
 from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
-from edgeinfer.errors import BackendUnavailable, BudgetExceeded, EdgeInferError, UnsupportedModel
-from edgeinfer.memory.plan import human_bytes
+from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
+from edgeinfer.memory.planner import DraftPlaces, Settings
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
+from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.drafters.model import ModelDrafter
-from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
-from edgeinfer.speculation.drafters.suffix import SuffixDrafter
+from edgeinfer.speculation.drafters.recycling import LEAST_ROWS, MOST_ROWS, RecyclingDrafter
+from edgeinfer.speculation.drafters.suffix import LEAST_TOKENS, SuffixDrafter
 from edgeinfer.speculation.expert_forecast import ExpertForecast
+from edgeinfer.speculation.expert_passes import experts_in
 from edgeinfer.speculation.placement import DraftDevice, devices_named
 from edgeinfer.types import MemoryPlan
 
+_LOGITS_BYTES = 12 << 20  # of a pass: 12 MiB are 32 rows for 98,000 tokens, 11 for 262,000; longer drafts are rare
+_LEAST_DRAFTED = 7
 _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 
 
 @dataclass
 class DraftPlan:
-    """The drafters that fit, before anything is loaded.
+    """The drafters to use and their bytes, before anything is loaded.
 
-    free: names of those without a model.  n_vocab: tokens that the target has.  parts: bytes of all drafters, by part:
-    "weights", "caches", "rows", "features", "tables".  dropped: those that cannot be used, with the reason.  file,
-    spec: of the draft model or the head, None without one.  plan: of it on the CPU, None where it does not fit there.
-    places: other devices for it, with a plan for each.  is_auto: they are used only where they are faster than the CPU.
-    draft_max: most draft tokens that a pass verifies.
+    tables: the drafters without a model, by name, and the size of their tables in tokens or rows.  n_vocab: tokens that
+    the target has.  parts: bytes of all drafters, by part: "weights", "caches", "rows", "features", "tables".  dropped:
+    those that cannot be used, with the reason.  file, spec: of the draft model or the head, None without one.  plan: of
+    it on the CPU, None where it is not to run there.  places: other devices for it, with a plan for each.  is_auto:
+    they are used only where they are faster than the CPU.  draft_max: most draft tokens that a pass verifies.
     """
 
-    free: tuple[str, ...]
+    tables: dict[str, int]
     n_vocab: int
     parts: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -61,54 +65,160 @@ class DraftPlan:
         for part, n_bytes in parts.items():
             self.parts[part] = self.parts.get(part, 0) + n_bytes
 
+
+@dataclass
+class DraftChoice:
+    """What can draft beside a target, before it is known how much memory there is.
+
+    free: names of drafters without a model.  file, spec: of the draft model or the head, None without one.  places:
+    devices beside the CPU that it can run on.  Others as in DraftPlan; target, n_threads: of the target.
+    """
+
+    free: tuple[str, ...]
+    n_vocab: int
+    target: ModelFile
+    n_threads: int
+    is_auto: bool
+    draft_max: int = DEFAULT_DRAFT_MAX
+    dropped: dict[str, str] = field(default_factory=dict)
+    file: ModelFile | None = None
+    spec: ModelSpec | HeadSpec | None = None
+    places: list[DraftDevice] = field(default_factory=list)
+
     def close(self) -> None:
         """Close the file of the draft model or the head."""
         if self.file is not None:
             self.file.close()
 
+    @property
+    def file_name(self) -> str:
+        """The drafter of the file, "" without one."""
+        return "" if self.file is None else drafter_name(self.file)
 
-def plan_drafters(
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the file is a head that this package ships, whose name says nothing to a user."""
+        return self.file is not None and self.file.path.parent == heads_folder()
+
+    def table_steps(self, n_ctx: int) -> list[int | None]:
+        """Values of Settings.tables, the largest tables first, down to the least that are of use, and to none."""
+        if not self.free:
+            return [0]
+        steps = 0
+        while self.table_sizes(n_ctx, steps + 1) != self.table_sizes(n_ctx, steps):
+            steps += 1
+        return [*range(steps + 1), None]
+
+    def table_sizes(self, n_ctx: int, tables: int | None) -> dict[str, int]:
+        """Tokens or rows of the tables by drafter, see Settings.tables."""
+        if tables is None:
+            return {}
+        most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
+        return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.free}
+
+    def table_bytes(self, n_ctx: int, tables: int | None) -> int:
+        """Bytes of these tables."""
+        return _table_bytes(self.table_sizes(n_ctx, tables), n_ctx)
+
+    def place_steps(self) -> list[DraftPlaces]:
+        """Values of Settings.draft: everywhere, without devices that use main memory, only elsewhere, nowhere."""
+        if self.file is None:
+            return ["all"]
+        steps: list[DraftPlaces] = ["all"]
+        if any(place.shares_memory for place in self.places):
+            steps.append("cpu")
+        if any(not place.shares_memory for place in self.places):
+            steps.append("own memory")
+        return [*steps, "none"]
+
+    def plan(self, plan: MemoryPlan, settings: Settings) -> DraftPlan:
+        """The drafters beside a target with that plan. Raises EdgeInferError where the file cannot be used with it."""
+        tables = self.table_sizes(plan.n_ctx, settings.tables)
+        planned = DraftPlan(tables, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
+        planned.dropped.update(self.dropped)
+        n_bytes = _table_bytes(tables, plan.n_ctx)
+        if self.file is not None and settings.draft != "none":
+            self._plan_file(planned, self.file, plan, settings.draft)
+        if plan.expert_cache is not None and (tables or planned.file is not None):
+            # It comes with drafters and an expert cache.
+            layers = experts_in(read_spec(self.target))
+            n_bytes += ExpertForecast.memory(len(layers) * max(layers.values(), default=0))
+        planned.add({"tables": n_bytes} if n_bytes else {})
+        return planned
+
+    def _plan_file(self, planned: DraftPlan, file: ModelFile, plan: MemoryPlan, where: DraftPlaces) -> None:
+        """Add the draft model or the head."""
+        assert self.spec is not None
+        if isinstance(self.spec, HeadSpec):
+            own, extra = _head_parts(file, self.spec, plan, self.n_threads, self.n_vocab)
+        else:
+            own = NativeBackend(for_drafts=True, resident=True).plan(
+                file, self.spec, plan.n_ctx, plan.n_batch, self.n_threads
+            )
+            extra = {"tables": NgramLookup.memory()}
+        planned.file, planned.spec = file, self.spec
+        planned.plan = None if where == "own memory" else own
+        for place in self.places:
+            if where == "all" or not place.shares_memory:
+                there = place.backend.plan(file, self.spec, plan.n_ctx, plan.n_batch)
+                planned.places.append((place, there))
+        choices = [_parts_of(there, extra) for place, there in planned.places if place.shares_memory]
+        if planned.plan is not None:
+            choices.append(_parts_of(own, extra))
+        planned.add(max(choices, key=lambda each: sum(each.values()), default={}))
+
+
+_LEAST = {SuffixDrafter.name: LEAST_TOKENS, RecyclingDrafter.name: LEAST_ROWS}
+"""Tokens or rows below which a table drafts too little to pay: the lower bound that SpecMemo (Yildirim and Chen,
+arXiv:2506.01986) asks of each drafter. A draft model or a head has no smaller size: it is used whole or not at all.
+"""
+
+
+def find_drafters(
     draft: str | Sequence[str],
     target: ModelFile,
     n_vocab: int,
     plan: MemoryPlan,
     n_threads: int,
-    budget_bytes: int,
     draft_device: str = "auto",
-) -> DraftPlan:
-    """The drafters that can be used beside a target with that plan. Opens the file of the draft model or the head.
+    draft_max: int = DEFAULT_DRAFT_MAX,
+) -> DraftChoice:
+    """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
-    "auto" includes the head that this package ships for the target, if there is one. draft_device: where a draft model
-    is to run; see edgeinfer.speculation.placement.
+    "auto" includes the head that this package ships for the target, if there is one.  plan: of the target as it is
+    wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
+    tokens that a pass is to verify.
     """
     free, name = drafters_named(draft)
     if draft == "auto":
         path = head_beside(target, heads_folder())
     else:
         path = None if name is None else check_file_name("draft", name)
-    planned = DraftPlan((), n_vocab, is_auto=draft_device == "auto")
-    left = budget_bytes - plan.use.total
-    if plan.expert_cache is not None and (free or path is not None):
-        # It comes with drafters and an expert cache.
-        planned.add({"tables": min(max(left, 0), ExpertForecast.memory())})
-    _plan_free(planned, free, plan.n_ctx, left)
+    most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
+    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
     if path is None and draft_device not in ("auto", "cpu"):
-        planned.dropped[draft_device] = "there is no draft model (-md) to run there"
+        found.dropped[draft_device] = "there is no draft model (-md) to run there"
     if path is None:
-        return planned
+        return found
     try:
         file = ModelFile.open(path)
     except (EdgeInferError, OSError) as error:
-        planned.dropped["model"] = str(error)
-        return planned
+        found.dropped["model"] = str(error)
+        return found
     try:
-        _plan_file(planned, file, target, plan, n_threads, left - planned.n_bytes, draft_device)
+        _add_file(found, file, plan, draft_device)
     except BaseException as error:
         file.close()
         if not isinstance(error, (EdgeInferError, OSError)):
             raise
-        planned.dropped[drafter_name(file)] = str(error)
-    return planned
+        found.dropped[drafter_name(file)] = str(error)
+        found.file, found.places = None, []
+    return found
+
+
+def draft_max_of(n_vocab: int) -> int:
+    """Most draft tokens that a pass verifies: as many as leave their logits within _LOGITS_BYTES, and at least 7."""
+    return max(_LEAST_DRAFTED, min(DEFAULT_DRAFT_MAX, _LOGITS_BYTES // (4 * n_vocab) - 1))
 
 
 def heads_folder() -> Path:
@@ -129,115 +239,63 @@ def drafter_name(file: ModelFile) -> str:
     return HeadDrafter.name if is_draft_head(file) else ModelDrafter.name
 
 
-def _plan_free(planned: DraftPlan, names: Sequence[str], n_ctx: int, left: int) -> None:
-    """Add the drafters without a model that fit into the bytes that are left."""
-    sizes = {"suffix": SuffixDrafter.memory(n_ctx), "recycling": RecyclingDrafter.memory()}
-    for name in names:
-        if sizes[name] <= left - planned.n_bytes:
-            planned.free += (name,)
-            planned.add({"tables": sizes[name]})
-        else:
-            planned.dropped[name] = f"needs {human_bytes(sizes[name])}, {human_bytes(left - planned.n_bytes)} are left"
+def _table_bytes(tables: Mapping[str, int], n_ctx: int) -> int:
+    """Bytes of tables by drafter."""
+    memory = {
+        SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx),
+        RecyclingDrafter.name: RecyclingDrafter.memory,
+    }
+    return sum(memory[name](size) for name, size in tables.items())
 
 
-def _plan_file(
-    planned: DraftPlan,
-    file: ModelFile,
-    target: ModelFile,
-    plan: MemoryPlan,
-    n_threads: int,
-    left: int,
-    draft_device: str,
-) -> None:
-    """Add a draft model or a head to the plan. Raises EdgeInferError where it cannot be used."""
-    plan_it = _plan_head if is_draft_head(file) else _plan_model
-    spec, own, extra = plan_it(planned, file, target, plan, n_threads, left, draft_device)
-    parts = _parts_of(own, extra)
-    n_bytes = sum(parts.values())
-    if n_bytes > left and not planned.places:
-        raise BudgetExceeded(
-            f"{file.path} needs {human_bytes(n_bytes)}, beside the model {human_bytes(left)} are left: use a smaller "
-            "one, or a smaller context (-c)"
-        )
-    planned.file, planned.spec, planned.plan = file, spec, own if n_bytes <= left else None
-    choices = [_parts_of(there, extra) for place, there in planned.places if place.shares_memory]
-    if n_bytes <= left:
-        choices.append(parts)
-    planned.add(max(choices, key=lambda each: sum(each.values()), default={}))
+def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_device: str) -> None:
+    """Add a draft model or a head. Raises EdgeInferError where it cannot be used."""
+    if is_draft_head(file):
+        found.spec = read_head_beside(file, found.target, read_spec(found.target))
+    else:
+        found.spec = read_spec(file)
+        check_vocabulary(file, found.target, found.n_vocab)
+    found.file = file
+    if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
+        # A head is so small that the CPU is done before another device has answered.
+        _add_places(found, file, found.spec, plan, draft_device)
+    found.plan(plan, Settings(plan.n_ctx, plan.n_batch))
 
 
 def _parts_of(plan: MemoryPlan, extra: Mapping[str, int]) -> dict[str, int]:
     """Bytes of a draft model or a head by part. extra: of its drafter."""
-    use = plan.use
-    parts = {"weights": use.weights + use.experts, "caches": use.kv_cache, "rows": use.activations}
+    parts = held_by(plan.use)
     return {part: parts.get(part, 0) + extra.get(part, 0) for part in {**parts, **extra}}
 
 
-def _plan_model(
-    planned: DraftPlan,
-    file: ModelFile,
-    target: ModelFile,
-    plan: MemoryPlan,
-    n_threads: int,
-    left: int,
-    draft_device: str,
-) -> tuple[ModelSpec, MemoryPlan, dict[str, int]]:
-    """(spec, plan on the CPU, bytes of the drafter) of a draft model; adds the other devices on which it fits."""
-    spec = read_spec(file)
-    check_vocabulary(file, target, planned.n_vocab)
-    own = NativeBackend(for_drafts=True).plan(file, spec, plan.n_ctx, plan.n_batch, n_threads)
-    _plan_places(planned, file, spec, plan, left, draft_device)
-    return spec, own, {"tables": NgramLookup.memory()}
-
-
-def _plan_head(
-    planned: DraftPlan,
-    file: ModelFile,
-    target: ModelFile,
-    plan: MemoryPlan,
-    n_threads: int,
-    left: int,
-    draft_device: str,
-) -> tuple[HeadSpec, MemoryPlan, dict[str, int]]:
-    """(spec, plan on the CPU, bytes of the drafter) of a head; adds the other devices on which it fits."""
-    head = read_head_beside(file, target, read_spec(target))
+def _head_parts(
+    file: ModelFile, head: HeadSpec, plan: MemoryPlan, n_threads: int, n_vocab: int
+) -> tuple[MemoryPlan, dict[str, int]]:
+    """The plan of a head on the CPU, and bytes of its drafter."""
     own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
     n_rows = 0 if head.features is None else head.features.n_rows
-    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, planned.n_vocab, n_rows)
+    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits)
     extra["rows"] += kept_bytes(head)
-    if draft_device != "auto":  # a head is so small that the CPU is done before another device has answered
-        _plan_places(planned, file, head, plan, left - sum(extra.values()), draft_device, target=target)
-    return head, own, extra
+    return own, extra
 
 
-def _plan_places(
-    planned: DraftPlan,
-    file: ModelFile,
-    spec: ModelSpec | HeadSpec,
-    plan: MemoryPlan,
-    left: int,
-    draft_device: str,
-    target: ModelFile | None = None,
+def _add_places(
+    found: DraftChoice, file: ModelFile, spec: ModelSpec | HeadSpec, plan: MemoryPlan, draft_device: str
 ) -> None:
-    """Add the devices beside the CPU on which a draft model or a head fits to the plan, and the reasons for the others.
-
-    target: of a head.
-    """
+    """Add the devices beside the CPU that run a draft model or a head, and the reasons for the others."""
     try:
-        found = devices_named(draft_device)
+        listed = devices_named(draft_device)
     except BackendUnavailable as error:
-        planned.dropped[draft_device] = str(error)
+        found.dropped[draft_device] = str(error)
         return
-    for place in found:
+    for place in listed:
         try:
-            place = place if target is None else _for_heads(place, target)
-            own = place.backend.plan(file, spec, plan.n_ctx, plan.n_batch)
-            if place.shares_memory and own.use.total > left:
-                raise BudgetExceeded(f"{human_bytes(own.use.total)} are needed, {human_bytes(left)} are left")
+            place = _for_heads(place, found.target) if isinstance(spec, HeadSpec) else place
+            place.backend.plan(file, spec, plan.n_ctx, plan.n_batch)
         except EdgeInferError as error:
-            planned.dropped[place.name] = str(error)
+            found.dropped[place.name] = str(error)
         else:
-            planned.places.append((place, own))
+            found.places.append(place)
 
 
 def _for_heads(place: DraftDevice, target: ModelFile) -> DraftDevice:

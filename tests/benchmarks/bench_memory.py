@@ -100,7 +100,8 @@ def packed_beside(path: Path, folder: Path) -> Path:
     from edgeinfer.models.gguf import ModelFile
 
     link = folder / f"packed-{path.name}"
-    if not link.exists():
+    if not packed_path(link).exists():
+        link.unlink(missing_ok=True)
         link.symlink_to(path.resolve())
         with ModelFile.open(link) as file:
             NativeBackend().pack(file, read_spec(file), packed_path(file.paths[0]))
@@ -117,7 +118,7 @@ def run_cell(cell: Cell, paths: dict[str, Path]) -> dict[str, Any]:
     draft = str(paths["middle"]) if cell.draft == "model" else cell.draft
     keywords: Any = {"n_ctx": cell.n_ctx, "cache_type": cell.cache_type, "draft": draft}
     with edgeinfer.load(paths[cell.model], expert_cache=cell.expert_cache, **keywords) as engine:
-        text = engine.tokenize((SUPPORT.parents[1] / "LICENSE").read_text())
+        text = engine.tokenize((SUPPORT.parents[1] / "LICENSE").read_text()[: 5 * cell.n_ctx])
         prompt = (text * (1 + cell.n_ctx // len(text)))[: cell.n_ctx - N_ANSWER]
         engine.generate(prompt, max_tokens=N_ANSWER, temperature=0.0)
         engine.generate(prompt[: -N_ANSWER // 2], max_tokens=N_ANSWER, temperature=0.8, seed=1)

@@ -231,7 +231,7 @@ def contenders(
     has_own = isinstance(whole.drafters[-1], CostlyDrafter)  # that was named, or came with the package
     if has_own:
         known[f"ours with {whole.drafters[-1].name}"] = lambda: Ours(arguments, engine, whole)
-    known["ours"] = lambda: alone(SuffixDrafter(engine.n_ctx), RecyclingDrafter())
+    known["ours"] = lambda: alone(SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)), RecyclingDrafter())
     for name, n_lookup in LLAMA_CPP.items():
         known[name] = partial(llama_cpp, arguments, n_lookup)
     if arguments.peer_dir is not None:
@@ -239,7 +239,7 @@ def contenders(
             if draft is not None or "--spec-type draft" not in flags:
                 known[f"llama.cpp {flags}"] = partial(speculative_simple, arguments, flags, engine)
     names = arguments.only.split(",") if arguments.only else list(known)
-    known["ours suffix"] = lambda: alone(SuffixDrafter(engine.n_ctx))
+    known["ours suffix"] = lambda: alone(SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)))
     known["ours recycling"] = lambda: alone(RecyclingDrafter())
     if has_own:
         known[f"ours {whole.drafters[-1].name}"] = drafted

@@ -92,7 +92,7 @@ def record(engine: Engine, model: ModelDrafter | None, prompt: dict[str, Any], n
         return found
     text = asked + answer
     logits = logits_from(engine.session, text[:-1], len(asked) - 1)
-    drafters: list[Drafter] = [SuffixDrafter(engine.n_ctx), RecyclingDrafter()]
+    drafters: list[Drafter] = [SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)), RecyclingDrafter()]
     context = greedy(asked)
     for drafter in drafters:
         drafter.start(context)

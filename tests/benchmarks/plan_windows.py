@@ -35,8 +35,7 @@ def planned_mib(model: str, n_ctx: int, cache_type: str, has_windows: bool) -> f
             window=window if has_windows and layer % period < period - 1 else 0,
             soft_cap=0.0,
             qk_norm=_core.QKNorm.none,
-            n_ff=1,
-            activation=_core.Activation.silu,
+            ffn=_core.DenseConfig(n_ff=1, activation=_core.Activation.silu),
         )
     return round(config.kv_bytes(_core.KvType[cache_type], n_ctx) / 2**20, 1)
 

@@ -10,11 +10,12 @@ from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import cli, devices, expert_bench
-from edgeinfer.backend_choice import plan_model
+from edgeinfer import cli, expert_bench, load_plan
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.expert_bench import measure_caches
 from edgeinfer.load_options import LoadOptions
+from edgeinfer.load_plan import plan_model
+from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.policies import PassRecency, count_hits
 from edgeinfer.offload.routing import Routing
@@ -91,8 +92,10 @@ def test_auto_keeps_to_the_memory_that_there_is(model, monkeypatch):
     with ModelFile.open(model) as file:
         whole = plan_model(file, LoadOptions(n_ctx=256)).plan
         assert whole.expert_cache is None
-        monkeypatch.setattr(devices, "available_memory", lambda: whole.use.total - whole.use.experts // 2)
-        planned = plan_model(file, LoadOptions(n_ctx=256))
+        monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+        budget = whole.use.total - whole.use.experts // 2
+        with pytest.warns(RuntimeWarning, match="an expert cache of"):
+            planned = plan_model(file, LoadOptions(n_ctx=256, budget=budget))
         assert 0 < planned.plan.expert_cache < whole.use.experts // 2
         assert planned.plan.use.total <= whole.use.total - whole.use.experts // 2
 

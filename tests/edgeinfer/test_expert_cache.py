@@ -9,11 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import backend_choice, devices
-from edgeinfer.backend_choice import plan_model
+from edgeinfer import backend_choice, devices, load_plan
 from edgeinfer.cli.answering import as_record, expert_lines, figures
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.load_options import LoadOptions
+from edgeinfer.load_plan import plan_model
+from edgeinfer.memory.budget import Item, ledger
+from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 from edgeinfer.offload.file_experts import FileExperts, experts_of, has_experts
 from edgeinfer.offload.reads import ExpertReads
@@ -61,6 +63,7 @@ def tensor(name, n_bytes):
 def file_of(tensors, **metadata):
     return SimpleNamespace(
         path=Path("model.gguf"),
+        n_bytes=1000 * MIB,
         tensors={info.name: info for info in tensors},
         metadata={"general.architecture": "a"} | metadata,
     )
@@ -81,9 +84,16 @@ def backends(monkeypatch, tmp_path):
     return made
 
 
+def ledger_of(planned, drafters, process):
+    use = planned.plan.use
+    return ledger([Item("weights", use.weights), Item("KV cache", use.kv_cache), Item("experts", use.experts)])
+
+
 def planned(file, monkeypatch, mib, **options):
-    monkeypatch.setattr(devices, "available_memory", lambda: mib * MIB)
-    return plan_model(file, LoadOptions(n_threads=2, **options)).plan
+    monkeypatch.setattr(devices, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+    monkeypatch.setattr(load_plan, "ledger_of", ledger_of)
+    return plan_model(file, LoadOptions(n_threads=2, budget=int(mib * MIB), **options)).plan
 
 
 @pytest.mark.parametrize(
@@ -96,10 +106,12 @@ def test_a_request_is_planned_in_bytes(file, monkeypatch, request_for, cache_mib
 
 
 def test_auto_takes_what_fits_and_leaves_some_memory_free(file, monkeypatch):
-    plan = planned(file, monkeypatch, 640)
+    with pytest.warns(RuntimeWarning, match="an expert cache of 498.0 MiB rather than all experts, 1.0 GiB"):
+        plan = planned(file, monkeypatch, 640)
     assert plan.expert_cache == (640 - 40 - 102) * MIB and plan.use.total <= 640 * MIB
 
 
+@pytest.mark.filterwarnings("ignore:the budget is")
 def test_auto_takes_what_was_measured_to_be_fastest(file, monkeypatch):
     search = CacheSizeSearch()
     for mib, speed in ((498, 5.0), (398, 7.0), (320, 6.0)):
@@ -115,10 +127,16 @@ def test_a_cache_below_what_a_pass_needs_is_refused_with_the_number_that_works(f
         planned(file, monkeypatch, 2000, expert_cache="1MiB")
 
 
+def test_a_cache_that_does_not_fit_becomes_smaller_down_to_what_a_pass_needs(file, monkeypatch):
+    with pytest.warns(RuntimeWarning, match=r"cache of 273\.0 MiB rather than 500\.0 MiB$"):
+        assert planned(file, monkeypatch, 400, expert_cache="50%").expert_cache == (400 - 25 - 102) * MIB
+    with pytest.warns(RuntimeWarning, match=r"cache of 8\.0 MiB rather than 500\.0 MiB$"):
+        assert planned(file, monkeypatch, 110.1, expert_cache="50%").expert_cache == 8 * MIB
+
+
 def test_what_does_not_fit_is_refused_with_the_context_that_would(file, monkeypatch):
-    with pytest.raises(BudgetExceeded, match=r"experts 501\.0 MiB.*no n_ctx fits; use a smaller expert cache"):
-        planned(file, monkeypatch, 400, expert_cache="50%")
-    with pytest.raises(BudgetExceeded, match=r"110\.0 MiB at least .*n_ctx 704 fits"):
+    monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
+    with pytest.raises(BudgetExceeded, match=r"at least 110\.0 MiB \(.*experts 9\.0 MiB.*n_ctx 704 fits"):
         planned(file, monkeypatch, 109.7)
 
 

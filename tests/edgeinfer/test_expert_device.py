@@ -12,13 +12,13 @@ from tiny_experts import ExpertArchitecture, write_tiny_experts
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices, expert_device
-from edgeinfer.backend_choice import plan_model
+from edgeinfer import expert_device
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
 from edgeinfer.engine import Engine
 from edgeinfer.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.expert_device import plan_tier
 from edgeinfer.load_options import LoadOptions
+from edgeinfer.load_plan import plan_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.tier import DeviceTier
@@ -189,22 +189,21 @@ def test_sizes_in_bytes(listed: str, tmp_path: Path) -> None:
     with ModelFile.open(path) as file:
         buffers = expert_buffers(file, read_spec(file), 96, expert_device.device_named(name)[0])
         options = LoadOptions(n_ctx=96, expert_device=name, expert_device_bytes=buffers.total(3) + 7)
-        plan = plan_tier(plan_model(file, options), options)
+        plan = plan_tier(plan_model(file, options), options, 1 << 30)
         assert plan is not None and plan.n_slots == 3 and plan.n_bytes == buffers.total(3)
         few = LoadOptions(n_ctx=96, expert_device=name, expert_device_bytes=buffers.total(1) - 1)
         with pytest.raises(InvalidArgument, match=f"--expert-device-bytes {buffers.total(1)} or more"):
-            plan_tier(plan_model(file, few), few)
+            plan_tier(plan_model(file, few), few, 1 << 30)
 
 
-def test_more_than_there_is_room_for_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is_room_for_is_refused(name: str, tmp_path: Path) -> None:
     path = write_tiny_experts(tmp_path / "m.gguf", "olmoe", "Q4_0")
     with ModelFile.open(path) as file:
         options = LoadOptions(n_ctx=96, expert_device=name, expert_device_bytes="100%")
         planned = plan_model(file, options)
-        monkeypatch.setattr(devices, "available_memory", lambda: planned.plan.use.total + 1000)
         if expert_device.device_named(name)[0].shares_host_memory:
             with pytest.raises(BudgetExceeded, match="has room for 937 B of experts"):
-                plan_tier(planned, options)
+                plan_tier(planned, options, 1000)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from peer import clear_choices, llama_cpp_logits
 from tiny_models import quantize, write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer import load_plan
 from edgeinfer.backends.llama_cpp import backend as backend_module
 from edgeinfer.cli import main
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, ContextOverflow, InvalidGGUF, UnsupportedModel
+from edgeinfer.memory.process import Process
 
 PROMPT = "hello world, there is the one"
 
@@ -150,14 +151,14 @@ def test_a_file_that_is_not_sound_never_reaches_llama_cpp(gpt2: Path, monkeypatc
 
 
 def test_the_memory_plan_is_kept_to(llama_cpp: ModuleType, gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
     with edgeinfer.load(gpt2, backend="llama.cpp", n_ctx=100) as engine:
         assert engine.n_ctx == engine.memory_plan.n_ctx == 100
         assert engine.session.memory() == engine.memory_plan.use
         assert engine.session.spec.n_ctx_train == 256
-    available = engine.memory_plan.use.total - 1
-    monkeypatch.setattr(devices, "available_memory", lambda: available)
-    with pytest.raises(BudgetExceeded, match="weights .* KV cache"):
-        edgeinfer.load(gpt2, backend="llama.cpp", n_ctx=256)
+        budget = engine.memory.peak
+    with pytest.raises(BudgetExceeded, match="weights .* KV cache"):  # and no smaller batch, which changes the text
+        edgeinfer.load(gpt2, backend="llama.cpp", n_ctx=256, budget=budget)
 
 
 def test_the_context_is_as_long_as_it_is(llama_cpp: ModuleType, gpt2: Path) -> None:

@@ -70,15 +70,18 @@ class HeadDrafter:
         self._last: tuple[Features, Logits] | None = None  # predicted feature and logits of the last row of the cache
 
     @staticmethod
-    def memory(n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0) -> dict[str, int]:
+    def memory(
+        n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0, n_logits: int | None = None
+    ) -> dict[str, int]:
         """Bytes of the features of a text and of those of a batch, and of rows: a level, and the logits of one pass,
         of the last row, and of one whose other tokens are never sampled.
 
         n_rows: numbers of the target's layers that a feature is projected from, which are copied side by side; 0
-        without a projection.
+        without a projection.  n_logits: that the head has, None for all tokens.
         """
         features = 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows)
-        return {"features": features, "rows": 4 * (_WIDTH * n_embd + (2 + _WIDTH) * n_vocab)}
+        of_pass = (1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
+        return {"features": features, "rows": 4 * (_WIDTH * n_embd + n_vocab + of_pass)}
 
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""

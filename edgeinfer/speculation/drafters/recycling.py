@@ -17,7 +17,8 @@ from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
-_N_ROWS = 65_536
+MOST_ROWS = 65_536
+LEAST_ROWS = 4096  # that are of use: a token takes two, so those of an answer overwrite each other with fewer
 _N_KEPT = 3  # successors in a row
 _AT_ROOT, _BELOW = 3, 2  # successors used of a row
 # Buckets: whether two tokens or one were looked up, the rank, and the class of the candidate's probability, int(8 p).
@@ -31,18 +32,18 @@ _PRIORS = (
 
 
 class RecyclingDrafter:
-    """Keeps its table from one conversation to the next."""
+    """Keeps its table from one conversation to the next. n_rows: of the table."""
 
     name = "recycling"
 
-    def __init__(self) -> None:
+    def __init__(self, n_rows: int = MOST_ROWS) -> None:
         # Key of the row, successors, classes of their probabilities; keys that collide replace each other.
-        self._rows = np.full((_N_ROWS, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
+        self._rows = np.full((n_rows, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
 
     @staticmethod
-    def memory() -> int:
+    def memory(n_rows: int = MOST_ROWS) -> int:
         """Bytes of the table."""
-        return 4 * _N_ROWS * (1 + 2 * _N_KEPT)
+        return 4 * n_rows * (1 + 2 * _N_KEPT)
 
     def start(self, context: Context) -> None:
         """See Drafter. There are no logits of the prompt but the last."""
@@ -89,7 +90,7 @@ class RecyclingDrafter:
             classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
             successors = [*(id for id, _ in found), *missing, *classes, *missing]
             for key in (_key(before, last), last):
-                self._rows[key % _N_ROWS] = [key, *successors]
+                self._rows[key % len(self._rows)] = [key, *successors]
 
     def held(self) -> dict[str, int]:
         """See HoldingDrafter."""
@@ -102,7 +103,7 @@ class RecyclingDrafter:
     def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
         """(id, bucket) of the first n successors of two tokens, else of the last one, else none."""
         for key, bucket in ((_key(before, last), 0), (last, _AFTER_ONE)):
-            owner, *values = self._rows[key % _N_ROWS].tolist()
+            owner, *values = self._rows[key % len(self._rows)].tolist()
             if owner == key:
                 pairs = zip(values[:n], values[_N_KEPT:], strict=False)
                 return [(id, bucket + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]

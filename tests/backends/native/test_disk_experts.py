@@ -32,6 +32,11 @@ def run_layer(experts: _core.DiskExperts, files: ExpertFiles, layer: int, wanted
     return n_in_memory
 
 
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
@@ -104,6 +109,43 @@ def test_threads_that_take_experts_as_they_come(tmp_path: Path, kind: Kind, n_re
             for thread in threads:
                 thread.join()
     assert wrong == []
+
+
+def test_a_cache_that_shrinks_keeps_what_was_used_last_and_gives_memory_back(tmp_path: Path) -> None:
+    files = write_experts(tmp_path, layers=[LARGE], n_experts=64)
+    experts = cache_of(files, 64)
+    for _ in range(2):  # shrinks, and grows again
+        for expert in range(64):
+            experts.begin_pass()
+            run_layer(experts, files, 0, [expert])
+        full, record = resident(), files.bytes_of(1)
+        experts.resize(files.bytes_of(5) + 100)
+        assert experts.slot_bytes == files.bytes_of(5) and experts.stats().n_slots == 5
+        assert sorted(experts.in_memory()) == [(0, expert) for expert in range(59, 64)]
+        assert 57 * record < full - resident() < 61 * record
+        for _ in range(10):  # more than there are slots
+            experts.begin_pass()
+            run_layer(experts, files, 0, [*range(30, 60)])
+        assert len(experts.in_memory()) == 5
+        experts.resize(0)
+        assert experts.slot_bytes == files.bytes_of(2)  # what a pass needs
+        experts.resize(files.bytes_of(1000))
+        assert experts.slot_bytes == files.bytes_of(64)
+
+
+def test_what_is_being_read_while_the_cache_shrinks_stays_within_it(tmp_path: Path) -> None:
+    files = write_experts(tmp_path, "unpacked", [SMALL, LARGE, SMALL], n_experts=16)
+    experts = cache_of(files, 48)
+    rng = random.Random(1)
+    for _ in range(60):
+        experts.begin_pass()
+        for layer in files.layers:
+            experts.hint(rng.choice(files.layers), rng.sample(range(16), 8))
+            run_layer(experts, files, layer, rng.sample(range(16), rng.randint(1, 16)))
+        experts.warm([(layer, expert) for layer in files.layers for expert in range(16)])
+        experts.resize(files.bytes_of(rng.randint(0, 50)))
+    experts.resize(0)
+    wait_until(lambda: len(experts.in_memory()) <= experts.stats().n_slots == 4)
 
 
 def test_experts_in_memory_come_first_and_the_others_in_the_order_of_the_file(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                     variables.setdefault(name, set()).add(text)
                     assert f"env var: {text}" in " ".join(context.get_help().split())
                 monkeypatch.delenv(text)
-    assert set(variables) == {"chat", "generate", "bench", "distill", "evaluate"}
+    assert set(variables) == {"chat", "generate", "profile", "bench", "distill", "evaluate"}
     assert variables["bench"] == variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
@@ -465,7 +465,10 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
     "arguments, message",
     [
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
-        (["run"], "No such command 'run'. There are chat, generate, inspect, bench, pack, export, devices, distill, "),
+        (
+            ["run"],
+            "No such command 'run'. There are chat, generate, inspect, profile, bench, pack, export, devices, ",
+        ),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),
         (["inspect", "--model", "model.gguf"], "Name the file without it: edgeinfer inspect FILE"),

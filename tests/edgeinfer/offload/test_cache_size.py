@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.offload.cache_size import ALL, AUTO, CacheRequest, largest_cache, parse, resolve
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.offload.cache_size import ALL, AUTO, fitting_bytes, largest_cache, parse, wanted_bytes
 from edgeinfer.offload.size_search import LEAST_TOKENS, CacheSizeSearch, load_search, save_search
+from edgeinfer.sizes import SizeRequest
 from edgeinfer.types import ExpertSizes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,21 +22,21 @@ SIZES = ExpertSizes(total=16 * GIB, least=64 * MIB, a_token=3 * GIB, n_layers=48
         ("auto", AUTO),
         (" Auto", AUTO),
         (None, ALL),
-        ("25%", CacheRequest(share=0.25)),
-        ("12.5 %", CacheRequest(share=0.125)),
+        ("25%", SizeRequest(share=0.25)),
+        ("12.5 %", SizeRequest(share=0.125)),
         ("100%", ALL),
-        ("3.5GiB", CacheRequest(n_bytes=3584 * MIB)),
-        ("800MB", CacheRequest(n_bytes=800_000_000)),
-        ("800 mb", CacheRequest(n_bytes=800_000_000)),
-        ("2TiB", CacheRequest(n_bytes=2 << 40)),
-        ("1000000", CacheRequest(n_bytes=1_000_000)),
-        ("9007199254740993", CacheRequest(n_bytes=9007199254740993)),  # which no float is
-        ("12B", CacheRequest(n_bytes=12)),
-        (4096, CacheRequest(n_bytes=4096)),
-        (np.int64(7), CacheRequest(n_bytes=7)),
+        ("3.5GiB", SizeRequest(n_bytes=3584 * MIB)),
+        ("800MB", SizeRequest(n_bytes=800_000_000)),
+        ("800 mb", SizeRequest(n_bytes=800_000_000)),
+        ("2TiB", SizeRequest(n_bytes=2 << 40)),
+        ("1000000", SizeRequest(n_bytes=1_000_000)),
+        ("9007199254740993", SizeRequest(n_bytes=9007199254740993)),  # which no float is
+        ("12B", SizeRequest(n_bytes=12)),
+        (4096, SizeRequest(n_bytes=4096)),
+        (np.int64(7), SizeRequest(n_bytes=7)),
     ],
 )
-def test_a_request_is_read(value: object, request_of_it: CacheRequest) -> None:
+def test_a_request_is_read(value: object, request_of_it: SizeRequest) -> None:
     assert parse(value) == request_of_it
 
 
@@ -67,37 +68,33 @@ def test_what_is_no_size_is_refused_by_its_name(value: object) -> None:
         parse(value)
 
 
-def test_auto_is_all_experts_where_they_fit() -> None:
-    assert resolve(AUTO, SIZES, 18 * GIB, 2 * GIB) is None
-    assert resolve(AUTO, SIZES, 18 * GIB, 2 * GIB, measured=GIB) is None
+def test_where_not_all_fit_it_is_the_largest_that_leaves_some_memory_free_or_what_was_measured() -> None:
+    largest = largest_cache(SIZES, 8 * GIB, 2 * GIB)
+    assert largest == fitting_bytes(SIZES, None, largest, None) == 5632 * MIB
+    assert fitting_bytes(SIZES, None, largest, 3 * GIB) == 3 * GIB
+    assert fitting_bytes(SIZES, None, largest, 7 * GIB) == largest
+    assert fitting_bytes(SIZES, None, largest, 1) == SIZES.least
+    assert fitting_bytes(SIZES, 4 * GIB, largest, None) == 4 * GIB  # no more than was asked for
 
 
-def test_auto_is_the_largest_that_leaves_some_memory_free_and_then_what_was_measured() -> None:
-    assert resolve(AUTO, SIZES, 8 * GIB, 2 * GIB) == 5632 * MIB
-    assert resolve(AUTO, SIZES, 8 * GIB, 2 * GIB, measured=3 * GIB) == 3 * GIB
-    assert resolve(AUTO, SIZES, 8 * GIB, 2 * GIB, measured=7 * GIB) == 5632 * MIB
-    assert resolve(AUTO, SIZES, 8 * GIB, 2 * GIB, measured=1) == SIZES.least
-
-
-def test_with_all_but_no_memory_left_auto_is_the_least_and_below_that_it_is_refused() -> None:
-    assert resolve(AUTO, SIZES, 2 * GIB + 70 * MIB, 2 * GIB) == 64 * MIB
-    with pytest.raises(BudgetExceeded, match=r"2\.1 GiB at least .*64\.0 MiB of 16\.0 GiB.* available are 2\.1 GiB"):
-        resolve(AUTO, SIZES, 2 * GIB + 60 * MIB, 2 * GIB)
+def test_with_all_but_no_memory_left_it_is_the_least() -> None:
+    assert largest_cache(SIZES, 2 * GIB + 70 * MIB, 2 * GIB) == 64 * MIB
     assert largest_cache(SIZES, 2 * GIB, 2 * GIB) < SIZES.least
 
 
 @pytest.mark.parametrize(
-    "value, n_bytes", [("25%", 4 * GIB), ("6GiB", 6 * GIB), (64 * MIB, 64 * MIB), ("16GiB", None), ("1TB", None)]
+    "value, n_bytes",
+    [("25%", 4 * GIB), ("6GiB", 6 * GIB), (64 * MIB, 64 * MIB), ("16GiB", None), ("1TB", None), ("auto", None)],
 )
 def test_a_share_is_of_all_experts_and_what_holds_them_all_is_no_cache(value: object, n_bytes: int | None) -> None:
-    assert resolve(parse(value), SIZES, 1, 0) == n_bytes  # whether that fits is for the plan to say
-    assert resolve(parse(None), SIZES, 1, 0) is None
+    assert wanted_bytes(parse(value), SIZES) == n_bytes
+    assert wanted_bytes(parse(None), SIZES) is None
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_number_that_works() -> None:
     with pytest.raises(InvalidArgument, match=f"10.0 MiB is too small: a pass needs 64.0 MiB .8 experts.*{64 * MIB}"):
-        resolve(parse("10MiB"), SIZES, 64 * GIB, 0)
-    assert resolve(parse(str(64 * MIB)), SIZES, 64 * GIB, 0) == 64 * MIB
+        wanted_bytes(parse("10MiB"), SIZES)
+    assert wanted_bytes(parse(str(64 * MIB)), SIZES) == 64 * MIB
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

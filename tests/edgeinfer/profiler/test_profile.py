@@ -122,6 +122,16 @@ def test_another_machine_reads_and_computes_at_its_own_rate(tiny):
     assert "given" in run(tiny, "--bandwidth", "10GB/s").stdout
 
 
+def test_what_cannot_be_tried_has_the_limits_of_the_machine_as_its_speed(tiny, monkeypatch):
+    monkeypatch.setattr(report, "trial_times", lambda *_: None)
+    found = edgeinfer.profile(tiny, draft="none")
+    work = found.speeds.work
+    assert found.passes.origin == "limits"
+    assert found.speed.tokens_per_second == pytest.approx(
+        1 / max(work.n_bytes / (20 * GB), work.multiply_adds / (100 * GB))
+    )
+
+
 def test_times_of_passes_grow_with_the_context_up_to_the_window():
     made = Passes({1: 0.02, 2: 0.02, 16: 0.032}, 0.06, 0.002, 1e-6, 1e-7, [None, 100], "made-up weights")
     assert made.seconds(1, 1000) == pytest.approx(0.02 + 1100e-6)

@@ -5,24 +5,20 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
+from edgeinfer.memory.planner import Settings
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.expert_forecast import ExpertForecast
-from edgeinfer.speculation.plan import plan_drafters
+from edgeinfer.speculation.plan import find_drafters
 from edgeinfer.types import MemoryPlan, MemoryUse
 
 PLAN = MemoryPlan(64, 64, MemoryUse(0, 0, 0))
-DRAFTERS = ["suffix", "recycling"]
+SETTINGS = Settings(64, 64)
 
 
-def test_the_forecast_of_experts_is_counted(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_tiny_model(path, "llama")
+def test_the_forecast_of_experts_is_counted_where_something_drafts(tmp_path: Path) -> None:
     cached = replace(PLAN, expert_cache=1 << 20)
-    with ModelFile.open(path) as file:
-
-        def n_bytes(plan: MemoryPlan, draft: list[str], budget: int = 1 << 30) -> int:
-            return plan_drafters(draft, file, 32, plan, 1, budget).n_bytes
-
-        assert n_bytes(cached, DRAFTERS) == n_bytes(PLAN, DRAFTERS) + ExpertForecast.memory()
-        assert n_bytes(cached, DRAFTERS, 1000) == 1000
-        assert not plan_drafters(DRAFTERS, file, 32, cached, 1, 1000).free
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama")) as file:
+        choice = find_drafters(["suffix", "recycling"], file, 32, PLAN, 1)
+        n_bytes = choice.plan(PLAN, SETTINGS).n_bytes
+        assert choice.plan(cached, SETTINGS).n_bytes == n_bytes + ExpertForecast.memory()
+        assert choice.plan(cached, replace(SETTINGS, tables=None)).n_bytes == 0

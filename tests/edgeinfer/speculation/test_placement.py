@@ -13,7 +13,7 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer import devices, load_plan
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
@@ -25,6 +25,7 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
 )
+from edgeinfer.memory.process import Process
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation import open_on_device, placement
 from edgeinfer.speculation.drafters import watchdog
@@ -237,19 +238,21 @@ def test_a_model_that_does_not_fit_on_a_device_drafts_on_the_cpu(listed, open_en
 
 
 def test_memory_of_a_device_is_counted_where_it_is_the_machines(listed, model, monkeypatch):
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
     with edgeinfer.load(model, draft=[str(model)], draft_device="cpu") as engine:
-        on_cpu, target = engine.memory_plan.use.drafters, engine.memory_plan.use.total - engine.memory_plan.use.drafters
+        on_cpu = engine.memory_plan.use.drafters
+        budget = engine.memory.peak - on_cpu // 2
     for shares_memory in (True, False):
         listed(device(shares_memory=shares_memory))
         with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
             assert engine.memory_plan.use.drafters == on_cpu
-        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(devices, "available_memory", lambda: target + on_cpu // 2)
-            with edgeinfer.load(model, draft=[str(model)], draft_device="gpu") as engine:
-                assert len(engine.speculator.drafters) == (not shares_memory)
+            with edgeinfer.load(model, draft=[str(model)], draft_device="gpu", budget=budget) as engine:
+                assert (engine.speculator is None) == shares_memory
                 assert engine.memory_plan.use.drafters == 0
-        assert bool(caught) == shares_memory
+        what = "no draft model (" if shares_memory else "no draft model on the CPU ("
+        assert len(caught) == 1 and what in str(caught[0].message)
 
 
 @pytest.mark.parametrize("own, of_cpu, is_taken", [(1.0, 5.0, True), (3.0, 3.0, True), (9.9, 1.0, False)])

@@ -3,8 +3,9 @@
 import pytest
 from drafting import PROMPT, tokens_of
 
-from edgeinfer import devices
+from edgeinfer import load_plan
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.memory.process import Process
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -25,7 +26,7 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with_model, without = opened(model, draft=str(draft_model)), opened(model)
     with ModelFile.open(draft_model) as file:
         n_threads = with_model.device.n_threads
-        plan = NativeBackend(for_drafts=True).plan(
+        plan = NativeBackend(for_drafts=True, resident=True).plan(
             file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
         )
     assert (
@@ -37,19 +38,35 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
 def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
     opened, plain, model, draft_model, tmp_path, monkeypatch, why
 ):
-    path, expected = draft_model, ""
+    path, expected, budget = draft_model, "", None
     if why == "no file":
         path, expected = tmp_path / "nothing.gguf", "nothing.gguf"
     elif why == "no model":
         path, expected = tmp_path / "text.gguf", "text.gguf"
         path.write_text("no model")
     else:
-        n_bytes = opened(model).memory_plan.use.total
-        monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
-        expected = "are left"
+        monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+        budget, expected = opened(model).memory.peak + 1000, f"loading with no draft model \\({draft_model.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
-        engine = opened(model, draft=str(path))
+        engine = opened(model, draft=str(path), budget=budget)
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
     assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
+
+
+@pytest.mark.parametrize("left", [0.5, 0.25, 0.0])
+def test_smaller_draft_tables_draft_within_a_budget_and_give_the_same_text(opened, plain, model, monkeypatch, left):
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+    whole = opened(model, draft=["suffix", "recycling"]).memory
+    tables = whole.of("drafters")
+    with pytest.warns(
+        RuntimeWarning, match="draft tables of .* rather than" if left else "no suffix and recycling drafts"
+    ):
+        engine = opened(model, draft=["suffix", "recycling"], budget=whole.peak - round((1 - left) * tables))
+    assert engine.memory.of("drafters") <= left * tables
+    assert (engine.speculator is None) == (left == 0)
+    assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
+    if engine.speculator is not None:
+        assert engine.speculator.held()["tables"] <= engine.memory.of("drafters")
 
 
 def test_another_backend_drafts_nothing_and_says_so_where_that_was_asked_for(opened, model):

@@ -59,7 +59,7 @@ def test_the_automaton_stays_linear():
 
 
 def test_what_followed_the_longest_match_is_drafted():
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     context = context_of([1, 2, 3, 4, 5, 6, 9, 9, 2, 3, 4])
     drafter.start(context)
     tree = drafter.propose(context, 3)
@@ -68,14 +68,14 @@ def test_what_followed_the_longest_match_is_drafted():
 
 
 def test_a_repetition_goes_on_behind_the_end_of_the_text():
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     context = context_of([7, 1, 2, 3, 1, 2, 3])
     drafter.start(context)
     assert drafter.propose(context, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_two_followers_become_two_branches():
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     context = context_of([1, 2, 7, 1, 3, 9, 1])
     drafter.start(context)
     tree = drafter.propose(context, 8)
@@ -84,18 +84,18 @@ def test_two_followers_become_two_branches():
 
 
 def test_a_new_text_has_no_draft_and_an_unlikely_chain_is_short():
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     context = context_of([1, 2, 3, 4])
     drafter.start(context)
     assert len(drafter.propose(context, 8)) == 0
     likely = context_of([1, 2, 3, 4, 1], min_probability=0.29)
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     drafter.start(likely)
     assert len(drafter.propose(likely, 8)) == 1
 
 
 def test_earlier_requests_are_remembered_and_never_joined_to_new_ones():
-    drafter = SuffixDrafter(256)
+    drafter = SuffixDrafter(1024)
     drafter.start(context_of([1, 2, 3, 4, 5, 6]))
     other = context_of([9, 8, 3, 4])
     drafter.start(other)
@@ -108,7 +108,7 @@ def test_earlier_requests_are_remembered_and_never_joined_to_new_ones():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_requests_gives_valid_drafts_within_the_memory_of_the_plan(seed):
-    rng, drafter = random.Random(seed), SuffixDrafter(64)
+    rng, drafter = random.Random(seed), SuffixDrafter(256)
     for _ in range(60):
         tokens = [rng.randrange(5) for _ in range(rng.randint(1, 64))]
         context = context_of(tokens)

@@ -13,10 +13,11 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer import load_plan
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.memory.process import Process
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
@@ -566,16 +567,17 @@ def test_a_head_is_in_the_plan(opened, model, head):
         plan = plan_head(file, read_head(file), n_ctx, 128, n_threads)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
-    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows).values())
+    n_logits = drafter.session.spec.decoder.n_logits
+    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows, n_logits).values())
     own = drafter._features.nbytes + drafter._level.nbytes + drafter._logits.nbytes
-    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * 291
+    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * n_logits
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
     assert [one.name for one in with_head.speculator.drafters] == ["suffix", "recycling", "head"]
 
 
 @pytest.mark.parametrize("why", ["another model", "damaged", "no room"])
 def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, model, head, tmp_path, monkeypatch, why):
-    path = head
+    path, budget = head, None
     if why == "another model":
         other = write_tiny_model(tmp_path / "other.gguf", seed=3)
         path, expected = write_tiny_head(tmp_path / "head.gguf", other), "without head: .*fingerprint .*fingerprint"
@@ -583,11 +585,10 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
         path, expected = tmp_path / "damaged.gguf", "without head: .*draft-head.kind"
         write_tiny_head(path, model, metadata={"draft-head.kind": "unheard of"})
     else:
-        n_bytes = opened(model).memory_plan.use.total
-        monkeypatch.setattr(devices, "available_memory", lambda: n_bytes + 1000)
-        expected = "without head: .* are left"
+        monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+        budget, expected = opened(model).memory.peak + 1000, f"loading with no draft head \\({head.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
-        engine = opened(model, draft=str(path))
+        engine = opened(model, draft=str(path), budget=budget)
     assert tokens_of(engine) == tokens_of(plain)
 
 
