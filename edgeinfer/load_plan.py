@@ -238,4 +238,4 @@ def _draft_steps(choice: DraftChoice, wanted: Settings, settings: Settings) -> I
     if choice.file is not None and settings.draft != wanted.draft:
         what = "draft head" if choice.file_name == "head" else "draft model"
         where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.draft]
-        yield f"no {what}{where} ({choice.file.path.name})"
+        yield f"no {what}{where}" if choice.is_shipped else f"no {what}{where} ({choice.file.path.name})"

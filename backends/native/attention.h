@@ -88,8 +88,8 @@ EI_INLINE void store_6_bits(uint8_t* lane, const int8_t* codes) {
         lane[64 * (i / 4) + i % 4] = static_cast<uint8_t>((codes[i] & 15) | (codes[16 + i] & 15) << 4);
     for (int i = 0; i < 8; i++) {
         const int8_t* c = codes + 16 * (i / 4) + i % 4;
-        lane[64 * (4 + i / 4) + i % 4] = static_cast<uint8_t>(c[0] >> 4 | (c[4] >> 4) << 2 | (c[8] >> 4) << 4 |
-                                                              (c[12] >> 4) << 6);
+        lane[64 * (4 + i / 4) + i % 4] =
+            static_cast<uint8_t>(c[0] >> 4 | (c[4] >> 4) << 2 | (c[8] >> 4) << 4 | (c[12] >> 4) << 6);
     }
 }
 
@@ -242,7 +242,7 @@ EI_INLINE F32 load_value(const KvHead& kv, const uint8_t* values, int slot, int 
         const bool is_high = d % 32 != 0;
         const float scale = bf16_at(values + 2 * at);
         const uint8_t* bytes = values + kv.scales_bytes + at * kv.value_bytes + d / 32 * 16;
-        const F32 code = to_f32(and_i32(load_u8_as_i32(bytes), set_i32(is_high ? 0xf0 : 0x0f)));  // high: 16 times it
+        const F32 code = to_f32(and_i32(load_u8_as_i32(bytes), set_i32(is_high ? 0xf0 : 0x0f)));   // high: 16 times it
         return fma_f32(code, set_f32(is_high ? scale : 16.0f * scale), set_f32(-120.0f * scale));  // exact
     } else {
         float scale;
@@ -333,7 +333,8 @@ void add_offsets(const KeyTurns& turns, const AttentionRow& row) {
     const int ld = turns.ld;
     const float *a = row.offset, *b = row.offset + ld;
     for (int tile = row.first / 16; 16 * tile < row.n_past + row.n_path; tile++) {
-        const float *cosine = turns.tiles + static_cast<size_t>(tile) * 2 * static_cast<size_t>(ld), *sine = cosine + ld;
+        const float *cosine = turns.tiles + static_cast<size_t>(tile) * 2 * static_cast<size_t>(ld),
+                    *sine = cosine + ld;
         for (int m = 0; m < ld; m += 16) {
             const F32 am = load_f32(a + m), bm = load_f32(b + m), c = load_f32(cosine + m), s = load_f32(sine + m);
             store_f32(row.sum + m, fma_f32(bm, s, mul_f32(am, c)));

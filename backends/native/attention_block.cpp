@@ -285,7 +285,8 @@ void AttentionBlock::set_offset(const Pass& pass, int kv_head, const float* q, f
         const float magnitude = static_cast<float>(rope.magnitude);
         n_pairs = rope.frequencies.size();
         for (size_t i = 0; i < n_pairs; i++) {
-            const size_t first = is_rotated_in_halves_ ? i : 2 * i, second = first + (is_rotated_in_halves_ ? n_pairs : 1);
+            const size_t first = is_rotated_in_halves_ ? i : 2 * i,
+                         second = first + (is_rotated_in_halves_ ? n_pairs : 1);
             offset[i] = magnitude * (q[first] * bias[first] + q[second] * bias[second]);
             offset[ld + i] = magnitude * (q[second] * bias[first] - q[first] * bias[second]);
         }

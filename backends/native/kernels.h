@@ -14,8 +14,9 @@
 // One query head of one token. Slots 0..n_past-1 hold the positions before it in order; path names the slots of those
 // that follow, ascending; null for none. Positions before first are not seen.
 struct AttentionRow {
-    const float* q;       // (head_dim,), already scaled
-    const int8_t* codes;  // of keys of Q8_0 the same in blocks of 32, of K6V4 H q in one: codes, scales, sums of the codes
+    const float* q;  // (head_dim,), already scaled
+    const int8_t*
+        codes;  // of keys of Q8_0 the same in blocks of 32, of K6V4 H q in one: codes, scales, sums of the codes
     const float* scales;
     const int32_t* sums;
     const float* offset;  // of K6V4: what the bias of the keys adds to scores, see KeyTurns; null for none

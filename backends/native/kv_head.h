@@ -32,9 +32,9 @@ struct KvHead {
     uint8_t* base;            // of this layer and head in segment 0
     const int32_t* segments;  // by slot / kSegment
     size_t segment_bytes;
-    size_t tile_bytes;    // keys of 16 slots
-    size_t key_scales_at; // from the first key to the scale of the first key, for K6V4
-    size_t values_at;     // from the first key to the first value, or its scale
-    size_t value_bytes;   // of a slot, without the scales
-    size_t scales_bytes;  // of all values of the segment; 0 for F16
+    size_t tile_bytes;     // keys of 16 slots
+    size_t key_scales_at;  // from the first key to the scale of the first key, for K6V4
+    size_t values_at;      // from the first key to the first value, or its scale
+    size_t value_bytes;    // of a slot, without the scales
+    size_t scales_bytes;   // of all values of the segment; 0 for F16
 };

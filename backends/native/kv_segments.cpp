@@ -68,9 +68,7 @@ void copy_key(const KvHead& head, int from, int to) {
         case KvType::Q8_0:
             copy_key(head, from, to, 4, dim / 32, 0);
             return copy_key(head, from, to, 4, dim / 4, dim / 32 * 64);
-        case KvType::K6V4:
-            copy_key(head, from, to, 4, dim / 32 * 6, 0);
-            return copy_key_scale(head, from, to);
+        case KvType::K6V4: copy_key(head, from, to, 4, dim / 32 * 6, 0); return copy_key_scale(head, from, to);
     }
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.memory.budget import Ledger, Purpose
 from edgeinfer.memory.limit import Limit
 from edgeinfer.memory.planner import Fitting, Settings, largest_n_ctx
@@ -81,7 +81,7 @@ def _fitting_cache_type(settings: Settings, fitting: Fitting) -> CacheType | Non
         try:
             if cache_type != settings.cache_type and fitting.fits(other):
                 found.append((fitting.ledger_of(other).planned, cache_type))
-        except InvalidArgument:  # not for this model or backend
+        except (InvalidArgument, UnsupportedModel):  # not with this model or backend
             continue
     return max(found)[1] if found else None
 

@@ -95,6 +95,11 @@ class DraftChoice:
         """The drafter of the file, "" without one."""
         return "" if self.file is None else drafter_name(self.file)
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the file is a head that this package ships, whose name says nothing to a user."""
+        return self.file is not None and self.file.path.parent == heads_folder()
+
     def table_steps(self, n_ctx: int) -> list[int | None]:
         """Values of Settings.tables, the largest tables first, down to the least that are of use, and to none."""
         if not self.free:
@@ -147,7 +152,9 @@ class DraftChoice:
         if isinstance(self.spec, HeadSpec):
             own, extra = _head_parts(file, self.spec, plan, self.n_threads, self.n_vocab)
         else:
-            own = NativeBackend(for_drafts=True).plan(file, self.spec, plan.n_ctx, plan.n_batch, self.n_threads)
+            own = NativeBackend(for_drafts=True, resident=True).plan(
+                file, self.spec, plan.n_ctx, plan.n_batch, self.n_threads
+            )
             extra = {"tables": NgramLookup.memory()}
         planned.file, planned.spec = file, self.spec
         planned.plan = None if where == "own memory" else own

@@ -100,7 +100,8 @@ def packed_beside(path: Path, folder: Path) -> Path:
     from edgeinfer.models.gguf import ModelFile
 
     link = folder / f"packed-{path.name}"
-    if not link.exists():
+    if not packed_path(link).exists():
+        link.unlink(missing_ok=True)
         link.symlink_to(path.resolve())
         with ModelFile.open(link) as file:
             NativeBackend().pack(file, read_spec(file), packed_path(file.paths[0]))

@@ -114,3 +114,18 @@ def test_the_memory_of_the_machine_is_read_whatever_the_limits_are(machine):
     lines = ["some avg10=0.00 avg60=0.00 avg300=0.00 total=2500000", "full avg10=0.00 avg60=0.00 avg300=0.00 total=7"]
     write(machine, "proc/pressure/memory", "\n".join(lines))
     assert devices.memory_stall_seconds(machine) == 2.5
+
+
+def test_limits_of_the_process_leave_what_it_has_not_taken_and_threads_do_not_reserve(machine):
+    assert devices.memory_within_limits(2, machine) is None
+    write(machine, "proc/self/status", "Name: python\nVmSize: 2097152 kB\nVmData: 1048576 kB\n")
+    limits = "Max data size {} unlimited bytes\nMax stack size 8388608 unlimited bytes\n"
+    limits += "Max address space {} unlimited bytes\n"
+    write(machine, "proc/self/limits", limits.format("unlimited", "unlimited"))
+    assert devices.memory_within_limits(2, machine) is None
+    write(machine, "proc/self/limits", limits.format(3 << 30, "unlimited"))
+    assert devices.memory_within_limits(2, machine) == (2 << 30) - 2 * (8 << 20)
+    write(machine, "proc/self/limits", limits.format(3 << 30, 3 << 30))
+    assert devices.memory_within_limits(2, machine) == (1 << 30) - 2 * (72 << 20)
+    write(machine, "proc/self/limits", limits.format(1000, "unlimited"))
+    assert devices.memory_within_limits(2, machine) == 0

@@ -287,7 +287,7 @@ def test_the_bits_of_a_ternary_weight_are_checked(fresh):
 def test_ternary_weights_that_do_not_fit_are_refused_before_anything_is_tried_out(backend, tmp_path, monkeypatch):
     path = write_tiny_model(tmp_path / "m.gguf", "bitnet-b1.58", "I2_S")
     monkeypatch.setattr(devices, "available_memory", lambda: 1000)
-    monkeypatch.setattr("edgeinfer.backends.native._core.time_format", lambda *_: pytest.fail("tried out"))
+    monkeypatch.setattr("edgeinfer.backends.native.backend.faster_bits", lambda *_: pytest.fail("tried out"))
     with pytest.raises(BudgetExceeded):
         edgeinfer.load(path)
 

@@ -18,7 +18,7 @@ from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
 MOST_ROWS = 65_536
-LEAST_ROWS = 4096  # that are of use: with fewer, rows are overwritten before they are looked up
+LEAST_ROWS = 4096  # that are of use: a token takes two, so those of an answer overwrite each other with fewer
 _N_KEPT = 3  # successors in a row
 _AT_ROOT, _BELOW = 3, 2  # successors used of a row
 # Buckets: whether two tokens or one were looked up, the rank, and the class of the candidate's probability, int(8 p).

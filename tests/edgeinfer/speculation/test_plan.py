@@ -26,7 +26,7 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with_model, without = opened(model, draft=str(draft_model)), opened(model)
     with ModelFile.open(draft_model) as file:
         n_threads = with_model.device.n_threads
-        plan = NativeBackend(for_drafts=True).plan(
+        plan = NativeBackend(for_drafts=True, resident=True).plan(
             file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
         )
     assert (
