@@ -49,7 +49,7 @@ class MappedFile:
             try:
                 piece = read_at(self.descriptor, last - first, first)
             except OSError as error:
-                raise ModelFileError(f"{self.path}: cannot be read: {error.strerror}") from error
+                raise ModelFileError(f"{self.path}: bytes {first}..{last} cannot be read: {error.strerror}") from error
             if not piece:
                 raise ModelFileError(f"{self.path}: was {self.size} bytes when it was opened, and ends at {first} now")
             pieces.append(piece)
