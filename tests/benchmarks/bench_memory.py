@@ -4,7 +4,7 @@
 
 Beside the three files it uses two random models that it writes: one with sliding windows (gemma3), one with experts
 (qwen3moe). A cell loads one with a context, a cache type and drafters, fills the context, and compares the peak that
-Beside the three files it uses two random models that it writes, one with sliding windows (gemma3), one with experts
+the process takes with the plan. Cells of odd numbers are judged;
 the others are for whoever changes the plan. --cells 3,7-9 runs some. One JSON line last.
 """
 

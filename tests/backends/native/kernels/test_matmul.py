@@ -91,6 +91,9 @@ def test_how_a_matrix_is_read_changes_no_bits(format: str, isa: str, rng: np.ran
     alone = np.concatenate([multiply(matrix, isa, x[i : i + 1], n_out) for i in range(len(x))])
     reach = itertools.cycle(itertools.product((0, 2048, 32768), (0, 1, 2), (True, False)))
     for at_once, columns, n in itertools.product((1, 2, 4), range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 11)):
+        # At least so many: 1 and n - 1 stand for all below n, which ask for nothing. 4 at once are for one column only.
+        if 1 < columns < min(n - 1, 8) or (at_once == 4 and 1 < columns < 8):
+            continue
         ahead, hint, flag = next(reach)
         stream = Prefetch(ahead, flag, hint, at_once, columns, 4096, 2, flag)
         y = multiply(matrix, isa, x[:n], n_out, stream)
