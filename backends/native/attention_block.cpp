@@ -18,7 +18,8 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       q_norm_(nullptr),
       k_norm_(nullptr),
       q_bias_(weights.vector(name + ".q_bias", config_.n_q())),
-      k_bias_(weights.vector(name + ".k_bias", config_.n_kv())),
+      k_bias_(config_.key_bias ? weights.required_vector(name + ".k_bias", config_.n_kv())
+                               : weights.vector(name + ".k_bias", config_.n_kv())),
       v_bias_(weights.vector(name + ".v_bias", config_.n_kv())),
       output_bias_(weights.vector(name + ".output_bias", config.n_embd)),
       sinks_(weights.vector(name + ".sinks", config_.n_heads)) {

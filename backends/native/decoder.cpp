@@ -142,7 +142,7 @@ void Decoder::embed(const Pass& pass, int thread) const {
         const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
         try {
             embedding_.read(text.rows.tokens[i], b.x + at);
-        } catch (const std::runtime_error& error) {
+        } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
             pass.fail(error.what());
             return;
         }

@@ -90,13 +90,15 @@ void Pass::multiply(int thread, const Matrix& w, const Inputs& inputs, float* y,
 
 void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
                           const float* post_norm) const {
-    float* h = sub_norm && alone() ? b.own_h[static_cast<size_t>(thread)] : y;  // other threads still read y
+    // Other threads still read y; and where this one is late, something else is there that they write to.
+    float* h = sub_norm && alone() ? b.own_h[static_cast<size_t>(thread)] : y;
     const Inputs inputs = inputs_of(thread, w.n_in, h, ldy);
     const auto input = [&](int c) {
         const size_t at = static_cast<size_t>(c) * ldy;
         if (sub_norm) {
-            clear_padding(y + at, w.n_in);
-            kernels.rms_norm(y + at, sub_norm, w.n_in, config.norm_epsilon, h + at);
+            if (h != y) std::memcpy(h, y, sizeof(float) * static_cast<size_t>(w.n_in));
+            clear_padding(h + at, w.n_in);
+            kernels.rms_norm(h + at, sub_norm, w.n_in, config.norm_epsilon, h + at);
         }
         prepare_inputs(kernels, inputs, c, {&w});
     };

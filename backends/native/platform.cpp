@@ -31,10 +31,17 @@
 
 namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
-}
 
 #if defined(__unix__) || defined(__APPLE__)
-size_t Memory::size_of(size_t n_bytes) { return (n_bytes + 4095) / 4096 * 4096; }
+size_t page_bytes() {
+    static const size_t n_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // 4, 16 or 64 KiB
+    return n_bytes;
+}
+#endif
+}  // namespace
+
+#if defined(__unix__) || defined(__APPLE__)
+size_t Memory::size_of(size_t n_bytes) { return (n_bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
 Memory::Memory(size_t n_bytes, bool on_huge_pages) {
     if (n_bytes == 0) return;
@@ -279,7 +286,7 @@ void map_now(const uint8_t* p, size_t n_bytes) {
 
 void give_back(uint8_t* p, size_t n_bytes) {
 #if defined(__linux__)
-    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(p);
+    const uintptr_t page = page_bytes(), begin = reinterpret_cast<uintptr_t>(p);
     const uintptr_t first = (begin + page - 1) / page * page, end = (begin + n_bytes) / page * page;
     if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
 #else

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
 _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
-_OWN_REFERENCES = 2  # to an array that one variable has, as sys.getrefcount counts; views of it have one each
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 
 
@@ -47,7 +46,8 @@ class NativeText:
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._text: list[int] = []  # committed
-        self._rows: NDArray[np.float32] | None = None  # where logits of several rows were, used again
+        self._rows: mmap.mmap | None = None  # where logits of several rows were, used again
+        self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of those logits were views
 
     @property
     def n_past(self) -> int:
@@ -89,7 +89,7 @@ class NativeText:
 
     def close(self) -> None:
         """Give the memory of this text back. Further calls raise. The model stays."""
-        self._state = self._rows = None
+        self._state = self._rows = self._array = None
 
     def _checked(self, rows: Rows, taps: Sequence[int], features: ArrayLike | None) -> TextRows:
         """Rows of this text, checked, with what comes with them. Raises ShapeError, ContextOverflow."""
@@ -168,12 +168,11 @@ class NativeText:
         n_logits = self._decoder.decoder_spec.n_logits
         if n > _ROWS:
             return np.empty((n, n_logits), dtype=np.float32)
-        rows, self._rows = self._rows, None
-        if rows is None or sys.getrefcount(rows) > _OWN_REFERENCES:
-            memory = mmap.mmap(-1, _ROWS * n_logits * 4, access=mmap.ACCESS_COPY)
-            rows = np.frombuffer(memory, dtype=np.float32)
-        self._rows = rows
-        return rows[: n * n_logits].reshape(n, n_logits)
+        if self._rows is None or (self._array is not None and self._array() is not None):
+            self._rows = mmap.mmap(-1, _ROWS * n_logits * 4, access=mmap.ACCESS_COPY)
+        array = np.frombuffer(self._rows, dtype=np.float32)
+        self._array = weakref.ref(array)  # views keep it alive, whatever they were made of
+        return array[: n * n_logits].reshape(n, n_logits)
 
     def _open(self) -> _core.TextState:
         if self._state is None:

@@ -49,7 +49,7 @@ class MappedFile:
             try:
                 piece = read_at(self.descriptor, last - first, first)
             except OSError as error:
-                raise ModelFileError(f"{self.path}: cannot be read: {error.strerror}") from error
+                raise ModelFileError(f"{self.path}: bytes {first}..{last} cannot be read: {error.strerror}") from error
             if not piece:
                 raise ModelFileError(f"{self.path}: was {self.size} bytes when it was opened, and ends at {first} now")
             pieces.append(piece)
@@ -60,6 +60,8 @@ class MappedFile:
         """Let the system read bytes first..last-1, for each such run: together, and ahead of their use."""
         if hasattr(os, "posix_fadvise"):
             for first, last in runs:
+                if first >= last:  # of no bytes the system would make all behind first
+                    continue
                 with suppress(OSError):  # where it does not help it does no harm
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 

@@ -1,14 +1,17 @@
 """The output matrix of a head that its file leaves out: rows of the target's, rewritten."""
 
+import tracemalloc
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from exactness import same_bits
 from numpy.testing import assert_array_equal
 from tiny_heads import write_tiny_head
-from tiny_models import write_tiny_model
+from tiny_models import write_tiny_model, written
 
+from edgeinfer.backends import head_weights
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, _core, load_head, plan_head
 from edgeinfer.backends.native import weights as weights_module
@@ -111,6 +114,20 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
         wanted = reference.forward(tokens, features, logits="all").logits
     assert wanted is not None and wanted.shape == (4, 270)
     assert same_bits(*found) and np.abs(found[0] - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+def test_of_the_target_little_is_in_memory_while_rows_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("output.weight", np.ones((1500, 2048), dtype=np.float16))
+    ids = np.arange(0, 1500, 3, dtype=np.int32)
+    with ModelFile.open(written(writer, path)) as model:
+        tracemalloc.start()
+        made = head_weights._rows(model, "output.weight", ids, GGMLType.Q4_0, 0, 500 * 1152)
+        peak = tracemalloc.get_traced_memory()[1] - made.nbytes
+        tracemalloc.stop()
+    assert made.nbytes == 500 * 1152
+    assert peak < 2 << 20  # the 500 rows are 2 MiB of the target's, with what lies between them 6 MiB
 
 
 def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def small_weights(leave_out: str = "", **shapes: tuple[int, ...]) -> _core.Weigh
     return weights
 
 
-def small_config() -> _core.DecoderConfig:
+def small_config(key_bias: bool = False) -> _core.DecoderConfig:
     config = _core.DecoderConfig(n_vocab=20, n_logits=20, n_embd=32, n_ctx=64, n_batch=16, norm_epsilon=1e-5)
     scales = config.add_query_scales([0.25], 64)
     config.add_layer(
@@ -110,19 +110,28 @@ def small_config() -> _core.DecoderConfig:
         window=0,
         soft_cap=0.0,
         qk_norm=_core.QKNorm.none,
+        key_bias=key_bias,
         ffn=_core.DenseConfig(n_ff=48, activation=_core.Activation.silu),
     )
     return config
 
 
-def decoder_of(weights: _core.Weights) -> _core.Decoder:
-    return _core.Decoder(small_config(), _core.FrontConfig(), "scalar", _core.Threads(1), weights)
+def decoder_of(weights: _core.Weights, key_bias: bool = False) -> _core.Decoder:
+    return _core.Decoder(small_config(key_bias), _core.FrontConfig(), "scalar", _core.Threads(1), weights)
 
 
 @pytest.mark.parametrize("name", ["layers.0.mixer.k", "layers.0.ffn.down", "output", "token_embd"])
 def test_a_weight_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"weight {name} is missing"):
         decoder_of(small_weights(leave_out=name))
+
+
+def test_a_bias_of_keys_that_is_said_to_be_there_is_wanted() -> None:
+    with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.k_bias is missing"):
+        decoder_of(small_weights(), key_bias=True)
+    weights = small_weights(**{"layers.0.mixer.k_bias": (16,)})
+    decoder_of(weights, key_bias=True)
+    weights.check_all_are_used()
 
 
 def test_a_weight_of_another_size_is_named() -> None:

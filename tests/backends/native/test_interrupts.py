@@ -172,6 +172,7 @@ def config_of(n_layers: int, n_ctx: int = 64, window: int = 0) -> _core.DecoderC
             window=window,
             soft_cap=0.0,
             qk_norm=_core.QKNorm.none,
+            key_bias=False,
             ffn=_core.DenseConfig(n_ff=96, activation=_core.Activation.silu),
         )
     return config

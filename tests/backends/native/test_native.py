@@ -251,6 +251,20 @@ def test_logits_come_for_the_rows_asked_for(tiny: Open, rng: np.random.Generator
     assert session.n_past == 0
 
 
+def test_logits_that_somebody_has_are_not_overwritten(tiny: Open, rng: np.random.Generator) -> None:
+    session = tiny()
+    looks: list[Callable[[np.ndarray], Any]] = [lambda logits: logits, lambda logits: logits[1:][0], memoryview]
+    for part in looks:
+        kept = part(session.forward([1, 2, 3, 4], logits="all").logits)
+        before = np.array(kept)
+        for tokens in ([5, 6, 7], [8, 9]):
+            session.forward(tokens, logits="all")
+        assert same_bits(np.array(kept), before)
+    del kept
+    places = {session.forward([1, token], logits="all").logits.ctypes.data for token in range(5)}
+    assert len(places) == 1  # nobody has them: their memory is used again
+
+
 def test_a_dropped_batch_leaves_no_trace(tiny: Open, rng: np.random.Generator) -> None:
     tokens = some_tokens(tiny, 40, rng)
     session = tiny()
