@@ -10,6 +10,7 @@ import numpy as np
 
 from edgeinfer.backend_choice import PlannedModel, Target
 from edgeinfer.backends.base import HasProcesses, MeasurableBackend
+from edgeinfer.files import cache_folder
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
 from edgeinfer.models.tokenizer import Tokenizer
@@ -32,8 +33,7 @@ def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice
     """
     import tempfile  # noqa: F401  # for records on disk
 
-    import platformdirs  # noqa: F401
-
+    cache_folder()
     if planned.file.metadata.get("tokenizer.chat_template") is not None:
         import edgeinfer.models.chat_template  # noqa: F401
     if drafters is not None:

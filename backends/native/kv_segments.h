@@ -8,7 +8,7 @@
 #include "kv_head.h"
 #include "platform.h"
 
-constexpr int segments_of(int n_slots) { return (n_slots + kSegment - 1) / kSegment; }
+constexpr int segments_of(int n_slots) { return n_slots / kSegment + (n_slots % kSegment != 0); }
 
 struct KvShape {
     KvType type;
