@@ -86,7 +86,7 @@ def test_a_context_that_no_memory_holds_is_refused_with_what_fits(backend: str, 
 
 def test_so_it_is_with_q8_0_and_large_batches(models: dict[str, Path]) -> None:
     large = write_tiny_model(models["plain"].with_name("large.gguf"), "llama", "Q4_0", head_dim=32)
-    assert_refused("native", [large], cache_type="q8_0", n_batch=N_CTX, n_threads=64)
+    assert_refused("native", [large], cache_type="q8_0", n_batch=N_CTX, n_threads=16)
 
 
 def test_so_it_is_on_onnx_runtime(models: dict[str, Path], onnx_provider: ProviderInfo) -> None:
