@@ -10,6 +10,7 @@ import pytest
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.onnx import ProviderInfo
 from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.query_scales import QueryScales
@@ -82,6 +83,14 @@ def assert_refused(backend: str, paths: list[Path], **options: object) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_a_context_that_no_memory_holds_is_refused_with_what_fits(backend: str, models: dict[str, Path]) -> None:
     assert_refused(backend, list(models.values()))
+
+
+def test_the_longest_context_takes_more_than_half_of_it(models: dict[str, Path]) -> None:
+    """Numbers near the largest int do not wrap around."""
+    backend = NativeBackend()
+    with ModelFile.open(models["plain"]) as file:
+        longest, half = (backend.plan(file, read_spec(file), n_ctx).use.kv_cache for n_ctx in (N_CTX, 1 << 30))
+    assert longest == pytest.approx(2 * half, rel=1e-6)
 
 
 def test_so_it_is_with_q8_0_and_large_batches(models: dict[str, Path]) -> None:
