@@ -741,8 +741,9 @@ def test_a_signal_that_ends_no_wait_is_seen_nevertheless() -> None:
     with Worker(bytearray(1), lambda: pytest.fail("killed")) as worker:
 
         def work() -> None:
+            time.sleep(0.2)  # by now the main thread waits
             _thread.interrupt_main()  # as SIGINT, but the main thread sleeps on
-            patience = time.monotonic() + 30
+            patience = time.monotonic() + 10
             while not worker.is_stopped and time.monotonic() < patience:
                 time.sleep(0.001)
             stopped.append(worker.is_stopped)

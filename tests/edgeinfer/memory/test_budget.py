@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
+import edgeinfer
 from edgeinfer.memory.budget import Item, ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 
@@ -63,3 +64,17 @@ def test_a_process_takes_what_was_planned_and_no_more(draft: str, tmp_path: Path
     purposes = {"process", "vocabulary", "weights", "KV cache", "activations", "threads", "sampling"}
     assert purposes <= {purpose for purpose, _ in planned} and min(planned.values()) > 0
     assert (("drafters", "tables") in planned) == (draft == "auto")
+
+
+@pytest.mark.parametrize("draft, n_rows", [("none", 1), ("auto", 8)])
+def test_logits_count_by_the_vocabulary_and_the_rows_of_a_pass(draft: str, n_rows: int, tmp_path: Path) -> None:
+    n_more = 4096
+    small, large = (
+        write_tiny_model(tmp_path / f"{n_vocab}.gguf", n_ctx_train=64, n_vocab=n_vocab)
+        for n_vocab in (291, 291 + n_more)
+    )
+    planned = []
+    for model in (small, large):
+        with edgeinfer.load(model, n_ctx=64, draft=draft) as engine:
+            planned += [item.planned for item in engine.memory.items if item.purpose == "sampling"]
+    assert planned[1] - planned[0] >= n_rows * 4 * n_more
