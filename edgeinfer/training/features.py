@@ -6,6 +6,7 @@ They are the features (rows behind the final norm), or the outputs of some layer
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,34 +43,40 @@ class Recorder(Protocol):
 
 
 class NativeRecorder:
-    """Rows as the native engine computes them: what the head will see."""
+    """Rows as the native engine computes them: what the head will see.
+
+    Any thread may ask for rows: an evaluation's batches are made while another thread makes the next one to train on.
+    """
 
     n_texts = 1
 
     def __init__(self, session: Session, taps: Taps = True) -> None:
         self._session = session
         self._taps = taps
+        self._text = threading.Lock()  # held while the session has a text
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """See Recorder.record."""
         return [self._rows(tokens) for tokens in texts]
 
     def _rows(self, tokens: TokenIds) -> Halves:
-        self._session.truncate(0)
-        rows = run_text(self._session, tokens, logits="none", taps=self._taps).features
-        self._session.truncate(0)  # nothing of a recorded text stays
+        with self._text:
+            self._session.truncate(0)
+            rows = run_text(self._session, tokens, logits="none", taps=self._taps).features
+            self._session.truncate(0)  # nothing of a recorded text stays
         assert rows is not None
         return as_halves(rows)
 
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
         """See Recorder.record_branches."""
-        self._session.truncate(0)
         found = []
-        for first, branch in zip(firsts.tolist(), branches, strict=True):
-            n_past = self._session.n_past
-            if n_past < first:
-                run_text(self._session, tokens[n_past:first], logits="none")
-            found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
+        with self._text:
+            self._session.truncate(0)
+            for first, branch in zip(firsts.tolist(), branches, strict=True):
+                n_past = self._session.n_past
+                if n_past < first:
+                    run_text(self._session, tokens[n_past:first], logits="none")
+                found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
         return as_halves(np.stack([rows for rows in found if rows is not None]))
 
 

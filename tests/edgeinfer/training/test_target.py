@@ -1,6 +1,7 @@
 """The target in torch: the logits of the reference, of one pass or of many, and the answers of the native engine."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from edgeinfer.training import target as target_module
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.corpus import Mix, Request
-from edgeinfer.training.features import NativeRecorder, Taps
+from edgeinfer.training.features import Halves, NativeRecorder, Taps
 from edgeinfer.training.head import HeadSizes
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.training.target import KVCache, TorchTarget
-from edgeinfer.types import Device
+from edgeinfer.types import Device, TokenIds
 
 CPU = torch.device("cpu")
 
@@ -280,3 +281,17 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(theirs).max())
         last = target.behind_last_norm(torch.from_numpy(mine).float())
         assert_allclose(last.numpy(), features.astype(np.float32), atol=0.02)
+
+
+def test_threads_that_record_at_once_get_their_own_rows(tmp_path: Path, rng: np.random.Generator) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", tensor_type="F32")
+    texts = [rng.integers(0, 291, n).astype(np.int32) for n in (30, 41, 23, 37) * 8]
+    firsts, branch = np.array([4, 9]), rng.integers(0, 291, (2, 3)).astype(np.int32)
+    with edgeinfer.load(path, n_ctx=64, n_batch=8, draft="none") as engine, ThreadPoolExecutor(3) as threads:
+        recorder = NativeRecorder(engine.session)
+
+        def both(text: TokenIds) -> list[Halves]:
+            return [*recorder.record([text]), recorder.record_branches(text, firsts, branch)]
+
+        for mine, alone in zip(threads.map(both, texts), [both(text) for text in texts], strict=True):
+            assert [rows.tobytes() for rows in mine] == [rows.tobytes() for rows in alone]
