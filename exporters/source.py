@@ -1,0 +1,98 @@
+"""What an export reads: metadata and tensors as GGUF names them, whatever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.models.formats import check_type, dequantize
+from edgeinfer.models.gguf import GGMLType, ModelFile
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+ReadRows = Callable[[int, int], Floats]  # rows first..last-1
+ReadBytes = Callable[[int, int], Bytes]
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of a source, read some rows at a time.
+
+    shape: in numpy's order.  type: what holds its weights without loss.  rows: (last - first, n_in) float32; the rows
+    of a tensor of three axes are those of its matrices one behind the other, a vector is one row.  stored: the bytes of
+    the same rows in `type`, where the source has them; None where they are made of the rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    rows: ReadRows
+    stored: ReadBytes | None = None
+
+    @property
+    def n_in(self) -> int:
+        """Numbers in a row."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in all."""
+        return int(np.prod(self.shape[:-1], dtype=np.int64))
+
+
+class Source(Protocol):
+    """A model to export.
+
+    path: what the user named.  files: what is read, for the manifest.  metadata: the keys of the GGUF file, without
+    those that follow from how it is written (general.file_type, general.alignment, split.*).  tensors: in the order in
+    which they are written.
+    """
+
+    path: Path
+    files: Sequence[Path]
+    metadata: Metadata
+    tensors: Sequence[SourceTensor]
+
+    def release(self, name: str) -> None:
+        """Give back what reading a tensor keeps in memory; it can be read again."""
+        ...
+
+
+_OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
+
+
+class GgufSource:
+    """The model of a GGUF file, see Source. The file stays open, and belongs to the caller."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self.file = file
+        self.path = file.path
+        self.files: Sequence[Path] = file.paths
+        self.metadata: Metadata = {key: value for key, value in file.metadata.items() if key not in _OF_THE_FILE}
+        self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors]
+
+    def release(self, name: str) -> None:
+        """See Source.release."""
+        self.file.release(name)
+
+    def _tensor(self, name: str) -> SourceTensor:
+        info = self.file.tensors[name]
+        return SourceTensor(name, info.shape, info.type, partial(self._rows, name), partial(self._stored, name))
+
+    def _stored(self, name: str, first: int, last: int) -> Bytes:
+        info = self.file.tensors[name]
+        row_bytes = info.type.n_bytes(info.shape[-1] if info.shape else 1)
+        return self.file.data(name, first * row_bytes, last * row_bytes)
+
+    def _rows(self, name: str, first: int, last: int) -> Floats:
+        info = self.file.tensors[name]
+        check_type(info.type)
+        n_in = info.shape[-1] if info.shape else 1
+        return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
