@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kBlock = 32;
 
-// What eight blocks become; the codes are written as they are, cut to whole numbers.
+// What some blocks become; the codes are written as they are, cut to whole numbers.
 struct Fit {
     Floats scale, minimum, codes[kBlock];
 };
 
-// Where eight rows begin. Past the last one they are that again, and dropped.
+// Where some rows begin. Past the last one they are that again, and dropped.
 struct RowGroup {
     const float* rows[kLanes];
     int n_used;
@@ -30,10 +30,11 @@ template <class Write>
 EI_INLINE void write_blocks(const Fit& fit, int n_used, uint8_t* to, int64_t row_bytes, Write write) {
     uint8_t codes[kLanes][kBlock];
     store(codes[0], fit.codes);
-    for (int lane = 0; lane < n_used; lane++) write(to + row_bytes * lane, fit.scale[lane], fit.minimum[lane], codes[lane]);
+    for (int lane = 0; lane < n_used; lane++)
+        write(to + row_bytes * lane, fit.scale[lane], fit.minimum[lane], codes[lane]);
 }
 
-// fit(weights, Fit&) of each eight blocks, then write(to, scale, minimum, codes) of each.
+// fit(weights, Fit&) of the blocks of some rows, then write(to, scale, minimum, codes) of each.
 template <int bytes, class MakeFit, class Write>
 EI_INLINE void plain_blocks(const Rows& matrix, MakeFit make_fit, Write write) {
     const int64_t n_blocks = matrix.n_in / kBlock;
@@ -64,7 +65,8 @@ EI_INLINE void weighted_blocks(const Rows& matrix, MakeFit make_fit, Write write
             for (int lane = 0; lane < kLanes; lane++) from[lane] = group.rows[lane] + kBlock * block;
             Floats x[kBlock], importance[kBlock];
             load(x, from);
-            for (int k = 0; k < kBlock; k++) importance[k] = matrix.importance[kBlock * block + k] * root(mean + x[k] * x[k]);
+            for (int k = 0; k < kBlock; k++)
+                importance[k] = matrix.importance[kBlock * block + k] * root(mean + x[k] * x[k]);
             Fit fit;
             make_fit(x, importance, fit);
             write_blocks(fit, group.n_used, matrix.bytes + bytes * (n_blocks * first + block), bytes * n_blocks, write);

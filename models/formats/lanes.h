@@ -1,22 +1,39 @@
-// Numbers of eight blocks side by side, a lane each. Every lane is computed by the same operations in the same order as
+// Numbers of several blocks side by side, a lane each. Every lane is computed by the same operations in the same order as
 // one block alone would be, so neither the instruction set nor what stands in the other lanes can change a bit.
 #pragma once
 
 #include <cstdint>
 
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
 #define EI_INLINE inline __attribute__((always_inline))
 
 namespace {
 
+#if defined(__AVX__)
 constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 constexpr float kLargestFloat = 0x1.fffffep127f;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 EI_INLINE Floats all(float value) { return value - Floats{}; }
 EI_INLINE Floats choose(Ints where, Floats yes, Floats no) { return where ? yes : no; }
+// b if it is less (greater), else a, also where one is no number. GCC makes more of it where one is a constant.
+#if defined(__AVX__)
+EI_INLINE Floats least(Floats a, Floats b) { return _mm256_min_ps(b, a); }
+EI_INLINE Floats most(Floats a, Floats b) { return _mm256_max_ps(b, a); }
+#elif defined(__SSE__)
+EI_INLINE Floats least(Floats a, Floats b) { return _mm_min_ps(b, a); }
+EI_INLINE Floats most(Floats a, Floats b) { return _mm_max_ps(b, a); }
+#else
 EI_INLINE Floats least(Floats a, Floats b) { return b < a ? b : a; }
 EI_INLINE Floats most(Floats a, Floats b) { return b > a ? b : a; }
+#endif
 EI_INLINE Floats magnitude(Floats v) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(v) & 0x7fffffff); }
 
 EI_INLINE Floats root(Floats v) {
@@ -50,26 +67,34 @@ EI_INLINE Floats as_half(Floats v) {
     return reinterpret_cast<Floats>(reinterpret_cast<Ints>(choose(size < kLeastNormal, tiny, normal)) | sign);
 }
 
-// Runs of n numbers, transposed: to[k] has number k of all eight.
+// Number k of each run.
+EI_INLINE Floats column(const float* const (&from)[kLanes], int64_t k) {
+#if defined(__AVX__)
+    return Floats{from[0][k], from[1][k], from[2][k], from[3][k], from[4][k], from[5][k], from[6][k], from[7][k]};
+#else
+    return Floats{from[0][k], from[1][k], from[2][k], from[3][k]};
+#endif
+}
+
+// Runs of n numbers, transposed: to[k] has number k of each.
 template <int n>
 EI_INLINE void load(Floats (&to)[n], const float* const (&from)[kLanes]) {
-    for (int k = 0; k < n; k++) {
-        to[k] = Floats{from[0][k], from[1][k], from[2][k], from[3][k], from[4][k], from[5][k], from[6][k], from[7][k]};
-    }
+    for (int k = 0; k < n; k++) to[k] = column(from, k);
 }
 
 // Of runs that follow each other.
 template <int n>
-EI_INLINE void load(Floats (&to)[n], const float* from) {
-    load(to, {from, from + n, from + 2 * n, from + 3 * n, from + 4 * n, from + 5 * n, from + 6 * n, from + 7 * n});
+EI_INLINE void load(Floats (&to)[n], const float* first) {
+    const float* from[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) from[lane] = first + n * lane;
+    load(to, from);
 }
 
 // Of n numbers each, added up one after the other.
 EI_INLINE Floats sums_of_squares(const float* const (&from)[kLanes], int64_t n) {
     Floats sum{};
     for (int64_t k = 0; k < n; k++) {
-        Floats x;
-        for (int lane = 0; lane < kLanes; lane++) x[lane] = from[lane][k];
+        const Floats x = column(from, k);
         sum += x * x;
     }
     return sum;

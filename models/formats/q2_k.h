@@ -40,8 +40,6 @@ struct Q2K {
 void q2_k_plain(const Rows& rows) {
     each_super_block<84>(rows, [](const float* x, const float*, uint8_t* to) { plain_affine<Q2K>(x, to); });
 }
-void q2_k_weighted(const Rows& rows) {
-    each_with_squares<84>(rows, weighted_affine<Q2K>);
-}
+void q2_k_weighted(const Rows& rows) { each_with_squares<84>(rows, weighted_affine<Q2K>); }
 
 }  // namespace

@@ -10,14 +10,14 @@ constexpr float kQ3KNegative = 4, kQ3KNegativeScale = 32;
 constexpr int kQ3KBytes = 110;
 
 struct Q3KRuns {
-    Floats x[kPairs][kSixteen], codes[kPairs][kSixteen];
+    Floats x[kGroups][kSixteen], codes[kGroups][kSixteen];
     float scales[kSixteen];
 };
 
 // scale_codes: -32..31, stored with 32 added: bits 0-3 of two in each of 8 bytes, bits 4-5 of four in each of 4 more.
 EI_INLINE void write_q3_k(uint8_t* to, Q3KRuns& runs, const float* scale_codes, float d) {
     uint8_t codes[kSuper];
-    for (int group = 0; group < kPairs; group++) {
+    for (int group = 0; group < kGroups; group++) {
         again(runs.codes[group], runs.x[group], d, scale_codes + kLanes * group, kQ3KNegative);
         store(codes + kLanes * kSixteen * group, runs.codes[group]);
     }
@@ -40,7 +40,7 @@ EI_INLINE void write_q3_k(uint8_t* to, Q3KRuns& runs, const float* scale_codes, 
 EI_INLINE void plain_q3_k(const float* weights, uint8_t* to) {
     Q3KRuns runs;
     bool is_zero = true;
-    for (int group = 0; group < kPairs; group++) {
+    for (int group = 0; group < kGroups; group++) {
         load(runs.x[group], weights + kLanes * kSixteen * group);
         const Floats scale = descend(runs.x[group], runs.codes[group], kQ3KNegative);
         for (Floats& codes : runs.codes[group]) codes += kQ3KNegative;
@@ -61,7 +61,7 @@ EI_INLINE void plain_q3_k(const float* weights, uint8_t* to) {
 EI_INLINE void weighted_q3_k(const float* weights, const float* columns, float squares, uint8_t* to) {
     Q3KRuns runs;
     Floats scales[kSixteen], sums[kSixteen];
-    for (int group = 0; group < kPairs; group++) {
+    for (int group = 0; group < kGroups; group++) {
         const int first = kLanes * kSixteen * group;
         Floats importance[kSixteen], sum{};
         load(runs.x[group], weights + first);
@@ -77,15 +77,14 @@ EI_INLINE void weighted_q3_k(const float* weights, const float* columns, float s
     // The scales of a super-block are quantised as weights are, in every lane the same.
     const Symmetric found = symmetric(scales, sums, kQ3KNegativeScale);
     float scale_codes[kSixteen];
-    for (int j = 0; j < kSixteen; j++) scale_codes[j] = found.code_of(scales[j], kQ3KNegativeScale)[0] - kQ3KNegativeScale;
+    for (int j = 0; j < kSixteen; j++)
+        scale_codes[j] = found.code_of(scales[j], kQ3KNegativeScale)[0] - kQ3KNegativeScale;
     write_q3_k(to, runs, scale_codes, to_half(found.scale[0]));
 }
 
 void q3_k_plain(const Rows& rows) {
     each_super_block<kQ3KBytes>(rows, [](const float* x, const float*, uint8_t* to) { plain_q3_k(x, to); });
 }
-void q3_k_weighted(const Rows& rows) {
-    each_with_squares<kQ3KBytes>(rows, weighted_q3_k);
-}
+void q3_k_weighted(const Rows& rows) { each_with_squares<kQ3KBytes>(rows, weighted_q3_k); }
 
 }  // namespace

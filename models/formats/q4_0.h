@@ -61,13 +61,15 @@ void q4_0_least_squares(const Rows& rows) {
     plain_blocks<18>(rows, [](const auto& x, Fit& fit) { least_squares_q4_0(x, fit); }, write_q4_0);
 }
 void q4_0_weighted(const Rows& rows) {
-    weighted_blocks<18>(rows, [](const auto& x, const auto& w, Fit& fit) { searched_symmetric<8>(x, w, fit); }, write_q4_0);
+    weighted_blocks<18>(
+        rows, [](const auto& x, const auto& w, Fit& fit) { searched_symmetric<8>(x, w, fit); }, write_q4_0);
 }
 void q5_0_plain(const Rows& rows) {
     plain_blocks<22>(rows, [](const auto& x, Fit& fit) { rounded_symmetric<16>(x, fit); }, write_q5_0);
 }
 void q5_0_weighted(const Rows& rows) {
-    weighted_blocks<22>(rows, [](const auto& x, const auto& w, Fit& fit) { searched_symmetric<16>(x, w, fit); }, write_q5_0);
+    weighted_blocks<22>(
+        rows, [](const auto& x, const auto& w, Fit& fit) { searched_symmetric<16>(x, w, fit); }, write_q5_0);
 }
 
 }  // namespace

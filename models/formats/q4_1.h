@@ -46,13 +46,15 @@ void q4_1_plain(const Rows& rows) {
     plain_blocks<20>(rows, [](const auto& x, Fit& fit) { rounded_affine<15>(x, fit); }, write_q4_1);
 }
 void q4_1_weighted(const Rows& rows) {
-    weighted_blocks<20>(rows, [](const auto& x, const auto& w, Fit& fit) { searched_affine<15>(x, w, fit); }, write_q4_1);
+    weighted_blocks<20>(
+        rows, [](const auto& x, const auto& w, Fit& fit) { searched_affine<15>(x, w, fit); }, write_q4_1);
 }
 void q5_1_plain(const Rows& rows) {
     plain_blocks<24>(rows, [](const auto& x, Fit& fit) { rounded_affine<31>(x, fit); }, write_q5_1);
 }
 void q5_1_weighted(const Rows& rows) {
-    weighted_blocks<24>(rows, [](const auto& x, const auto& w, Fit& fit) { searched_affine<31>(x, w, fit); }, write_q5_1);
+    weighted_blocks<24>(
+        rows, [](const auto& x, const auto& w, Fit& fit) { searched_affine<31>(x, w, fit); }, write_q5_1);
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ EI_INLINE void write_scales(uint8_t* to, const AffineRuns<32>& runs) {
     write_half(to + 2, runs.dmin);
     uint8_t *first = to + 4, *second = to + 8, *third = to + 12;
     for (int j = 0; j < 4; j++) {
-        const unsigned scale = static_cast<unsigned>(runs.scale_codes[j]), minimum = static_cast<unsigned>(runs.minimum_codes[j]);
+        const unsigned scale = static_cast<unsigned>(runs.scale_codes[j]),
+                       minimum = static_cast<unsigned>(runs.minimum_codes[j]);
         const unsigned later_scale = static_cast<unsigned>(runs.scale_codes[j + 4]);
         const unsigned later_minimum = static_cast<unsigned>(runs.minimum_codes[j + 4]);
         first[j] = static_cast<uint8_t>(scale | later_scale >> 4 << 6);
@@ -76,14 +77,10 @@ struct Q5K : RunsOf32 {
 void q4_k_plain(const Rows& rows) {
     each_super_block<144>(rows, [](const float* x, const float*, uint8_t* to) { plain_affine<Q4K>(x, to); });
 }
-void q4_k_weighted(const Rows& rows) {
-    each_with_squares<144>(rows, weighted_affine<Q4K>);
-}
+void q4_k_weighted(const Rows& rows) { each_with_squares<144>(rows, weighted_affine<Q4K>); }
 void q5_k_plain(const Rows& rows) {
     each_super_block<176>(rows, [](const float* x, const float*, uint8_t* to) { plain_affine<Q5K>(x, to); });
 }
-void q5_k_weighted(const Rows& rows) {
-    each_with_squares<176>(rows, weighted_affine<Q5K>);
-}
+void q5_k_weighted(const Rows& rows) { each_with_squares<176>(rows, weighted_affine<Q5K>); }
 
 }  // namespace

@@ -16,20 +16,21 @@ EI_INLINE void write_q6_k(uint8_t* to, const uint8_t* codes, const float* scales
         for (int i = 0; i < 32; i++) {
             low[i] = static_cast<uint8_t>((of[i] & 15) | of[i + 64] << 4);
             low[i + 32] = static_cast<uint8_t>((of[i + 32] & 15) | of[i + 96] << 4);
-            high[i] = static_cast<uint8_t>(of[i] >> 4 | of[i + 32] >> 4 << 2 | of[i + 64] >> 4 << 4 | of[i + 96] >> 4 << 6);
+            high[i] =
+                static_cast<uint8_t>(of[i] >> 4 | of[i + 32] >> 4 << 2 | of[i + 64] >> 4 << 4 | of[i + 96] >> 4 << 6);
         }
     }
     for (int j = 0; j < kSixteen; j++) to[192 + j] = static_cast<uint8_t>(static_cast<int>(scales[j]));
     write_half(to + 208, d);
 }
 
-// importance_of(group, weights, importance) of each eight runs.
+// importance_of(group, weights, importance) of each group of runs.
 template <class Importance>
 EI_INLINE void quantize_q6_k(const float* weights, uint8_t* to, Importance importance_of) {
     constexpr float kNegative = 32, kNegativeScale = 128;
-    Floats x[kPairs][kSixteen], codes[kPairs][kSixteen];
+    Floats x[kGroups][kSixteen], codes[kGroups][kSixteen];
     float scales[kSixteen], scale_codes[kSixteen], size = 0;
-    for (int group = 0; group < kPairs; group++) {
+    for (int group = 0; group < kGroups; group++) {
         Floats importance[kSixteen];
         load(x[group], weights + kLanes * kSixteen * group);
         importance_of(group, x[group], importance);
@@ -44,7 +45,7 @@ EI_INLINE void quantize_q6_k(const float* weights, uint8_t* to, Importance impor
     }
     const float d = signed_fractions(scales, scale_codes, kNegativeScale);
     uint8_t whole[kSuper];
-    for (int group = 0; group < kPairs; group++) {
+    for (int group = 0; group < kGroups; group++) {
         again(codes[group], x[group], d, scale_codes + kLanes * group, kNegative);
         store(whole + kLanes * kSixteen * group, codes[group]);
     }

@@ -141,7 +141,8 @@ NB_MODULE(_quantize, m) {
     m.doc() = "Quantisers for weights; use edgeinfer.models.formats.quantize";
     m.def("quantize", &quantize, "format"_a, "search"_a, "weights"_a, "importance"_a.none(), "to"_a, "n_threads"_a,
           "isa"_a.none() = nb::none(),
-          "Write the blocks of weights (n_rows, n_in). search: \"plain\", \"weighted\" by importance (n_in,), or \"own\". "
+          "Write the blocks of weights (n_rows, n_in). search: \"plain\", \"weighted\" by importance (n_in,), or "
+          "\"own\". "
           "isa: one of instruction_sets(), None for the fastest; the bytes are the same.");
     m.def("first_above", &first_above, "weights"_a, "limit"_a, "n_threads"_a,
           "Place of the first weight whose magnitude is above the limit, or that is no number.");

@@ -56,12 +56,12 @@ def quantize(
 ) -> NDArray[np.uint8]:
     """The bytes of a tensor that approximates weights (..., n_in), n_in a multiple of the block: (n_bytes,).
 
-    importance: (n_in,) not negative, how much an error in a column counts: its mean squared input. The bytes are those of
-    llama.cpp with an importance matrix. Runs of columns with a scale of their own of which none was ever seen (importance
-    0) count a little, all alike; llama.cpp leaves such weights 0 or searches no scale. F32, F16, BF16, Q8_0 and MXFP4 have
-    nothing to search. Without importance the bytes are llama.cpp's, unless a search of smaller error is known
-    (`quantize_plain` gives llama.cpp's); either way those of a row depend on this row alone.
-    n_threads: one per core if None; the bytes do not depend on it.
+    importance: (n_in,), not negative: how much an error in a column counts, its mean squared input. The bytes are those
+    of llama.cpp with an importance matrix. Where a run of columns with a scale of its own has no importance at all, its
+    columns count a little, all alike; llama.cpp makes such weights 0 or rounds them without a search. F32, F16, BF16,
+    Q8_0 and MXFP4 have nothing to search.
+    Without importance the bytes are llama.cpp's (`quantize_plain`), unless a search of smaller error is known.
+    n_threads: one per core if None. The bytes of a row depend on this row alone, and not on threads.
 
     Raises UnsupportedModel for a type that cannot be written, ShapeError, and that too for weights that are not finite
     or too large for the format, and for importance that is negative or not finite.
@@ -76,9 +76,7 @@ def quantize(
     return _searched(type, weights, search, columns, n_threads)
 
 
-def quantize_plain(
-    type: GGMLType, weights: NDArray[np.float32], n_threads: int | None = None
-) -> NDArray[np.uint8]:
+def quantize_plain(type: GGMLType, weights: NDArray[np.float32], n_threads: int | None = None) -> NDArray[np.uint8]:
     """The bytes that llama.cpp writes without an importance matrix; otherwise as `quantize`."""
     if type not in _WITHOUT_IMPORTANCE:
         return _written_in_numpy(type, weights)
@@ -111,7 +109,7 @@ def _matrix(type: GGMLType, weights: NDArray[np.float32], n_threads: int) -> Flo
     """The weights as rows (n_rows, n_in), which are whole blocks of numbers that the format can hold."""
     _check_rows(type, weights.shape)
     matrix = np.ascontiguousarray(weights, dtype=np.float32).reshape(math.prod(weights.shape[:-1]), weights.shape[-1])
-    limit = _LIMITS.get(type, np.finfo(np.float16).max)
+    limit = float(_LIMITS.get(type, np.finfo(np.float16).max))
     at = _quantize.first_above(matrix.reshape(-1), limit, n_threads)
     if at is not None:
         found, place = matrix.flat[at], np.unravel_index(at, weights.shape)
@@ -137,7 +135,7 @@ def _checked(importance: NDArray[np.float32], shape: tuple[int, ...]) -> Floats:
 
 
 def _usable(columns: Floats, run: int) -> Floats:
-    """Importance scaled by a power of two, so that no product of it overflows, with a little where a whole run has none."""
+    """Importance times a power of two, so that nothing overflows, and a little of it where a whole run has none."""
     largest = columns.max(initial=0)
     scaled = np.ldexp(columns, -int(np.frexp(largest)[1]))
     runs = scaled.reshape(-1, run)

@@ -1,4 +1,4 @@
-// Searches for the scale of a run of weights, for eight runs side by side. They are those of ggml (quantize_* in
+// Searches for the scale of a run of weights, for as many runs side by side as there are lanes. They are those of ggml (quantize_* in
 // ggml-quants.c), with the same float operations in the same order, so that the bytes are the same.
 #pragma once
 
@@ -21,7 +21,9 @@ struct Affine {
     Floats scale, minimum, inverse, lowest;
     Floats sum_of_importance;
 
-    EI_INLINE Floats code_of(Floats weight, float largest) const { return code(inverse * (weight - lowest), 0, largest); }
+    EI_INLINE Floats code_of(Floats weight, float largest) const {
+        return code(inverse * (weight - lowest), 0, largest);
+    }
 };
 
 EI_INLINE Floats squared(Floats v) { return v * v; }
@@ -58,7 +60,8 @@ EI_INLINE Affine affine(const Floats (&x)[n], const Floats (&importance)[n], flo
     const Floats first = largest / (high - low);
     Affine best{1 / first, low, first, low, sum};
     Floats smallest{};
-    for (int k = 0; k < n; k++) smallest += importance[k] * error(best.scale * best.code_of(x[k], largest) + low - x[k]);
+    for (int k = 0; k < n; k++)
+        smallest += importance[k] * error(best.scale * best.code_of(x[k], largest) + low - x[k]);
 
     for (int i = 0; i <= steps.last; i++) {
         const float numerator = steps.first + steps.width * static_cast<float>(i) + largest;

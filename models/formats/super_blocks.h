@@ -24,7 +24,8 @@ EI_INLINE void each_with_squares(const Rows& rows, One quantize) {
     const int64_t a_row = rows.n_in / kSuper, n = rows.n_rows * a_row;
     for (int64_t first = 0; first < n; first += kLanes) {
         const float* from[kLanes];
-        for (int lane = 0; lane < kLanes; lane++) from[lane] = rows.weights + kSuper * (first + lane < n ? first + lane : n - 1);
+        for (int lane = 0; lane < kLanes; lane++)
+            from[lane] = rows.weights + kSuper * (first + lane < n ? first + lane : n - 1);
         const Floats squares = sums_of_squares(from, kSuper);
         for (int64_t i = first; i < n && i < first + kLanes; i++) {
             const float* importance = rows.importance + kSuper * (i % a_row);
@@ -33,7 +34,7 @@ EI_INLINE void each_with_squares(const Rows& rows, One quantize) {
     }
 }
 
-// Importance of the weights of eight runs: that of the column times the root of w^2 + square.
+// Importance of the weights of some runs: that of the column times the root of w^2 + square.
 template <int n>
 EI_INLINE void with_sizes(Floats (&importance)[n], const Floats (&x)[n], const float* columns, float square) {
     load(importance, columns);
@@ -42,7 +43,7 @@ EI_INLINE void with_sizes(Floats (&importance)[n], const Floats (&x)[n], const f
 
 // ---- w = d sc q - dmin m: Q2_K, Q4_K, Q5_K -------------------------------------------------------------------------
 
-// The runs of a super-block, eight side by side in each group.
+// The runs of a super-block, some side by side in each group.
 template <int run>
 struct AffineRuns {
     static constexpr int kRuns = kSuper / run, kGroups = kRuns / kLanes;
@@ -152,7 +153,7 @@ EI_INLINE void weighted_affine(const float* weights, const float* columns, float
 
 // ---- w = d sc (q - n_negative): Q3_K, Q6_K -------------------------------------------------------------------------
 
-constexpr int kSixteen = 16, kPairs = 2;  // runs of 16, in two groups of eight
+constexpr int kSixteen = 16, kGroups = kSixteen / kLanes;  // 16 runs of 16, some side by side in each group
 
 // Scales (16,) as codes -n_negative..n_negative - 1 times the result, the largest of them with code -n_negative.
 EI_INLINE float signed_fractions(const float* scales, float* codes, float n_negative) {
@@ -165,8 +166,9 @@ EI_INLINE float signed_fractions(const float* scales, float* codes, float n_nega
     return to_half(1 / inverse);
 }
 
-// Codes of eight runs for the scales as they are stored; where that scale is 0 they stay.
-EI_INLINE void again(Floats (&codes)[kSixteen], const Floats (&x)[kSixteen], float d, const float* scales, float n_negative) {
+// Codes of some runs for the scales as they are stored; where that scale is 0 they stay.
+EI_INLINE void again(Floats (&codes)[kSixteen], const Floats (&x)[kSixteen], float d, const float* scales,
+                     float n_negative) {
     Floats scale;
     for (int lane = 0; lane < kLanes; lane++) scale[lane] = d * scales[lane];
     for (int k = 0; k < kSixteen; k++) {
