@@ -94,12 +94,12 @@ def export(
 
 
 def _export_ternary(source: Path, out: Path, format: Format, head: Head, bar: ProgressBar) -> list[Path]:
-    from edgeinfer.exporters.checkpoint import Checkpoint
+    from edgeinfer.exporters.checkpoint import TernaryCheckpoint
     from edgeinfer.exporters.ternary import export_ternary
     from edgeinfer.models.gguf import ModelFile
 
     if source.is_dir():
-        export_ternary(Checkpoint.open(source), out, format, head, progress=bar)
+        export_ternary(TernaryCheckpoint.open(source), out, format, head, progress=bar)
     else:
         with ModelFile.open(source) as file:
             export_ternary(file, out, format, head, progress=bar)
