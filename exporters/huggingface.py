@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from edgeinfer.exporters.architectures import recipe_of
@@ -15,6 +14,10 @@ from edgeinfer.exporters.conversion.tensors import tensors
 from edgeinfer.exporters.gguf import Metadata
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.models.gguf import MetadataValue
+
+_OF_TOKENS = ("tokens", "token_type", "scores")
+_UNUSED = 5  # in tokenizer.ggml.token_type
 
 
 class HuggingFaceSource:
@@ -47,8 +50,20 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     model = Model(recipe, checkpoint.language())
     recipe.check(model)
     found = tensors(model)
-    n_vocab = found[0].shape[0]
-    words = read_vocabulary(checkpoint.folder.path, model.config.values, n_vocab) if vocabulary else {}
-    metadata = keys.metadata(model, checkpoint.folder, n_vocab) | words
+    words = read_vocabulary(checkpoint.folder.path, model.config.values, found[0].shape[0]) if vocabulary else {}
+    if recipe.cuts_vocabulary and words:
+        words, found = _cut(words, found)
+    metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
     check_runs(checkpoint.path, metadata, found)
     return HuggingFaceSource(model, metadata, found)
+
+
+def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
+    """Without the rows of the embeddings, and of the output, behind the last token of the vocabulary."""
+    of_tokens = {key: words[f"tokenizer.ggml.{key}"] for key in _OF_TOKENS if f"tokenizer.ggml.{key}" in words}
+    kinds = list(of_tokens["token_type"])  # type: ignore[arg-type]
+    n = max(id for id, kind in enumerate(kinds) if kind != _UNUSED) + 1
+    cut: dict[str, MetadataValue] = {f"tokenizer.ggml.{key}": list(each)[:n] for key, each in of_tokens.items()}
+    rows_of = ("token_embd.weight", "output.weight")
+    found = [rows.part(tensor, 0, n) if tensor.name in rows_of else tensor for tensor in tensors]
+    return {**words, **cut}, found

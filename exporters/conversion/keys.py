@@ -29,8 +29,9 @@ _WITHOUT_EFFECT = frozenset(
     "resid_pdrop router_aux_loss_coef router_jitter_noise sep_token_id spatial_merge_size text_config torch_dtype "
     "transformers_version unk_token_id unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer "
     "_flash_attn_2_enabled transformers.js_config task_specific_params top_k num_beam_groups chunk_size_feed_forward "
-    "repetition_penalty length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size exponential_decay_length_penalty "
-    "cross_attention_hidden_size forced_bos_token_id forced_eos_token_id router_z_loss_coef return_dict id2label "
+    "repetition_penalty length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size "
+    "exponential_decay_length_penalty cross_attention_hidden_size forced_bos_token_id forced_eos_token_id "
+    "router_z_loss_coef return_dict id2label "
     "label2id temperature top_p typical_p diversity_penalty finetuning_task".split()
 )
 # A key that is not known, with such a word in it, would probably change what the model computes.

@@ -73,7 +73,7 @@ class Model:
         if names is None:
             return 0
         key = next((key for key in names.count if key in self.config), names.count[0])
-        return self.config.integer(key, 0 if self.recipe.dense_without_count else None, least=0, most=MOST_EXPERTS)
+        return self.config.integer(key, most=MOST_EXPERTS)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -90,8 +90,8 @@ class Recipe:
     the weights of norms.  output: whether there may, must or cannot be an output matrix beside the embeddings.
     rope_kinds: ways to scale the rotation for long contexts, beyond those that every architecture has.  part_rotated:
     whether a part of each head may be rotated.  keys: metadata beyond the common; last, so that it may replace.
-    check: refuses what cannot be converted.  dense_without_count: whether a config.json without a number of experts has
-    none.
+    cuts_vocabulary: whether rows of the embeddings behind the last token are left out.  check: refuses what cannot be
+    converted.
     """
 
     name: str
@@ -114,4 +114,4 @@ class Recipe:
     part_rotated: bool = False
     keys: Callable[[Model], Keys] = _no_keys
     check: Callable[[Model], None] = lambda model: None
-    dense_without_count: bool = False
+    cuts_vocabulary: bool = False

@@ -53,7 +53,9 @@ def check_kind(model: Model) -> None:
     rope = model.rope
     known = _COMMON | model.recipe.rope_kinds
     if rope.kind not in known:
-        model.refuse("rope_type", f"must be one of {', '.join(sorted(known))} in {model.recipe.name}: found {rope.kind}")
+        model.refuse(
+            "rope_type", f"must be one of {', '.join(sorted(known))} in {model.recipe.name}: found {rope.kind}"
+        )
     of_kind = rope.values.values.keys() - _ALWAYS - _OF_KIND[rope.kind]
     # Where rope_scaling is absent these are keys of the whole.
     others = sorted(key for key in of_kind if rope.values.prefix != model.config.prefix)
@@ -100,7 +102,7 @@ def _yarn(model: Model) -> Keys:
         if theirs in found:
             keys[f"rope.scaling.yarn_{ours}"] = found.number(theirs)
     if not found.flag("truncate", True):
-        model.note("rope_parameters.truncate is false: the ramp of YaRN ends at whole pairs all the same, as in llama.cpp")
+        model.note("rope_parameters.truncate false: YaRN's ramp ends at whole pairs all the same, as in llama.cpp")
     if "mscale_all_dim" in found and "mscale_all_dim" not in model.recipe.reads:
         found.refuse("mscale_all_dim", f"cannot be written for {model.recipe.name}")
     return keys

@@ -23,7 +23,7 @@ _SAME = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 
 
 def of_checkpoint(checkpoint: Checkpoint, name: str) -> SourceTensor:
-    """A tensor of a checkpoint as it is, under its own name. Raises ModelFileError if it is missing or has no floats."""
+    """A tensor of a checkpoint as it is, under its own name. Raises ModelFileError if it is missing or no floats."""
     shape, kind = checkpoint.shape(name), checkpoint.type(name)
     stored = partial(checkpoint.data, name) if _SAME.get(checkpoint.dtype(name)) == kind else None
     return SourceTensor(name, shape, kind, partial(checkpoint.rows, name), stored)
@@ -73,7 +73,7 @@ def every_second(tensor: SourceTensor, first: int) -> SourceTensor:
 
 
 def pairs_together(tensor: SourceTensor, head_dim: int) -> SourceTensor:
-    """Rows of each head in the order 0, d/2, 1, d/2 + 1, ...: rotary pairs stand side by side, not half a head apart."""
+    """Rows of each head in the order 0, d/2, 1, d/2 + 1, ...: rotary pairs side by side, not half a head apart."""
 
     def order(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         heads, places = rows // head_dim, rows % head_dim

@@ -22,7 +22,7 @@ EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def tensors(model: Model) -> list[SourceTensor]:
-    """All tensors of the GGUF file. Raises ModelFileError for missing ones, UnsupportedModel for ones without a place."""
+    """All tensors of the file. Raises ModelFileError for a missing one, UnsupportedModel for one without a place."""
     found = [named(model, EMBEDDINGS, "token_embd.weight"), *_output(model)]
     found.append(named(model, "model.norm.weight", "output_norm.weight"))
     found += rope_tensors(model)

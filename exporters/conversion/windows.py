@@ -38,16 +38,16 @@ def check_period(model: Model, period: int) -> None:
 
     config.json says it with a list or a number; where it says nothing, transformers takes this period too.
     """
-    types = model.layer_types()
+    types, name = model.layer_types(), model.recipe.name
     if types is None:
         found = model.config.get("sliding_window_pattern") or model.config.get("_sliding_window_pattern") or period
         if found != period:
-            model.refuse("sliding_window_pattern", f"must be {period} for {model.recipe.name} in GGUF: found {found!r:.80}")
+            model.refuse("sliding_window_pattern", f"must be {period} for {name} in GGUF: found {found!r:.80}")
         return
     wanted = ["full_attention" if layer % period == period - 1 else _WINDOW for layer in range(model.n_layers)]
-    if types != wanted:
-        layer = next(layer for layer in range(model.n_layers) if types[layer] != wanted[layer])
-        model.refuse("layer_types", f"must be {wanted[layer]} in layer {layer}, as GGUF has it for {model.recipe.name}: found {types[layer]}")
+    for layer, (kind, usual) in enumerate(zip(types, wanted, strict=True)):
+        if kind != usual:
+            model.refuse("layer_types", f"must be {usual} in layer {layer} for {name} in GGUF: found {kind:.80}")
 
 
 def has_window(model: Model) -> list[bool] | None:
