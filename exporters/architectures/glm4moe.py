@@ -41,6 +41,7 @@ def _keys(model: Model) -> Keys:
         "expert_feed_forward_length": config.integer("moe_intermediate_size"),
         "expert_shared_count": config.integer("n_shared_experts", least=0),
         "leading_dense_block_count": _n_dense(model),
+        "nextn_predict_layers": 0,
         "expert_gating_func": _SIGMOID,
         "expert_weights_scale": config.number("routed_scaling_factor"),
         "expert_weights_norm": config.flag("norm_topk_prob"),

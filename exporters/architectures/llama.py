@@ -26,6 +26,7 @@ MISTRAL = replace(
     LLAMA,
     classes=("MistralForCausalLM", "MistralModel"),
     model_types=("mistral",),
+    defaults={"sliding_window": 4096},
     reads=frozenset({"sliding_window"}),
     keys=_context,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgeinfer.exporters.checkpoint import Rope
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import ATTENTION, NORMS_BEHIND, QK_NORMS, QKV_BIASES, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import has_window
@@ -12,10 +13,8 @@ _PERIOD = 4
 
 
 def _check(model: Model) -> None:
-    """In files of transformers 4 the scaling of the rotation is for layers that see everything, without a word."""
-    nested = model.config.part("rope_parameters")
-    if nested is not None and nested.part("sliding_attention") is not None:
-        local = model.config.rope("sliding_attention")
+    local = _local_rope(model)
+    if local is not None:
         if local.kind != "default" or local.theta != model.rope.theta:
             model.refuse(
                 "rope_parameters",
@@ -24,9 +23,19 @@ def _check(model: Model) -> None:
             )
 
 
+def _local_rope(model: Model) -> Rope | None:
+    """The rotation in layers with a window. None in files of transformers 4: the other's, but not scaled."""
+    nested = model.config.part("rope_parameters")
+    if nested is None or nested.part("sliding_attention") is None:
+        return None
+    return model.config.rope("sliding_attention")
+
+
 def _keys(model: Model) -> Keys:
     usual = [(layer + 1) % _PERIOD != 0 for layer in range(model.n_layers)]
+    local = _local_rope(model)
     return {
+        **({} if local is None else {"rope.freq_base_swa": local.theta}),
         "attention.sliding_window": model.config.integer("sliding_window"),
         "attention.sliding_window_pattern": has_window(model) or usual,
     }

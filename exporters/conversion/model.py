@@ -25,9 +25,10 @@ class Model:
     def __init__(self, recipe: Recipe, checkpoint: Checkpoint) -> None:
         self.recipe = recipe
         self.checkpoint = checkpoint
-        found = checkpoint.config
-        self.given = found
-        self.config = Config({**recipe.defaults, **found.values}, found.path, found.prefix)
+        found = self.given = checkpoint.config
+        nulls = _nulls(checkpoint)  # for which transformers takes no default
+        defaults = {key: value for key, value in recipe.defaults.items() if key not in nulls}
+        self.config = Config({**defaults, **found.values}, found.path, found.prefix)
         self.notes: list[str] = []
         self.taken: set[str] = set()
 
@@ -114,3 +115,10 @@ class Model:
     def refuse(self, key: str, reason: str) -> NoReturn:
         """Raises UnsupportedModel about a key of config.json."""
         raise UnsupportedModel(f"{self.config.path}: {self.config.prefix}{key} {reason}")
+
+
+def _nulls(checkpoint: Checkpoint) -> set[str]:
+    """Keys of config.json that are there, and null."""
+    whole = checkpoint.folder.json("config.json")
+    parts = [whole, *(part for part in whole.values() if isinstance(part, dict))]
+    return {key for part in parts for key, value in part.items() if value is None}

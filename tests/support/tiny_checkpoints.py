@@ -9,21 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from checkpoints import write_safetensors
 
+from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.models.formats import quantize
+from edgeinfer.models.gguf import GGMLType
+
 Shapes = dict[str, tuple[int, ...]]
 
-N_VOCAB, N_EMBD, N_FF, N_LAYERS, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 4, 2, 8, 64
+N_VOCAB, N_EMBD, N_FF, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 2, 8, 64
 N_EXPERTS, N_FF_EXPERT, N_FF_SHARED = 4, 16, 24
 COMMON = {
     "vocab_size": N_VOCAB,
     "hidden_size": N_EMBD,
     "intermediate_size": N_FF,
-    "num_hidden_layers": N_LAYERS,
+    "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": N_CTX,
@@ -55,8 +61,7 @@ class Case:
 
     def full_config(self) -> dict[str, Any]:
         """What config.json says."""
-        found = {**COMMON, "architectures": [self.architecture], "model_type": self.model_type, **self.config}
-        return {key: value for key, value in found.items() if value is not None}
+        return {**COMMON, "architectures": [self.architecture], "model_type": self.model_type, **self.config}
 
 
 # ---- Names and shapes ------------------------------------------------------------------------------------------------
@@ -195,15 +200,21 @@ def glm4moe(config: dict[str, Any]) -> Shapes:
 
 
 def gpt_oss(config: dict[str, Any]) -> Shapes:
+    n_ff = config["intermediate_size"]
     layer = attention(config, "qkvo") | norms() | router("mlp.router")
     layer |= {
         "self_attn.sinks": (HEADS,),
         "mlp.router.bias": (N_EXPERTS,),
-        "mlp.experts.gate_up_proj": (N_EXPERTS, N_EMBD, 2 * N_FF),
-        "mlp.experts.gate_up_proj_bias": (N_EXPERTS, 2 * N_FF),
-        "mlp.experts.down_proj": (N_EXPERTS, N_FF, N_EMBD),
+        "mlp.experts.gate_up_proj_bias": (N_EXPERTS, 2 * n_ff),
         "mlp.experts.down_proj_bias": (N_EXPERTS, N_EMBD),
     }
+    sizes = {"gate_up_proj": (2 * n_ff, N_EMBD), "down_proj": (N_EMBD, n_ff)}
+    for name, (n_out, n_in) in sizes.items():
+        if "quantization_config" in config:
+            layer[f"mlp.experts.{name}_blocks"] = (N_EXPERTS, n_out, n_in // 32, 16)
+            layer[f"mlp.experts.{name}_scales"] = (N_EXPERTS, n_out, n_in // 32)
+        else:
+            layer[f"mlp.experts.{name}"] = (N_EXPERTS, n_in, n_out)
     return model(config, lambda _: layer)
 
 
@@ -257,8 +268,9 @@ CASES = {
         {
             **GRANITE,
             **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": N_FF},
-            **{"layer_types": ["attention"] * N_LAYERS, "position_embedding_type": "rope", "rope_parameters": PLAIN},
-            **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2},
+            **{"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "rope_parameters": PLAIN},
+            **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8},
+            "mamba_d_conv": 4,
         },
         granitemoe,
     ),
@@ -273,7 +285,7 @@ CASES = {
         {
             **GEMMA,
             **{"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-            **{"layer_types": [WINDOW, FULL] * 2, "rope_parameters": PLAIN},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": PLAIN},
         },
         gemma(False),
         norm_shift=1.0,
@@ -282,7 +294,7 @@ CASES = {
         *("Gemma3ForCausalLM", "gemma3_text"),
         {
             **GEMMA,
-            **{"num_hidden_layers": 7, "layer_types": [WINDOW] * 5 + [FULL, WINDOW]},
+            **{"num_hidden_layers": 6, "layer_types": [WINDOW] * 5 + [FULL]},
             "rope_parameters": {
                 FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
                 WINDOW: {"rope_type": "default", "rope_theta": 1e3},
@@ -304,14 +316,17 @@ CASES = {
     ),
     "smollm3": Case(
         *("SmolLM3ForCausalLM", "smollm3"),
-        {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 1, 0], "rope_parameters": PLAIN},
+        {
+            **{"num_hidden_layers": 4, "tie_word_embeddings": True, "no_rope_layers": [1, 1, 1, 0]},
+            "rope_parameters": PLAIN,
+        },
         llama,
     ),
     "olmo2": Case("Olmo2ForCausalLM", "olmo2", {"rope_parameters": PLAIN}, olmo2),
     "olmo3": Case(
         *("Olmo3ForCausalLM", "olmo3"),
         {
-            **{"sliding_window": 6, "layer_types": [WINDOW] * 3 + [FULL]},
+            **{"num_hidden_layers": 4, "sliding_window": 6, "layer_types": [WINDOW] * 3 + [FULL]},
             "rope_parameters": {FULL: YARN, WINDOW: {"rope_type": "default", "rope_theta": 1000.0}},
         },
         olmo2,
@@ -328,7 +343,11 @@ CASES = {
         },
         llama,
     ),
-    "exaone4": Case("Exaone4ForCausalLM", "exaone4", {"sliding_window": None, "rope_parameters": LLAMA3}, exaone4),
+    "exaone4": Case(
+        *("Exaone4ForCausalLM", "exaone4"),
+        {"sliding_window": None, "layer_types": [FULL] * 2, "rope_parameters": LLAMA3},
+        exaone4,
+    ),
     "glm4": Case(
         *("Glm4ForCausalLM", "glm4"),
         {
@@ -351,7 +370,16 @@ CASES = {
         *("GptOssForCausalLM", "gpt_oss"),
         {
             **{**MOE, "head_dim": HEAD_DIM, "attention_bias": True, "sliding_window": 6},
-            **{"layer_types": [WINDOW, FULL] * 2, "rope_parameters": {**YARN, "truncate": True}},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": {**YARN, "truncate": True}},
+        },
+        gpt_oss,
+    ),
+    "gpt_oss_mxfp4": Case(
+        *("GptOssForCausalLM", "gpt_oss"),
+        {
+            **{**MOE, "head_dim": HEAD_DIM, "attention_bias": True, "sliding_window": 6, "intermediate_size": 64},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": YARN},
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]},
         },
         gpt_oss,
     ),
@@ -360,7 +388,7 @@ CASES = {
         {
             **{"tie_word_embeddings": True, "use_bias": False, "moe_num_experts": N_EXPERTS, "moe_k": 2},
             **{"moe_intermediate_size": 12, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
-            **{"moe_layer_end_index": N_LAYERS - 1, "moe_layer_interval": 1, "rope_parameters": PLAIN},
+            **{"moe_layer_end_index": 1, "moe_layer_interval": 1, "rope_parameters": PLAIN},
         },
         ernie,
     ),
@@ -378,10 +406,34 @@ def write(folder: Path, name: str) -> Case:
 
 
 def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:
-    """Multiples of 1 / 1024, which every float type but BF16 holds."""
+    """Multiples of 1 / 1024, which F16 holds too; bytes of MXFP4."""
     rng = np.random.Generator(np.random.PCG64(7))
     for name, shape in case.shapes(config).items():
-        codes = rng.integers(-255, 256, shape) / 1024
-        if "norm" in name:
-            codes = codes + 1 - case.norm_shift
-        yield name, ("F32", codes)
+        if name.endswith("_blocks"):
+            yield name, ("U8", rng.integers(0, 256, shape))
+        elif name.endswith("_scales"):
+            yield name, ("U8", rng.integers(122, 125, shape))
+        else:
+            codes = rng.integers(-255, 256, shape) / 1024
+            yield name, ("F32", codes + 1 - case.norm_shift if "norm" in name else codes)
+
+
+def to_gguf(source: Source, path: Path) -> None:
+    """Write a source with all its tensors as F32, but those in MXFP4 as they are."""
+    tensors = [Tensor(each.name, _kept(each), each.shape, partial(stored_pieces, each)) for each in source.tensors]
+    write_gguf(path, source.metadata, tensors)
+
+
+def _kept(tensor: SourceTensor) -> GGMLType:
+    return tensor.type if tensor.type == GGMLType.MXFP4 else GGMLType.F32
+
+
+def stored_pieces(tensor: SourceTensor, step: int = 37) -> Iterator[np.ndarray]:
+    """Some rows at a time, as an export reads them."""
+    for first in range(0, tensor.n_rows, step):
+        last = min(first + step, tensor.n_rows)
+        if tensor.type == GGMLType.MXFP4:
+            assert tensor.stored is not None
+            yield tensor.stored(first, last)
+        else:
+            yield quantize(GGMLType.F32, tensor.rows(first, last))
