@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +65,17 @@ class Source(Protocol):
     def release(self, name: str) -> None:
         """Give back what reading a tensor keeps in memory; it can be read again."""
         ...
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[Source]:
+    """The model of a GGUF file or of a folder of Hugging Face. Raises ModelFileError."""
+    if path.is_dir():
+        folder: Source = importlib.import_module("edgeinfer.exporters.huggingface").open_folder(path)
+        yield folder
+    else:
+        with ModelFile.open(path) as file:
+            yield GgufSource(file)
 
 
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
