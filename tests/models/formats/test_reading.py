@@ -16,6 +16,8 @@ F16_FIELDS = {  # bytes at which a block has float16 numbers
     "Q4_1": [0, 2],
     "Q5_0": [0],
     "Q5_1": [0, 2],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
