@@ -103,11 +103,15 @@ class GgufSource:
 
     def _stored(self, name: str, first: int, last: int) -> Bytes:
         info = self.file.tensors[name]
-        row_bytes = info.type.n_bytes(info.shape[-1] if info.shape else 1)
-        return self.file.data(name, first * row_bytes, last * row_bytes)
+        n_in = info.shape[-1] if info.shape else 1
+        row_bytes = n_in // info.type.block_elements * info.type.block_bytes
+        is_end = last * n_in == info.n_elements  # I2_S has bytes behind its last row
+        return self.file.data(name, first * row_bytes, info.n_bytes if is_end else last * row_bytes)
 
     def _rows(self, name: str, first: int, last: int) -> Floats:
         info = self.file.tensors[name]
         check_type(info.type)
         n_in = info.shape[-1] if info.shape else 1
+        if info.type == GGMLType.I2_S:
+            return dequantize(info.type, self.file.data(name), info.shape)[first:last]
         return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
