@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_quantise.py [--threads 2] [--rounds 5] [--no-peer]
 
-A matrix of 2048 x 4096 gaussian weights, without and with importance, in turns. Medians in millions of weights a second:
-"plain" is llama.cpp's search without importance, "default" what `formats.quantize` does without. Ours checks the weights
-too. One JSON line on stdout at the end.
+A matrix of 2048 x 4096 gaussian weights, without and with importance, in turns. Medians in millions of weights a
+second: "plain" is llama.cpp's search without importance, "default" what `formats.quantize` does without. Ours checks
+the weights too. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
