@@ -2,10 +2,10 @@
 
     python tests/benchmarks/compare_quantisers.py [MODEL.gguf ...] [--write]
 
-Compares every case of tests/support/quantiser_cases.py, byte by byte, and with models each matrix of them, plain and with
-importance: at most --rows rows, dequantised, two and two mixed so that the weights lie on no format's grid. --write
-writes the hashes of libgguf's bytes that tests/models/formats/test_quantising.py expects. The last line is JSON: what
-differs, and the error of each format, the root mean square of the difference over that of the weights.
+Compares every case of tests/support/quantiser_cases.py, byte by byte, and with models each matrix of them, plain and
+with importance: at most --rows rows, dequantised, two and two mixed so that the weights lie on no format's grid.
+--write writes the hashes of libgguf's bytes that tests/models/formats/test_quantising.py expects. The last line is
+JSON: what differs, and the error of each format, the root mean square of the difference over that of the weights.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def compare_cases(write: bool) -> dict[str, int]:
     hashes = {name: {case: hash_of(theirs(name, *of)) for case, *of in cases(name)} for name in FORMATS}
     if write:
         HASHES.write_text(json.dumps(hashes, indent=1) + "\n")
-    return {
-        name: sum(hash_of(quantized(name, *of)) != hashes[name][case] for case, *of in cases(name)) for name in FORMATS
-    }
+    ours = {name: {case: hash_of(quantized(name, *of)) for case, *of in cases(name)} for name in FORMATS}
+    return {name: sum(ours[name][case] != hashes[name][case] for case in hashes[name]) for name in FORMATS}
 
 
 def n_differ(format: str, weights: Floats, columns: Floats) -> int:
