@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
+from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.formats import PACK, dequantize, quantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
@@ -45,6 +48,39 @@ _NORMS = {
 }
 
 
+class TernaryTarget:
+    """`--to ternary`, see Target. Options: format, head."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        with _opened(request.source) as source:
+            tensors = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"), True)[1]
+            found = {name: info.type for name, info in source.tensors.items()} if isinstance(source, ModelFile) else {}
+        planned = [
+            PlannedTensor(each.name, found.get(each.name, each.type), each.type, each.n_bytes) for each in tensors
+        ]
+        n_bytes = sum(each.n_bytes for each in planned)
+        # A matrix is in memory as trits of a byte, in parts and as a whole, and as it is written.
+        most = max((3 * math.prod(each.shape) + each.n_bytes for each in tensors), default=0)
+        return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes)
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. It is exact, or refused."""
+        with _opened(request.source) as source:
+            format, head = request.more.get("format", "i2_s"), request.more.get("head", "keep")
+            export_ternary(source, request.out, format, head, progress=progress)
+        return Result([request.out], None)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TernaryCheckpoint | ModelFile]:
+    if path.is_dir():
+        yield TernaryCheckpoint.open(path)
+    else:
+        with ModelFile.open(path) as file:
+            yield file
+
+
 def export_ternary(
     source: TernaryCheckpoint | ModelFile,
     target: Path,
@@ -60,12 +96,20 @@ def export_ternary(
     serves sessions, which take token ids.  tq1_0 and tq2_0 round the scales to float16.
     Raises UnsupportedModel, ModelFileError, OSError.
     """
+    metadata, tensors = _content(source, format, head, vocabulary)
+    write_gguf(target, metadata, tensors, progress)
+
+
+def _content(
+    source: TernaryCheckpoint | ModelFile, format: Format, head: Head, vocabulary: bool
+) -> tuple[dict[str, MetadataValue], list[Tensor]]:
+    """Metadata and tensors of the file to write."""
     if isinstance(source, TernaryCheckpoint):
         metadata, tensors = _checkpoint_metadata(source, vocabulary), list(_of_checkpoint(source, format, head))
     else:
         metadata = {key: value for key, value in source.metadata.items() if key not in _OF_THE_FILE}
         tensors = list(_of_file(source, format, head))
-    write_gguf(target, metadata | {"general.file_type": _FILE_TYPES[format]}, tensors, progress)
+    return metadata | {"general.file_type": _FILE_TYPES[format]}, tensors
 
 
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
