@@ -54,13 +54,14 @@ class Source(Protocol):
 
     path: what the user named.  files: what is read, for the manifest.  metadata: the keys of the GGUF file, without
     those that follow from how it is written (general.file_type, general.alignment, split.*).  tensors: in the order in
-    which they are written.
+    which they are written.  notes: what the user should know about what is left out or differs, a sentence each.
     """
 
     path: Path
     files: Sequence[Path]
     metadata: Metadata
     tensors: Sequence[SourceTensor]
+    notes: Sequence[str]
 
     def release(self, name: str) -> None:
         """Give back what reading a tensor keeps in memory; it can be read again."""
@@ -90,6 +91,7 @@ class GgufSource:
         self.files: Sequence[Path] = file.paths
         self.metadata: Metadata = {key: value for key, value in file.metadata.items() if key not in _OF_THE_FILE}
         self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors]
+        self.notes: Sequence[str] = ()
 
     def release(self, name: str) -> None:
         """See Source.release."""
