@@ -190,6 +190,14 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
     });
 }
 
+// An array of Python's with a copy of these values.
+template <class Array, class T>
+Array copied(const std::vector<T>& values, std::initializer_list<size_t> shape) {
+    auto* copy = new std::vector<T>(values);
+    const nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return Array(copy->data(), shape, owner);
+}
+
 // (n_layers, n_rows, n_used) int32.
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
@@ -202,6 +210,22 @@ auto routing(Decoder& decoder) {
     const size_t n_layers = static_cast<size_t>(decoder.config().n_layers());
     return nb::ndarray<nb::numpy, int32_t, nb::ndim<3>>(
         experts->data(), {n_layers, static_cast<size_t>(last.n_rows), static_cast<size_t>(last.n_used)}, owner);
+}
+
+using ColumnSums = nb::ndarray<nb::numpy, double, nb::ndim<2>>;
+using RowCounts = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, RowCounts>>;
+
+// By the name of the matrix: sums (n_matrices, n_in) and the number of rows that were summed, (n_matrices,).
+Squares input_squares(Decoder& decoder) {
+    Squares found;
+    if (!decoder.input_squares()) throw nb::value_error("input_squares: nothing is recorded");
+    for (const auto& [name, of] : decoder.input_squares()->all()) {
+        const size_t n_matrices = of->counts.size();
+        found[name.c_str()] = nb::make_tuple(copied<ColumnSums>(of->sums, {n_matrices, static_cast<size_t>(of->n_in)}),
+                                             copied<RowCounts>(of->counts, {n_matrices}));
+    }
+    return found;
 }
 
 // ---- tuning --------------------------------------------------------------------------------------------------------
@@ -296,6 +320,10 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
+        .def("record_inputs", &Decoder::record_inputs, "is_on"_a,
+             "From the next pass on, sum the squares of what matrices read, or no longer.")
+        .def("input_squares", &input_squares,
+             "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")
         .def("set_tier", &set_tier, "tier"_a.none(), "What computes some experts beside the CPU, None for nothing.")
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,

@@ -98,6 +98,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.n_rows = n_rows;
     pass.logits = logits;
     pass.tier = tier_.get();
+    pass.squares = squares_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
@@ -202,6 +203,11 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
                                    config_.logit_soft_cap);
         }
     });
+}
+
+void Decoder::record_inputs(bool is_on) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    squares_ = is_on ? std::make_unique<InputSquares>(*weights_, store_.get(), config_.n_layers()) : nullptr;
 }
 
 void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {

@@ -66,6 +66,11 @@ public:
     // Null for a model without experts.
     ExpertPredictor* predictor() const { return predictor_.get(); }
 
+    // From the next pass on the squares of what matrices read are summed, or no longer; what was summed before is gone.
+    void record_inputs(bool is_on);
+    // What was summed, null where nothing is. Not while a pass runs.
+    const InputSquares* input_squares() const { return squares_.get(); }
+
     // A device that computes some experts, from the next pass on; null for none.
     void set_tier(std::shared_ptr<ExpertTier> tier);
     // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
@@ -129,6 +134,7 @@ private:
     std::shared_ptr<ExpertStore> store_;
     std::unique_ptr<ExpertPredictor> predictor_;
     std::shared_ptr<ExpertTier> tier_;
+    std::unique_ptr<InputSquares> squares_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
