@@ -118,6 +118,8 @@ public:
     const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
     int n_rows = 0;
     float* logits = nullptr;
+    int first_layer = 0;           // that runs: those before it left what is in `start`
+    const float* start = nullptr;  // (n, n_embd): the residual stream before that layer, null for the embeddings
     ExpertTier* tier = nullptr;  // null where the CPU computes all experts
 
 private:
