@@ -88,9 +88,20 @@ def warn_of_dropped(dropped: Mapping[str, str]) -> None:
 
 def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
     """The backend and the plan that `edgeinfer.load` takes for a file without drafters. Errors as there."""
+    return plan_without_drafters(file, options).model
+
+
+def plan_without_drafters(file: ModelFile, options: LoadOptions) -> LoadPlan:
+    """What `edgeinfer.load` would do with nothing that drafts; tells what is done without. Errors as there."""
     plan = _Planner(choose_target(file, options), None, options).plan()
     plan.tell()
-    return plan.model
+    return plan
+
+
+def plan_beside(file: ModelFile, options: LoadOptions, first: LoadPlan) -> PlannedModel:
+    """The same as plan_model, for a model that is loaded while the first one is there, within the limit of both."""
+    left = first.limit.n_bytes - (first.ledger.peak - first.ledger.of("process"))
+    return plan_model(file, replace(options, budget=max(1, left)))
 
 
 def _find_drafters(target: Target, options: LoadOptions, n_tokens: int) -> DraftChoice | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from edgeinfer.backends.onnx import build_head, build_model, check_file, write_g
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.request import Plan, Request, Result
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
@@ -24,8 +26,35 @@ Progress: TypeAlias = Callable[[float], None]
 
 DATA_ENDING = ".data"  # of the file beside the model, with its weights
 MAX_WITHIN_BYTES = 1 << 30  # protobuf ends at 2 GiB, and all of it is in memory when it is written
+_DEFAULT_N_CTX = 4096
 _KEPT_KEYS = ("general.name", "general.license", "tokenizer.chat_template")
 _KEPT_PREFIXES = ("tokenizer.ggml.bos_", "tokenizer.ggml.eos_", "tokenizer.ggml.eot_", "tokenizer.ggml.add_")
+
+
+class OnnxTarget:
+    """`--to onnx`, see Target. Options: model, the target of a draft head; operators; external_data."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        with _opened(request) as (source, model, n_ctx):
+            style = request.more.get("operators", "contrib")
+            graph = _graph(source, model, n_ctx, style)
+            path, is_beside = _file_of(request.out), _is_beside(graph, request.more.get("external_data", False))
+            files = {path: 0 if is_beside else graph.constant_bytes}
+            if is_beside:
+                files[path.with_name(path.name + DATA_ENDING)] = graph.constant_bytes
+            largest = max((constant.n_bytes for constant in graph.constants.values()), default=0)
+            # What goes into the file itself is in memory twice: as arrays, and as what protobuf makes of them.
+            peak = 5 * _table_bytes(graph, source, model, style)
+            peak += 6 * largest if is_beside else 3 * graph.constant_bytes
+        return Plan((), files, peak, sum(files.values()))
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. What is written is always checked and run."""
+        with _opened(request) as (source, model, n_ctx):
+            style, beside = request.more.get("operators", "contrib"), request.more.get("external_data", False)
+            files = export_onnx(source, request.out, model, n_ctx=n_ctx, style=style, beside=beside, progress=progress)
+        return Result(files, "ONNX Runtime loads it and gives finite logits", {"n_ctx": n_ctx})
 
 
 def export_onnx(
@@ -47,14 +76,14 @@ def export_onnx(
     """
     graph = _graph(source, draft_target, n_ctx, style)
     # Tables of rotations are made in double precision, and rounded.
-    tables = graph.constant_bytes - _graph(source, draft_target, 1, style).constant_bytes
+    tables = _table_bytes(graph, source, draft_target, style)
     if 5 * tables > (available := devices.available_memory()):
         raise BudgetExceeded(
             f"{source.path}: tables of rotations for {n_ctx} positions take {human_bytes(5 * tables)} while they are "
             f"made, available are {human_bytes(available)}: a smaller context is needed (-c)"
         )
-    path = behind_links(path / "model.onnx" if path.is_dir() else path)
-    beside = beside or graph.constant_bytes > MAX_WITHIN_BYTES
+    path = _file_of(path)
+    beside = _is_beside(graph, beside)
     with folder_beside(path) as folder:
         written = folder / path.name
         write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)
@@ -71,6 +100,30 @@ def export_onnx(
 def trained_context(source: ModelFile) -> int:
     """Positions that a model or a head was trained with. Raises UnsupportedModel."""
     return (read_head(source).decoder if is_draft_head(source) else read_spec(source)).n_ctx_train
+
+
+@contextmanager
+def _opened(request: Request) -> Iterator[tuple[ModelFile, ModelFile | None, int]]:
+    """The source, the target of a draft head, and the context."""
+    with ExitStack() as opened:
+        source = opened.enter_context(ModelFile.open(request.source))
+        model = request.more.get("model")
+        target = opened.enter_context(ModelFile.open(model)) if model is not None else None
+        yield source, target, request.n_ctx or min(trained_context(source), _DEFAULT_N_CTX)
+
+
+def _file_of(path: Path) -> Path:
+    return behind_links(path / "model.onnx" if path.is_dir() else path)
+
+
+def _is_beside(graph: Graph, wanted: bool) -> bool:
+    """Whether the weights go into a file of their own."""
+    return wanted or graph.constant_bytes > MAX_WITHIN_BYTES
+
+
+def _table_bytes(graph: Graph, source: ModelFile, target: ModelFile | None, style: Style) -> int:
+    """Bytes of the tables of rotations in a graph."""
+    return graph.constant_bytes - _graph(source, target, 1, style).constant_bytes
 
 
 def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style) -> Graph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from edgeinfer.models.gguf import GGMLType
+from edgeinfer.models.gguf import GGMLType, MetadataValue
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share of the bytes that is done
 
@@ -18,8 +18,10 @@ class Request:
 
     source: a folder of Hugging Face or a GGUF file.  out: a file, or the folder of a package.  type: "Q4_K_M" and its
     kin, a format such as "Q8_0", "auto", or None for the types of the source.  imatrix: a file, or "auto".  size: bytes
-    of the weights that "auto" may take.  draft: a model, a draft head, or "ngram".  n_ctx: None for the target's usual
-    one.  check: whether what was written is run.  more: options of one target, by name.
+    of the weights that "auto" may take.  fit: instead, the bytes that the model may take when it runs.
+    cost: the pass whose time counts for "auto", such as "verify:4".  draft: a model, a draft head, or "ngram".  n_ctx:
+    None for the target's usual one.  resume: go on with what an export that was stopped left.  check: whether what was
+    written is run.  more: options of one target, by name.
     """
 
     source: Path
@@ -28,6 +30,8 @@ class Request:
     imatrix: Path | str | None = None
     calibration: Path | None = None
     size: int | None = None
+    fit: int | None = None
+    cost: str | None = None
     draft: Path | str | None = None
     n_ctx: int | None = None
     resume: bool = False
@@ -71,6 +75,20 @@ class Result:
     files: Sequence[Path]
     check: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TypeChoice:
+    """The type of each tensor that "auto" chose. Tensors that are not in it stay as `file_types` has them.
+
+    notes: for the plan, a sentence each.  facts: for the manifest: predicted and measured losses, bytes, costs.
+    keys: for the metadata of the file, `edgeinfer.export.*`.
+    """
+
+    types: Mapping[str, GGMLType]
+    notes: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, MetadataValue] = field(default_factory=dict)
 
 
 class Target(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -10,9 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError, ShapeError, UnsupportedModel
-from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
+from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.formats import PACK, dequantize, quantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
@@ -45,8 +48,41 @@ _NORMS = {
 }
 
 
+class TernaryTarget:
+    """`--to ternary`, see Target. Options: format, head."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        with _opened(request.source) as source:
+            tensors = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"), True)[1]
+            found = {name: info.type for name, info in source.tensors.items()} if isinstance(source, ModelFile) else {}
+        planned = [
+            PlannedTensor(each.name, found.get(each.name, each.type), each.type, each.n_bytes) for each in tensors
+        ]
+        n_bytes = sum(each.n_bytes for each in planned)
+        # A matrix is in memory as trits of a byte, in parts and as a whole, and as it is written.
+        most = max((3 * math.prod(each.shape) + each.n_bytes for each in tensors), default=0)
+        return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes)
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. It is exact, or refused."""
+        with _opened(request.source) as source:
+            format, head = request.more.get("format", "i2_s"), request.more.get("head", "keep")
+            export_ternary(source, request.out, format, head, progress=progress)
+        return Result([request.out], None)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TernaryCheckpoint | ModelFile]:
+    if path.is_dir():
+        yield TernaryCheckpoint.open(path)
+    else:
+        with ModelFile.open(path) as file:
+            yield file
+
+
 def export_ternary(
-    source: Checkpoint | ModelFile,
+    source: TernaryCheckpoint | ModelFile,
     target: Path,
     format: Format = "i2_s",
     head: Head = "keep",
@@ -60,12 +96,20 @@ def export_ternary(
     serves sessions, which take token ids.  tq1_0 and tq2_0 round the scales to float16.
     Raises UnsupportedModel, ModelFileError, OSError.
     """
-    if isinstance(source, Checkpoint):
+    metadata, tensors = _content(source, format, head, vocabulary)
+    write_gguf(target, metadata, tensors, progress)
+
+
+def _content(
+    source: TernaryCheckpoint | ModelFile, format: Format, head: Head, vocabulary: bool
+) -> tuple[dict[str, MetadataValue], list[Tensor]]:
+    """Metadata and tensors of the file to write."""
+    if isinstance(source, TernaryCheckpoint):
         metadata, tensors = _checkpoint_metadata(source, vocabulary), list(_of_checkpoint(source, format, head))
     else:
         metadata = {key: value for key, value in source.metadata.items() if key not in _OF_THE_FILE}
         tensors = list(_of_file(source, format, head))
-    write_gguf(target, metadata | {"general.file_type": _FILE_TYPES[format]}, tensors, progress)
+    return metadata | {"general.file_type": _FILE_TYPES[format]}, tensors
 
 
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
@@ -101,15 +145,15 @@ def _matrix_of_file(file: ModelFile, name: str) -> TernaryMatrix:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _architecture(checkpoint: Checkpoint) -> str:
+def _architecture(checkpoint: TernaryCheckpoint) -> str:
     kind = (checkpoint.config.get("model_type"), checkpoint.config.get("hidden_act"))
     if kind not in _ARCHITECTURES:
         known = ", ".join(f"{model} with {activation}" for model, activation in _ARCHITECTURES)
-        raise UnsupportedModel(f"{checkpoint.folder}: model {kind[0]} with {kind[1]} is not supported; {known} is")
+        raise UnsupportedModel(f"{checkpoint.path}: model {kind[0]} with {kind[1]} is not supported; {known} is")
     return _ARCHITECTURES[kind]
 
 
-def _checkpoint_metadata(checkpoint: Checkpoint, vocabulary: bool) -> dict[str, MetadataValue]:
+def _checkpoint_metadata(checkpoint: TernaryCheckpoint, vocabulary: bool) -> dict[str, MetadataValue]:
     architecture, config = _architecture(checkpoint), checkpoint.config
     head_dim = _head_dim(checkpoint)
     values: dict[str, MetadataValue] = {
@@ -121,11 +165,11 @@ def _checkpoint_metadata(checkpoint: Checkpoint, vocabulary: bool) -> dict[str, 
         "attention.head_count_kv": _size(checkpoint, "num_key_value_heads"),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": _number(checkpoint, "rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps", 1e-6),
         "rope.dimension_count": head_dim,
         "rope.freq_base": _rope_base(checkpoint),
     }
-    metadata: dict[str, MetadataValue] = {"general.architecture": architecture, "general.name": checkpoint.folder.name}
+    metadata: dict[str, MetadataValue] = {"general.architecture": architecture, "general.name": checkpoint.path.name}
     metadata |= {f"{architecture}.{key}": value for key, value in values.items()}
     if vocabulary:
         n_rows = checkpoint.shape("model.embed_tokens.weight")[0]
@@ -133,40 +177,26 @@ def _checkpoint_metadata(checkpoint: Checkpoint, vocabulary: bool) -> dict[str, 
     return metadata
 
 
-def _size(checkpoint: Checkpoint, key: str) -> int:
+def _size(checkpoint: TernaryCheckpoint, key: str) -> int:
     """A positive number of config.json. Raises ModelFileError."""
-    value = checkpoint.config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFileError(
-            f"{checkpoint.folder}: {key} in config.json must be a positive integer: found {value!r:.80}"
-        )
-    return value
+    return checkpoint.config.integer(key)
 
 
-def _number(checkpoint: Checkpoint, key: str, value: object) -> float:
-    """Raises ModelFileError for what is no positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelFileError(f"{checkpoint.folder}: {key} in config.json must be a number above 0: found {value!r:.80}")
-    return float(value)
-
-
-def _head_dim(checkpoint: Checkpoint) -> int:
+def _head_dim(checkpoint: TernaryCheckpoint) -> int:
     if checkpoint.config.get("head_dim"):
         return _size(checkpoint, "head_dim")
     return _size(checkpoint, "hidden_size") // _size(checkpoint, "num_attention_heads")
 
 
-def _rope_base(checkpoint: Checkpoint) -> float:
+def _rope_base(checkpoint: TernaryCheckpoint) -> float:
     """Raises UnsupportedModel for a rotation that is scaled."""
-    config = checkpoint.config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        raise UnsupportedModel(f"{checkpoint.folder}: rope_type must be default: found {kind!r:.80}")
-    return _number(checkpoint, "rope_theta", rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    rope = checkpoint.config.rope()
+    if rope.kind != "default":
+        raise UnsupportedModel(f"{checkpoint.path}: rope_type must be default: found {rope.kind!r:.80}")
+    return rope.theta
 
 
-def _check_names(checkpoint: Checkpoint) -> None:
+def _check_names(checkpoint: TernaryCheckpoint) -> None:
     """Raises UnsupportedModel for a tensor that would be left out, such as a bias."""
     in_layer = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.weight_scale" for name in _LINEARS}
     in_layer |= {"self_attn.rotary_emb.inv_freq"}
@@ -174,10 +204,10 @@ def _check_names(checkpoint: Checkpoint) -> None:
     known |= {f"model.layers.{n}.{name}" for n in range(_size(checkpoint, "num_hidden_layers")) for name in in_layer}
     unknown = sorted(set(checkpoint.names) - known)
     if unknown:
-        raise UnsupportedModel(f"{checkpoint.folder}: tensor {unknown[0]} has no place in the models that are known")
+        raise UnsupportedModel(f"{checkpoint.path}: tensor {unknown[0]} has no place in the models that are known")
 
 
-def _of_checkpoint(checkpoint: Checkpoint, format: Format, head: Head) -> Iterator[Tensor]:
+def _of_checkpoint(checkpoint: TernaryCheckpoint, format: Format, head: Head) -> Iterator[Tensor]:
     _check_names(checkpoint)
     tied = bool(checkpoint.config.get("tie_word_embeddings")) or "lm_head.weight" not in checkpoint.names
     yield _floats(checkpoint, "model.embed_tokens.weight", "token_embd.weight", head if tied else "keep")
@@ -195,7 +225,7 @@ def _of_checkpoint(checkpoint: Checkpoint, format: Format, head: Head) -> Iterat
             yield _ternary(f"{ours}.{name}.weight", shape, format, matrix)
 
 
-def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+def _shape(checkpoint: TernaryCheckpoint, name: str) -> tuple[int, int]:
     n_embd, n_ff = _size(checkpoint, "hidden_size"), _size(checkpoint, "intermediate_size")
     heads, kv_heads = _size(checkpoint, "num_attention_heads"), _size(checkpoint, "num_key_value_heads")
     n_q, n_kv = heads * _head_dim(checkpoint), kv_heads * _head_dim(checkpoint)
@@ -210,7 +240,9 @@ def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     }[name]
 
 
-def _matrix_of_checkpoint(checkpoint: Checkpoint, module: str, name: str, shape: tuple[int, int]) -> TernaryMatrix:
+def _matrix_of_checkpoint(
+    checkpoint: TernaryCheckpoint, module: str, name: str, shape: tuple[int, int]
+) -> TernaryMatrix:
     """Rows as GGUF has them: in llama, rotary pairs stand side by side, not half a head apart."""
     matrix = checkpoint.ternary(module, shape)
     if name not in ("attn_q", "attn_k") or _architecture(checkpoint) != "llama":
@@ -220,12 +252,12 @@ def _matrix_of_checkpoint(checkpoint: Checkpoint, module: str, name: str, shape:
     return TernaryMatrix(matrix.trits[order], scales)
 
 
-def _floats(checkpoint: Checkpoint, theirs: str, ours: str, head: Head) -> Tensor:
+def _floats(checkpoint: TernaryCheckpoint, theirs: str, ours: str, head: Head) -> Tensor:
     shape = checkpoint.shape(theirs)
-    return _head(ours, shape, checkpoint.float_type(theirs), checkpoint.data(theirs), head)
+    return _head(ours, shape, checkpoint.type(theirs), checkpoint.data(theirs), head)
 
 
-def _vector(checkpoint: Checkpoint, theirs: str, ours: str) -> Tensor:
+def _vector(checkpoint: TernaryCheckpoint, theirs: str, ours: str) -> Tensor:
     values = checkpoint.floats(theirs)
     return Tensor(ours, GGMLType.F32, values.shape, partial(_one, values.astype("<f4").view(np.uint8)))
 

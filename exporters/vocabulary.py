@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import tokenizers
 
 from edgeinfer.errors import ModelFileError, TokenizerError, UnsupportedModel
-from edgeinfer.exporters.checkpoint import read_json
+from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.models import tokenizer
 from edgeinfer.models.gguf import MetadataValue, ModelFile
@@ -35,7 +35,7 @@ _PROBES = (
 )
 
 
-def read_vocabulary(folder: Path, config: Mapping[str, Any], n_rows: int) -> dict[str, MetadataValue]:
+def read_vocabulary(folder: Folder, config: Config, n_rows: int) -> dict[str, MetadataValue]:
     """The keys tokenizer.* of a checkpoint's folder, with a token for each of the n_rows embeddings.
 
     config: of the model, for the ids of begin and end. Raises UnsupportedModel, ModelFileError.
@@ -44,13 +44,13 @@ def read_vocabulary(folder: Path, config: Mapping[str, Any], n_rows: int) -> dic
 
 
 class _Vocabulary:
-    def __init__(self, folder: Path, config: Mapping[str, Any], n_rows: int) -> None:
-        self._path = folder / "tokenizer.json"
-        if not self._path.is_file():
+    def __init__(self, folder: Folder, config: Config, n_rows: int) -> None:
+        self._path = folder.path / "tokenizer.json"
+        if "tokenizer.json" not in folder:
             self._refuse("is missing: save the tokenizer in the form of the tokenizers library first")
-        self._source = read_json(self._path)
-        self._settings = read_json(folder / "tokenizer_config.json", {})
-        self._template = folder / "chat_template.jinja"
+        self._source = folder.json("tokenizer.json", 128 << 20)
+        self._settings = folder.optional_json("tokenizer_config.json")
+        self._template = folder.path / "chat_template.jinja"
         self._config = config
         self._n_rows = n_rows
         self._model = self._source.get("model") or {}

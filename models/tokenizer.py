@@ -21,7 +21,7 @@ from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of
 from edgeinfer.models.tokenization.pre_tokenizers import ADD_BOS, GEMMA4, PRE_TOKENIZERS, cut, keeps_tokens
-from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, specials_in, turn_marks, with_ids
+from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, Special, specials_in, turn_marks, with_ids
 from edgeinfer.models.tokenization.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, bytes_of
 
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
@@ -106,6 +106,11 @@ class Tokenizer:
         if adds and id is None:
             metadata.warn(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id: none is added")
         return adds and id is not None
+
+    @property
+    def specials(self) -> tuple[Special, ...]:
+        """The tokens that are looked for in a text, longest first."""
+        return tuple(self._specials)
 
     @property
     def special_texts(self) -> tuple[str, ...]:

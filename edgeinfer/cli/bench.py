@@ -113,16 +113,17 @@ def _run(model: Path | None, threads: int | None, budget: str | None, rounds: in
 
 def _engines(file: ModelFile, options: LoadOptions, against: str | None) -> dict[str, PlannedModel]:
     """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
-    from edgeinfer.load_plan import plan_model
+    from edgeinfer.load_plan import plan_beside, plan_without_drafters
 
     with warnings_as_notes():
-        ours = plan_model(file, options)
+        plan = plan_without_drafters(file, options)
+    ours = plan.model
     if ours.backend.name == against:
         raise InvalidArgument(f"{file.path} runs on {against} itself: there is nothing to compare, leave out --against")
     name = "edgeinfer" if ours.backend.name == "native" else ours.backend.name
     if against is None:
         return {name: ours}
-    return {name: ours, against: plan_model(file, replace(options, backend="llama.cpp"))}
+    return {name: ours, against: plan_beside(file, replace(options, backend="llama.cpp"), plan)}
 
 
 def _table(result: Report) -> str:

@@ -3,28 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from edgeinfer.cli.options import FileName
-from edgeinfer.cli.streams import Command
-from edgeinfer.cli.terminal import ProgressBar, note
+from edgeinfer.cli.options import FileName, warnings_as_notes
+from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.terminal import ReportLines, note, show
 
 if TYPE_CHECKING:
-    from edgeinfer.backends.onnx.library import Style
-    from edgeinfer.exporters.ternary import Format, Head
+    from edgeinfer.exporters.request import Plan, Request, Result
 
-_DEFAULT_N_CTX = 4096
-_ONLY_FOR = {"format": "ternary", "head": "ternary"}
-_ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "onnx")
+_TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary")
+_PACKAGES = ("genai", "litertlm", "mnn", "pte")
+_QUANTISED = ("gguf", *_PACKAGES)
+_ONLY_FOR = {  # the targets of options that not all of them have
+    **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
+    **dict.fromkeys(("draft",), _PACKAGES),
+    **dict.fromkeys(("n_ctx",), (*_PACKAGES, "onnx")),
+    **dict.fromkeys(("resume",), ("gguf",)),
+    **dict.fromkeys(("check",), _QUANTISED),
+    **dict.fromkeys(("model",), ("gguf", "onnx")),
+    **dict.fromkeys(("format", "head"), ("ternary",)),
+    **dict.fromkeys(("operators", "external_data"), ("onnx",)),
+}
+_FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
 
 
 @click.command(cls=Command)
 @click.argument("source", type=FileName())
-@click.option("--to", type=click.Choice(["ternary", "onnx"]), required=True, help="Target format.")
-@click.option("-o", "--out", type=FileName(), required=True, help="The file to write.")
+@click.option("--to", type=click.Choice(_TARGETS), required=True, help="Target format.")
+@click.option("-o", "--out", type=FileName(), required=True, help="The file or folder to write.")
+@click.option(
+    "--type",
+    metavar="TYPE",
+    help="Type of the weights, as llama.cpp names them: Q4_K_M, Q8_0, F16 and so on; auto: a type for each tensor by "
+    "measured loss.  [default: as in SOURCE; packages: as they need]",
+)
+@click.option("--imatrix", metavar="FILE|auto", help="Importance matrix; auto: made first, with --calibration.")
+@click.option("--calibration", type=FileName(), help="Text for --imatrix auto and --type auto.  [default: built in]")
+@click.option("--size", metavar="SIZE", help="--type auto: most bytes of the weights, such as 900MB.")
+@click.option("--fit", metavar="SIZE", help="--type auto: the memory that the model may take when it runs.")
+@click.option("--cost", metavar="verify:N", help="--type auto: the pass whose time counts, such as verify:4.")
+@click.option("--draft", metavar="FILE|ngram", help="Packages: a draft model or n-grams inside.")
+@click.option(
+    "-c",
+    "--ctx",
+    "n_ctx",
+    type=click.IntRange(min=1),
+    help="Packages and onnx: context size.  [default: as trained, at most 4096]",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and stop.")
+@click.option("--resume", is_flag=True, help="gguf: go on where an export that was stopped ended.")
+@click.option("--check/--no-check", default=True, help="Run what was written against the source.  [default: check]")
 @click.option(
     "--format",
     type=click.Choice(["i2_s", "tq1_0", "tq2_0"]),
@@ -39,14 +71,7 @@ _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "o
     show_default=True,
     help="ternary: type of the output matrix; q6_k takes 40 % of f16.",
 )
-@click.option("--target", type=FileName(), help="onnx: the model that SOURCE, a draft head, belongs to.")
-@click.option(
-    "-c",
-    "--ctx",
-    "n_ctx",
-    type=click.IntRange(min=1),
-    help=f"onnx: context size.  [default: as trained, at most {_DEFAULT_N_CTX}]",
-)
+@click.option("--target", "model", type=FileName(), help="The model that SOURCE, a draft head, belongs to.")
 @click.option(
     "--operators",
     type=click.Choice(["contrib", "plain"]),
@@ -56,66 +81,110 @@ _ONLY_FOR |= dict.fromkeys(("target", "n_ctx", "operators", "external_data"), "o
 )
 @click.option("--external-data", is_flag=True, help="onnx: weights in a separate file, as always above 1 GiB.")
 @click.pass_context
-def export(
-    context: click.Context,
-    source: Path,
-    to: Literal["ternary", "onnx"],
-    out: Path,
-    format: Format,
-    head: Head,
-    target: Path | None,
-    n_ctx: int | None,
-    operators: Style,
-    external_data: bool,
-) -> None:
+def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run: bool, **flags: Any) -> None:
     """Convert a model to another format.
 
-    --to ternary: SOURCE is a ternary Hugging Face checkpoint (a folder with config.json, tokenizer.json and
-    .safetensors files) or a GGUF file with ternary matrices. Other models are refused. --to onnx: SOURCE is the GGUF
-    file of a model or a draft head; --out may be a folder.
+    SOURCE is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, .safetensors files). What is planned
+    is printed first; the output is whole or not there. --to ternary takes models with ternary matrices alone. --to onnx
+    takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
     """
+    from edgeinfer.exporters.manifest import write_manifest
+    from edgeinfer.exporters.targets import TARGETS, check_places, check_room, open_target
+
+    _check_options(context, to)
+    request = _request(to, source, out, flags)
+    check_places(request)
+    target = open_target(to)
+    with warnings_as_notes():
+        plan = target.plan(request)
+        if dry_run:
+            check_stdout()
+            show("\n".join(plan_lines(plan)))
+            return
+        for line in plan_lines(plan):
+            note(line)
+        check_room(plan, out)
+        result = _written(target, request, plan)
+        if TARGETS[to].has_manifest:
+            write_manifest(to, request, plan, result)
+    _report(result, request)
+
+
+def _check_options(context: click.Context, to: str) -> None:
+    """Raises InvalidArgument for options that do not go with the target or with one another."""
     from edgeinfer.errors import InvalidArgument
-    from edgeinfer.files import check_writable
 
     for option in context.command.params:
-        wanted = _ONLY_FOR.get(option.name or "", to)
-        if wanted != to and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
-            raise InvalidArgument(f"{option.opts[-1]} goes with --to {wanted}, not with --to {to}")
-    if out.exists() and source.exists() and out.samefile(source):
-        raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
-    check_writable(out / "model.onnx" if to == "onnx" and out.is_dir() else out)
-    with ProgressBar("exporting") as bar:
-        if to == "onnx":
-            written = _export_onnx(source, out, target, n_ctx, operators, external_data, bar)
-        else:
-            written = _export_ternary(source, out, format, head, bar)
-    for path in written:
+        wanted = _ONLY_FOR.get(option.name or "", (to,))
+        if to not in wanted and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
+            names = " or ".join((", ".join(wanted[:-1]), wanted[-1]) if len(wanted) > 1 else wanted)
+            raise InvalidArgument(f"{option.opts[-1]} goes with --to {names}, not with --to {to}")
+    given = context.params
+    for name in ("size", "fit", "cost"):
+        if given[name] is not None and (given["type"] or "").lower() != "auto":
+            raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
+    if given["size"] is not None and given["fit"] is not None:
+        raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
+    if given["calibration"] is not None and given["imatrix"] != "auto" and (given["type"] or "").lower() != "auto":
+        raise InvalidArgument("--calibration goes with --imatrix auto or --type auto")
+
+
+def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request:
+    """The request of a command line. Raises InvalidArgument."""
+    from edgeinfer.exporters.request import Request
+
+    rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, "size", "fit") and value is not None}
+    more = {name: value for name, value in rest.items() if to in _ONLY_FOR.get(name, (to,))}
+    fields = {name: flags[name] for name in _FIELDS}
+    for name, word in (("imatrix", "auto"), ("draft", "ngram")):
+        if flags[name] is not None and flags[name] != word:
+            fields[name] = FileName().convert(flags[name], None, None)
+    return Request(
+        source, out, size=_bytes(flags["size"], "--size"), fit=_bytes(flags["fit"], "--fit"), more=more, **fields
+    )
+
+
+def _bytes(text: str | None, name: str) -> int | None:
+    from edgeinfer.errors import InvalidArgument
+    from edgeinfer.sizes import parse_size
+
+    if text is None:
+        return None
+    found = parse_size(text, name, "the memory").n_bytes
+    if found is None:
+        raise InvalidArgument(f"{name} must be a size such as 900MB or 4GiB: found {text}")
+    return found
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan as text: types with counts and bytes, files, memory, disk, notes."""
+    from edgeinfer.arguments import human_bytes
+
+    lines, types = [], sorted({tensor.written for tensor in plan.tensors})
+    for type in types:
+        sizes = [tensor.n_bytes for tensor in plan.tensors if tensor.written == type]
+        lines.append(f"{type.name:6} {len(sizes):5} tensors {human_bytes(sum(sizes)):>10}")
+    lines += [f"{path}: {human_bytes(n_bytes)}" for path, n_bytes in plan.files.items()]
+    lines.append(f"memory at most {human_bytes(plan.peak_bytes)}, disk {human_bytes(plan.disk_bytes)}")
+    return [*lines, *(f"note: {text}" for text in plan.notes)]
+
+
+def _written(target: Any, request: Request, plan: Plan) -> Result:
+    """What the target writes, with its progress in bytes."""
+    from edgeinfer.arguments import human_bytes
+
+    total = sum(plan.files.values())
+    with ReportLines() as lines:
+        result: Result = target.write(
+            request, lambda share: lines(f"writing: {human_bytes(int(share * total))} of {human_bytes(total)}", share)
+        )
+    return result
+
+
+def _report(result: Result, request: Request) -> None:
+    for path in result.files:
         note(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
-
-
-def _export_ternary(source: Path, out: Path, format: Format, head: Head, bar: ProgressBar) -> list[Path]:
-    from edgeinfer.exporters.checkpoint import Checkpoint
-    from edgeinfer.exporters.ternary import export_ternary
-    from edgeinfer.models.gguf import ModelFile
-
-    if source.is_dir():
-        export_ternary(Checkpoint.open(source), out, format, head, progress=bar)
-    else:
-        with ModelFile.open(source) as file:
-            export_ternary(file, out, format, head, progress=bar)
-    return [out]
-
-
-def _export_onnx(
-    source: Path, out: Path, target: Path | None, n_ctx: int | None, operators: Style, external: bool, bar: ProgressBar
-) -> list[Path]:
-    from contextlib import ExitStack
-
-    from edgeinfer.exporters.onnx import export_onnx, trained_context
-    from edgeinfer.models.gguf import ModelFile
-
-    with ExitStack() as opened:
-        file = opened.enter_context(ModelFile.open(source))
-        model = opened.enter_context(ModelFile.open(target)) if target is not None else None
-        n_ctx = n_ctx or min(trained_context(file), _DEFAULT_N_CTX)
-        return export_onnx(file, out, model, n_ctx=n_ctx, style=operators, beside=external, progress=bar)
+    if result.check is not None:
+        note(f"check: {result.check}")
+    elif not request.check:
+        note("check: left out (--no-check)")

@@ -5,25 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from edgeinfer import devices
-from edgeinfer.arguments import shown
 from edgeinfer.backends.native import MachineLimits, best_isa, build_id
 from edgeinfer.backends.native.busy import Busy
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 
 _KIND, _FORMAT = "machines", 1
 _ROUNDS = 2
-_READ_BYTES, _READS = 2 << 20, 24  # about the size of an expert
 _MOST = 1e18
+_READ_BYTES, _READS = 2 << 20, 24  # about the size of an expert
 
 
 @dataclass(frozen=True)
@@ -61,28 +57,6 @@ class Wishes:
     bandwidth: float | None = None
     compute: float | None = None
     disk: float | None = None
-
-
-def amount(name: str, value: object) -> float | None:
-    """A number above 0: of bytes, or bytes or operations a second. None is None.
-
-    As text with a unit: "4GiB", "50GB/s", "300G", "2.5e9".  name: of the argument, for the message. Raises
-    InvalidArgument.
-    """
-    if value is None:
-        return None
-    found = 0.0
-    if isinstance(value, str):
-        parts = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?(?:e\d{1,2})?)\s*([kmgt]?)(i?)b?(?:/s)?", value.strip().lower())
-        if parts is not None:
-            found = float(parts[1]) * (1024 if parts[3] else 1000) ** ("kmgt".find(parts[2]) + 1 if parts[2] else 0)
-    elif isinstance(value, Real) and not isinstance(value, bool):
-        found = float(value)
-    if not 0.0 < found < _MOST:
-        raise InvalidArgument(
-            f'{name} must be a number or a text such as "4GiB", "50GB/s" or "300G": found {shown(value)}'
-        )
-    return found
 
 
 def this_machine(n_threads: int, needs_limits: bool) -> Machine:

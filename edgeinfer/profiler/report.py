@@ -17,10 +17,11 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
 from edgeinfer.profiler.hits import HitRate, hit_rates, shares_of
-from edgeinfer.profiler.machine import Machine, Wishes, amount, described, measure_disk, this_machine
+from edgeinfer.profiler.machine import Machine, Wishes, described, measure_disk, this_machine
 from edgeinfer.profiler.passes import Passes, Work, expected_passes, trial_times
 from edgeinfer.profiler.planner import Planned, Planner, Settings, contexts_up_to
 from edgeinfer.profiler.speed import Speed, SpeedModel
+from edgeinfer.sizes import parse_amount
 from edgeinfer.types import ExpertSizes
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ def profile(
     options = replace(LoadOptions() if options is None else options, **keywords)
     check_integer("prompt_tokens", prompt_tokens, 1)
     check_flag("check", check)
-    rates = (amount(name, value) for name, value in (("bandwidth", bandwidth), ("compute", compute), ("disk", disk)))
-    wishes = Wishes(_bytes("memory", memory), *rates)
+    rates = (("bandwidth", bandwidth), ("compute", compute), ("disk", disk))
+    wishes = Wishes(_bytes("memory", memory), *(parse_amount(name, value) for name, value in rates))
     fit_budget = _bytes("fit", fit)
     if check and any(rate is not None for rate in (bandwidth, compute, disk)):
         raise InvalidArgument("check measures this machine: leave out bandwidth, compute and disk of another one")
@@ -256,7 +257,7 @@ class _Profiler:
 
 
 def _bytes(name: str, value: object) -> int | None:
-    found = amount(name, value)
+    found = parse_amount(name, value)
     return None if found is None else int(found)
 
 

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from edgeinfer.errors import TokenizerError
 
 # Characters added by Unicode 16. Oniguruma knows them; in llama.cpp's tables (15.1) they are neither letter nor digit.
-_UNICODE_16 = (
+UNICODE_16 = (
     "897 1B4E-1B4F 1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D69-10D85 "
     "10D8E-10D8F 10EC2-10EC4 10EFC 11380-11389 1138B 1138E 11390-113B5 113B7-113C0 113C2 113C5 113C7-113CA "
     "113CC-113D5 113D7-113D8 113E1-113E2 116D0-116E3 11BC0-11BE1 11BF0-11BF9 11F5A 13460-143FA 16100-16139 "
@@ -60,7 +60,7 @@ def _cased(letters: str) -> tuple[str, str]:
     return rf"{start}(?:{to_both}*+[A-Z]*+[a-z]{lower}*+|{to_both}++)", rf"{start}{upper}+{lower}*"
 
 
-_NEWER = _chars(_UNICODE_16)
+_NEWER = _chars(UNICODE_16)
 _SHORT = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
@@ -181,8 +181,16 @@ SPACE_MARKED = GEMMA4 | {"sarvam-moe"}  # "▁" for a space and byte tokens, no 
 
 def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
     """One expression as a pre-tokeniser of the library."""
-    pinned = re.sub(r"\\p\{\w\}", lambda category: f"[{category[0]}&&[^{_NEWER}]]", pattern)
-    return pre_tokenizers.Split(tokenizers.Regex(pinned), "isolated")
+    return pre_tokenizers.Split(tokenizers.Regex(_pinned(pattern)), "isolated")
+
+
+def expressions(pre: str) -> list[str]:
+    """The expressions of a pre-tokeniser, with the categories of characters that llama.cpp's tables have."""
+    return [_pinned(pattern) for pattern in PRE_TOKENIZERS[pre]]
+
+
+def _pinned(pattern: str) -> str:
+    return re.sub(r"\\p\{\w\}", lambda category: f"[{category[0]}&&[^{_NEWER}]]", pattern)
 
 
 @cache  # made for the first text: compiling its expressions takes a millisecond

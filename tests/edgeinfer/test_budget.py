@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,15 @@ def test_a_backend_that_maps_the_file_is_planned_with_all_of_it_while_it_loads(
         assert load_ledger._source_bytes(planned) == sum(info.n_bytes for info in file.tensors.values())
         native = load_plan.plan_model(file, LoadOptions(backend="native", n_ctx=16))
         assert load_ledger._source_bytes(native) == native.backend.source_bytes  # type: ignore[attr-defined]
+
+
+def test_two_models_of_one_process_are_planned_within_one_limit(models: list[tuple[Path, dict[str, Any]]]) -> None:
+    with ModelFile.open(models[0][0]) as file:
+        options = LoadOptions(n_ctx=512, backend="native", budget="400MiB")
+        first = load_plan.plan_without_drafters(file, options)
+        ours = first.ledger.peak - first.ledger.of("process")
+        both = load_plan.plan_without_drafters(file, replace(options, budget=first.limit.n_bytes - ours))
+        assert load_plan.plan_beside(file, options, first).plan == both.model.plan
+        tight = load_plan.plan_without_drafters(file, replace(options, budget=first.ledger.peak + (1 << 20)))
+        with pytest.raises(BudgetExceeded, match="the budget is"):
+            load_plan.plan_beside(file, options, tight)

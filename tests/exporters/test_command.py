@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.errors import InvalidGGUF, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -151,12 +151,21 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"hidden_size": "256"}, ModelFileError, "hidden_size in config.json must be a positive integer: found '256'"),
-        ({"num_key_value_heads": 0}, ModelFileError, "num_key_value_heads in config.json must be a positive integer"),
-        ({"rms_norm_eps": None}, ModelFileError, "rms_norm_eps in config.json must be a number above 0: found None"),
-        ({"rope_theta": "much"}, ModelFileError, "rope_theta in config.json must be a number above 0: found 'much'"),
+        (
+            {"hidden_size": "256"},
+            ModelFileError,
+            "config.json: hidden_size must be an integer in 1..2147483647: found '256'",
+        ),
+        (
+            {"num_key_value_heads": 0},
+            ModelFileError,
+            "num_key_value_heads must be an integer in 1..2147483647: found 0",
+        ),
+        ({"rms_norm_eps": 0}, ModelFileError, "rms_norm_eps must be a number above 0, at most 1e[+]30: found 0"),
+        ({"rope_theta": "much"}, ModelFileError, "rope_theta must be a number above 0, at most 1e[+]12: found 'much'"),
         ({"rope_scaling": {"type": "linear"}}, UnsupportedModel, "rope_type must be default: found 'linear'"),
-        ({"rope_scaling": "yarn"}, UnsupportedModel, "rope_type must be default: found 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, UnsupportedModel, "rope_type must be default: found 'yarn'"),
+        ({"rope_scaling": "yarn"}, ModelFileError, "rope_scaling must be an object: found 'yarn'"),
         ({"intermediate_size": 1024}, ModelFileError, "mlp.gate_proj.weight must be .1024, 256. with four rows"),
     ],
 )
@@ -167,15 +176,17 @@ def test_a_config_that_makes_no_model_is_refused(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(error, match=words):
-        export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf")
+        export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "m.gguf")
     assert not list(tmp_path.glob("m.gguf*"))
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     a_falcon(tmp_path, rng)
-    write_safetensors(tmp_path / "more.safetensors", {"model.layers.0.mlp.up_proj.bias": ("F32", np.ones(512))})
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    more = {"model.layers.0.mlp.up_proj.bias": ("F32", np.ones(512))}
+    write_safetensors(tmp_path / "model-00002-of-00002.safetensors", more)
     with pytest.raises(UnsupportedModel, match="tensor model.layers.0.mlp.up_proj.bias has no place"):
-        export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf")
+        export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "m.gguf")
 
 
 def test_the_command_refuses_with_the_exit_code_of_the_error(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -200,7 +211,7 @@ def test_rows_with_scales_of_their_own_keep_them_where_heads_are_reordered(
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = {}
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = TernaryCheckpoint.open(tmp_path)
     tensors: dict[str, tuple[str, np.ndarray]] = {}
     for name in checkpoint.names:
         if ".weight" in name and "proj" in name and not name.endswith("scale"):
@@ -211,7 +222,7 @@ def test_rows_with_scales_of_their_own_keep_them_where_heads_are_reordered(
         elif not name.endswith("scale"):
             tensors[name] = ("F32", checkpoint.floats(name))
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf", "tq2_0")
+    export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "m.gguf", "tq2_0")
     found = weights_of(tmp_path / "m.gguf")
     assert_array_equal(found["blk.1.ffn_down.weight"], expected["model.layers.1.mlp.down_proj.weight"])
     assert_array_equal(found["blk.0.attn_v.weight"], expected["model.layers.0.self_attn.v_proj.weight"])

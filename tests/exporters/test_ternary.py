@@ -15,7 +15,7 @@ from parts import missing
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
-from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary import export_ternary
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import PACK, dequantize
@@ -29,10 +29,10 @@ ONLINE = AUTOBITLINEAR | {"quantization_mode": "online"}
 
 def a_checkpoint(
     folder: Path, quantization: dict[str, Any], tensors: dict[str, tuple[str, np.ndarray]], **config: Any
-) -> Checkpoint:
+) -> TernaryCheckpoint:
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization, **config}))
     write_safetensors(folder / "model.safetensors", tensors)
-    return Checkpoint.open(folder)
+    return TernaryCheckpoint.open(folder)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_names_no_quantisation_must_be_ternary_as_it_stands(
     write_safetensors(
         tmp_path / "model.safetensors", {"m.weight": ("F16", trits * scales), "n.weight": ("F16", trits * 3 + scales)}
     )
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = TernaryCheckpoint.open(tmp_path)
     matrix = checkpoint.ternary("m", (12, 128))
     assert_array_equal(matrix.trits, trits)
     assert_array_equal(matrix.scales, np.repeat(scales, 2, axis=1))
@@ -166,9 +166,9 @@ def test_a_checkpoint_that_names_no_quantisation_must_be_ternary_as_it_stands(
 
 def test_a_folder_that_is_no_ternary_model_is_refused(trits: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"needs config.json and .safetensors files: found nothing"):
-        Checkpoint.open(tmp_path)
-    with pytest.raises(UnsupportedModel, match="must be that of bitnet: found {'quant_method': 'gptq'}"):
-        a_checkpoint(tmp_path, {"quant_method": "gptq"}, {})
+        TernaryCheckpoint.open(tmp_path)
+    with pytest.raises(UnsupportedModel, match="must be that of bitnet: found .gptq"):
+        a_checkpoint(tmp_path, {"quant_method": "gptq", "bits": 4}, {})
     with pytest.raises(UnsupportedModel, match="use_rms_norm must be False: found True"):
         a_checkpoint(tmp_path, BITLINEAR | {"use_rms_norm": True}, {})
     checkpoint = a_checkpoint(tmp_path, BITLINEAR, {}, model_type="bitnet", hidden_act="gelu")
@@ -184,13 +184,13 @@ def test_a_safetensors_file_that_is_cut_short_is_refused(trits: np.ndarray, tmp_
     for size in (0, 5, 40, len(whole) - 4):
         path.write_bytes(whole[:size])
         with pytest.raises(ModelFileError, match="cut short"):
-            Checkpoint.open(tmp_path)
+            TernaryCheckpoint.open(tmp_path)
     path.write_bytes(whole.replace(b'"shape": [7]', b'"shape": [9]'))
     with pytest.raises(ModelFileError, match=r"tensor n F32 \(9,\) cannot have 28 bytes"):
-        Checkpoint.open(tmp_path)
+        TernaryCheckpoint.open(tmp_path)
     path.write_bytes(whole.replace(b'"shape": [7]', b'"shapE": [7]'))
-    with pytest.raises(ModelFileError, match="broken header: KeyError"):
-        Checkpoint.open(tmp_path)
+    with pytest.raises(ModelFileError, match="broken header: tensor 'n': shape must be a list"):
+        TernaryCheckpoint.open(tmp_path)
 
 
 # ---- transformers ------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path, rng: np.r
     model = tiny_transformer(kind, tmp_path, rng)
     import torch
 
-    export_ternary(Checkpoint.open(tmp_path), tmp_path / "m.gguf", vocabulary=False)
+    export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "m.gguf", vocabulary=False)
     tokens = rng.integers(0, 300, 100)
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()

@@ -10,9 +10,10 @@ from checkpoints import LLAMA3, TEXT, byte_level
 from tokenizers import decoders, models, normalizers, processors
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.gguf import write_gguf
-from edgeinfer.exporters.vocabulary import read_vocabulary
-from edgeinfer.models.gguf import ModelFile
+from edgeinfer.exporters.vocabulary import read_vocabulary as read_vocabulary_of
+from edgeinfer.models.gguf import MetadataValue, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
 TEXTS = [
@@ -22,6 +23,10 @@ TEXTS = [
     TEXT[:2000],
 ]
 CONFIG = {"bos_token_id": 0, "eos_token_id": [1, 2]}
+
+
+def read_vocabulary(folder: Path, config: dict[str, Any], n_rows: int) -> dict[str, MetadataValue]:
+    return read_vocabulary_of(Folder(folder), Config(config, folder / "config.json"), n_rows)
 
 
 def sentence_piece(folder: Path) -> tokenizers.Tokenizer:

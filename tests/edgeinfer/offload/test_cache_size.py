@@ -29,6 +29,7 @@ SIZES = ExpertSizes(total=16 * GIB, least=64 * MIB, a_token=3 * GIB, n_layers=48
         ("800MB", SizeRequest(n_bytes=800_000_000)),
         ("800 mb", SizeRequest(n_bytes=800_000_000)),
         ("2TiB", SizeRequest(n_bytes=2 << 40)),
+        ("4G", SizeRequest(n_bytes=4_000_000_000)),
         ("1000000", SizeRequest(n_bytes=1_000_000)),
         ("9007199254740993", SizeRequest(n_bytes=9007199254740993)),  # which no float is
         ("12B", SizeRequest(n_bytes=12)),

@@ -17,8 +17,9 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.memory.process import Process
 from edgeinfer.profiler import machine, passes, planner, report
 from edgeinfer.profiler.hits import recency_hit_rate, union_of
-from edgeinfer.profiler.machine import Machine, amount, described
+from edgeinfer.profiler.machine import Machine, described
 from edgeinfer.profiler.passes import Passes
+from edgeinfer.sizes import parse_amount
 
 GB = 1e9
 HERE = Machine("this CPU", 2, 8 << 30, 20 * GB, 100 * GB, 1 * GB)
@@ -167,13 +168,13 @@ def test_a_cache_of_recently_used_experts_hits_as_often_as_a_simulated_one():
     "text, value", [("4GiB", 4 << 30), ("50GB/s", 50e9), ("300G", 300e9), ("1.5e3", 1500), (7, 7), ("2 kb", 2000)]
 )
 def test_sizes_and_rates_are_read_with_their_units(text, value):
-    assert amount("memory", text) == value
+    assert parse_amount("memory", text) == value
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "3x", "60%", True, "nan", float("inf")])
 def test_other_texts_are_no_sizes(text):
     with pytest.raises(InvalidArgument, match="memory must be"):
-        amount("memory", text)
+        parse_amount("memory", text)
 
 
 def test_flags_of_drafts_mean_the_same_as_for_a_chat(tiny):

@@ -1,0 +1,36 @@
+"""JSON that a stranger wrote: an object, no key with two values, no NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from edgeinfer.errors import ModelFileError
+
+
+def parsed(text: bytes, where: str) -> dict[str, Any]:
+    """The object in a text in UTF-8. where: begins the message of an error. Raises ModelFileError."""
+    try:
+        found = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{where}: no JSON: {error!s:.200}") from error
+    if not isinstance(found, dict):
+        raise ModelFileError(f"{where}: must be a JSON object: found {type(found).__name__}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"the key {key!r:.80} stands there twice, with different values")
+        found[key] = value
+    return found
+
+
+def _constant(name: str) -> float:
+    """Python writes infinities, which some configurations hold; NaN is of no use."""
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return -math.inf if name.startswith("-") else math.inf

@@ -1,0 +1,97 @@
+"""A .litertlm file: a header that names sections, and the sections, each from a multiple of 16 KiB on.
+
+    "LITERTLM" | version, 3 x uint32 | 0 | end of the header, uint64 at 24 | header, a flatbuffer, at 32 | section ...
+
+litert-lm-builder writes the same, with the time and a random number in it; here the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from edgeinfer.exporters.litertlm.library import open_flatbuffers, open_header_schema
+
+BLOCK = 16 << 10  # bytes that sections begin at multiples of
+_MAGIC = b"LITERTLM"
+_VERSION = (1, 7, 0)
+_END_AT, _HEADER_AT = 24, 32
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the file. kind: its name in the schema of the header.  items: texts that go with it.  write: gives the
+    bytes that it wrote."""
+
+    kind: str
+    write: Callable[[BinaryIO], int]
+    items: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, kind: str, data: bytes) -> Section:
+        """One whose bytes are there."""
+        return cls(kind, lambda file: file.write(data))
+
+
+def compressed_tokenizer(tokenizer: bytes) -> Section:
+    """The section of a tokenizer.json: its length in 8 bytes, and it by zlib."""
+    return Section.of("HF_Tokenizer_Zlib", len(tokenizer).to_bytes(8, "little") + zlib.compress(tokenizer, 9))
+
+
+def write_container(file: BinaryIO, texts: Mapping[str, str], sections: Sequence[Section]) -> int:
+    """Write the file, which begins at 0 and can be sought in; gives its bytes. texts: of the whole. Raises OSError."""
+    spans = [(1, 1)] * len(sections)  # unlike 0, which is left out: the header has its length already
+    n_header = len(_header(texts, sections, spans))
+    end = _HEADER_AT + n_header
+    for index, section in enumerate(sections):
+        begin = -(-end // BLOCK) * BLOCK
+        file.seek(begin)
+        end = begin + section.write(file)
+        spans[index] = begin, end
+    file.seek(0)
+    file.write((_MAGIC + b"".join(part.to_bytes(4, "little") for part in _VERSION)).ljust(_END_AT, b"\0"))
+    file.write((_HEADER_AT + n_header).to_bytes(8, "little"))
+    file.write(_header(texts, sections, spans))
+    file.seek(end)
+    return end
+
+
+def stable_uuid(*parts: bytes) -> str:
+    """A random-looking identity that follows from these bytes, in the form of a UUID of version 8."""
+    digest = bytearray(hashlib.sha256(b"\0".join(parts)).digest()[:16])
+    digest[6] = digest[6] & 0x0F | 0x80
+    digest[8] = digest[8] & 0x3F | 0x80
+    text = digest.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _header(texts: Mapping[str, str], sections: Sequence[Section], spans: Sequence[tuple[int, int]]) -> bytes:
+    schema = open_header_schema()
+    builder = open_flatbuffers().Builder(BLOCK)
+    header = schema.LiteRTLMMetaDataT(
+        systemMetadata=schema.SystemMetadataT(entries=_pairs(texts)),
+        sectionMetadata=schema.SectionMetadataT(
+            objects=[
+                schema.SectionObjectT(
+                    items=_pairs(section.items or {}),
+                    beginOffset=begin,
+                    endOffset=end,
+                    dataType=getattr(schema.AnySectionDataType, section.kind),
+                )
+                for section, (begin, end) in zip(sections, spans, strict=True)
+            ]
+        ),
+    )
+    builder.Finish(header.Pack(builder))
+    return bytes(builder.Output())
+
+
+def _pairs(texts: Mapping[str, str]) -> list[Any]:
+    schema = open_header_schema()
+    return [
+        schema.KeyValuePairT(key=key, value=schema.StringValueT(value), valueType=schema.VData.StringValue)
+        for key, value in texts.items()
+    ]

@@ -1,0 +1,101 @@
+"""The manifest of an export: what was read, what was written, and by what; the same input gives the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.exporters.request import Plan, Request, Result
+from edgeinfer.files import write_whole
+
+NAME = "manifest.json"  # in the folder of a package; beside a single file its name stands in front
+_PIECE_BYTES = 8 << 20
+_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")  # what is read of a checkpoint
+
+
+def manifest_path(out: Path) -> Path:
+    """Where the manifest of an output lies."""
+    return out / NAME if out.is_dir() else out.with_name(f"{out.name}.{NAME}")
+
+
+def write_manifest(target: str, request: Request, plan: Plan, result: Result) -> Path | None:
+    """Write the manifest of an export, and give its path; None where the output is no file. Raises OSError."""
+    if not all(path.is_file() for path in result.files):  # a pipe or a device
+        return None
+    path = manifest_path(request.out)
+    content = manifest(target, request, plan, result)
+    write_whole(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+    return path
+
+
+def manifest(target: str, request: Request, plan: Plan, result: Result) -> Mapping[str, Any]:
+    """What the manifest says. Files have names without folders, so that it is the same wherever they lie."""
+    content: dict[str, Any] = {
+        "target": target,
+        "source": [record(path) for path in source_files(request.source)],
+        "files": [record(path, request.out) for path in result.files],
+        "options": _options(request),
+        "types": dict(sorted(Counter(tensor.written.name for tensor in plan.tensors).items())),
+        "tensors": {tensor.name: tensor.written.name for tensor in plan.tensors},
+        "planned": {"peak_bytes": plan.peak_bytes, "disk_bytes": plan.disk_bytes},
+        "notes": list(plan.notes),
+        "check": result.check,
+        "tool": {"edgeinfer": tool_version()},
+    }
+    for name, value in (("imatrix", request.imatrix), ("calibration", request.calibration), ("draft", request.draft)):
+        if isinstance(value, Path):
+            content[name] = record(value)
+    return {**content, **result.facts}
+
+
+def record(path: Path, folder: Path | None = None) -> dict[str, Any]:
+    """Name, bytes and sha256 of a file. folder: that the name is relative to, where the file lies in it."""
+    inside = folder is not None and path != folder and path.is_relative_to(folder)
+    name = path.relative_to(folder).as_posix() if inside and folder is not None else path.name
+    return {"name": name, "n_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file's bytes, read some at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def source_files(source: Path) -> list[Path]:
+    """The files of a source: the parts of a GGUF file, or those of a checkpoint's folder."""
+    if source.is_dir():
+        return sorted({path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()})
+    from edgeinfer.models.gguf import ModelFile
+
+    with ModelFile.open(source) as file:
+        return list(file.paths)
+
+
+def tool_version(name: str = "edgeinfer") -> str:
+    """Version of an installed package, "unknown" where there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _options(request: Request) -> dict[str, Any]:
+    named: Iterable[tuple[str, Any]] = (
+        ("type", request.type),
+        ("imatrix", request.imatrix),
+        ("size", request.size),
+        ("fit", request.fit),
+        ("cost", request.cost),
+        ("n_ctx", request.n_ctx),
+        ("draft", request.draft),
+        *sorted(request.more.items()),
+    )
+    return {name: value.name if isinstance(value, Path) else value for name, value in named if value is not None}

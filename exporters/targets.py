@@ -1,0 +1,77 @@
+"""The table of export targets, and what is checked before one writes."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer import devices
+from edgeinfer.arguments import human_bytes
+from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.request import Plan, Request, Target
+from edgeinfer.files import behind_links, check_writable
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a target is, and what it writes.
+
+    module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
+    one is written beside it, or into its folder.
+    """
+
+    module: str
+    name: str
+    writes: str
+    has_manifest: bool = True
+
+
+TARGETS = {  # in the order of --help
+    "gguf": Entry("edgeinfer.exporters.gguf_target", "GgufTarget", "a GGUF file"),
+    "genai": Entry("edgeinfer.exporters.genai", "GenaiTarget", "a folder for ONNX Runtime GenAI"),
+    "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file"),
+    "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN"),
+    "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch"),
+    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False),
+    "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
+}
+
+
+def open_target(name: str) -> Target:
+    """The target with that name. Raises InvalidArgument for a name that is not in the table."""
+    if name not in TARGETS:
+        raise InvalidArgument(f"there is no export target {name!r}; there are {', '.join(TARGETS)}")
+    entry = TARGETS[name]
+    if importlib.util.find_spec(entry.module) is None:
+        raise UnsupportedModel(f"this version of edgeinfer cannot write {entry.writes} (--to {name})")
+    target: Target = getattr(importlib.import_module(entry.module), entry.name)()
+    return target
+
+
+def check_places(request: Request) -> None:
+    """Raises OSError where the output cannot be written, InvalidArgument where it is what is read. Changes nothing."""
+    source, out = request.source, request.out
+    if not source.exists():
+        raise FileNotFoundError(errno.ENOENT, "There is no such file or folder", str(source))
+    if out.exists() and out.samefile(source):
+        raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
+    check_writable(out / "manifest.json" if out.is_dir() else out)
+
+
+def check_room(plan: Plan, out: Path) -> None:
+    """Raises BudgetExceeded or OSError with the shortfall where memory or the disk has too little room for a plan."""
+    available = devices.available_memory()
+    if plan.peak_bytes > available:
+        raise BudgetExceeded(
+            f"{out}: the export needs {human_bytes(plan.peak_bytes)} of memory, available are "
+            f"{human_bytes(available)}: {human_bytes(plan.peak_bytes - available)} are missing"
+        )
+    folder = out if out.is_dir() else behind_links(out).parent
+    free = shutil.disk_usage(folder).free
+    if plan.disk_bytes > free:
+        reason = f"needs {human_bytes(plan.disk_bytes)}, free are {human_bytes(free)}: "
+        raise OSError(errno.ENOSPC, f"{reason}{human_bytes(plan.disk_bytes - free)} are missing", str(folder))
