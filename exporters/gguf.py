@@ -7,19 +7,21 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.files import written_whole
-from edgeinfer.models.arrays import Array
+from edgeinfer.models.arrays import Array, Numbers
 from edgeinfer.models.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
 Metadata: TypeAlias = Mapping[str, MetadataValue]
 Progress: TypeAlias = Callable[[float], None]
 
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64, _INT64 = 4, 5, 6, 7, 8, 9, 10, 11
+_KINDS = {"uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6, "bool": 7}
+_KINDS |= {"uint64": 10, "int64": 11, "float64": 12}
 _FORMATS = {_UINT32: "I", _INT32: "i", _FLOAT32: "f", _BOOL: "?", _UINT64: "Q", _INT64: "q"}
 
 
@@ -41,10 +43,35 @@ class Tensor:
         return self.type.n_bytes(math.prod(self.shape))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of a file lies.
+
+    header: its first bytes, with the padding behind them.  offsets: of each tensor, in bytes from the start of the
+    file.  n_bytes: of the whole file.
+    """
+
+    header: bytes
+    offsets: Mapping[str, int]
+    n_bytes: int
+
+
+def layout(metadata: Metadata, tensors: Sequence[Tensor]) -> Layout:
+    """The layout of a file with this metadata and these tensors, one behind the other."""
+    header = _header(metadata, tensors)
+    header += bytes(_padded(len(header)) - len(header))
+    offsets, at = {}, len(header)
+    for tensor in tensors:
+        offsets[tensor.name] = at
+        at += _padded(tensor.n_bytes)
+    return Layout(header, offsets, at)
+
+
 def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
     """Write a file completely or not at all.
 
-    Integers become UINT32, or a larger type if needed, floats FLOAT32; arrays of integers INT32.  progress: called with
+    Integers become UINT32, or a larger type if needed, floats FLOAT32; lists of integers INT32, and arrays of a file
+    keep their type.  progress: called with
     the share that is done. Raises OSError, and what making a tensor raises.
     """
     total, done = sum(tensor.n_bytes for tensor in tensors), 0
@@ -85,6 +112,8 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: MetadataValue) -> bytes:
+    if isinstance(value, Numbers):
+        return _numbers(np.asarray(value))
     if isinstance(value, Array):
         value = value.tolist()
     if isinstance(value, list):
@@ -92,6 +121,13 @@ def _value(value: MetadataValue) -> bytes:
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + _elements(kind, value)
     kind = _kind(value)
     return struct.pack("<I", kind) + _elements(kind, [value])
+
+
+def _numbers(values: NDArray[Any]) -> bytes:
+    """An array of numbers in their own type."""
+    kind = _KINDS[values.dtype.name]
+    data = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes()
+    return struct.pack("<IIQ", _ARRAY, kind, len(values)) + data
 
 
 def _elements(kind: int, values: Sequence[str | bool | int | float]) -> bytes:

@@ -54,13 +54,14 @@ class Source(Protocol):
 
     path: what the user named.  files: what is read, for the manifest.  metadata: the keys of the GGUF file, without
     those that follow from how it is written (general.file_type, general.alignment, split.*).  tensors: in the order in
-    which they are written.
+    which they are written.  notes: what the user should know about what is left out or differs, a sentence each.
     """
 
     path: Path
     files: Sequence[Path]
     metadata: Metadata
     tensors: Sequence[SourceTensor]
+    notes: Sequence[str]
 
     def release(self, name: str) -> None:
         """Give back what reading a tensor keeps in memory; it can be read again."""
@@ -90,6 +91,7 @@ class GgufSource:
         self.files: Sequence[Path] = file.paths
         self.metadata: Metadata = {key: value for key, value in file.metadata.items() if key not in _OF_THE_FILE}
         self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors]
+        self.notes: Sequence[str] = ()
 
     def release(self, name: str) -> None:
         """See Source.release."""
@@ -101,11 +103,15 @@ class GgufSource:
 
     def _stored(self, name: str, first: int, last: int) -> Bytes:
         info = self.file.tensors[name]
-        row_bytes = info.type.n_bytes(info.shape[-1] if info.shape else 1)
-        return self.file.data(name, first * row_bytes, last * row_bytes)
+        n_in = info.shape[-1] if info.shape else 1
+        row_bytes = n_in // info.type.block_elements * info.type.block_bytes
+        is_end = last * n_in == info.n_elements  # I2_S has bytes behind its last row
+        return self.file.data(name, first * row_bytes, info.n_bytes if is_end else last * row_bytes)
 
     def _rows(self, name: str, first: int, last: int) -> Floats:
         info = self.file.tensors[name]
         check_type(info.type)
         n_in = info.shape[-1] if info.shape else 1
+        if info.type == GGMLType.I2_S:
+            return dequantize(info.type, self.file.data(name), info.shape)[first:last]
         return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))

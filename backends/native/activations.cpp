@@ -15,6 +15,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes) {
     inputs.q256 = cutter.take<int8_t>(by256);
     inputs.scale256 = cutter.take<float>(n_by256);
     inputs.centre16 = cutter.take<int32_t>(by256 / 16);
+    inputs.sums16 = cutter.take<int16_t>(by256 / 16);
     inputs.sums32 = cutter.take<int16_t>(by256 / 32);
     inputs.fits_int16 = cutter.take<uint8_t>(n_by256);
     inputs.q_token = cutter.take<int8_t>(n * static_cast<size_t>(sizes.by_token));

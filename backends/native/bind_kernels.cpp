@@ -48,7 +48,7 @@ public:
         std::vector<int8_t> q(n * n_in + kBehindInputs);
         std::vector<float> scales(n * (n_in / 32 + 1));
         std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1), centre32(n * n_in / 32 + 1);
-        std::vector<int16_t> sums32(n * n_in / 32 + 1);
+        std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
         std::vector<uint8_t> fits_int16(n * n_in / 256 + 1);
         Inputs in;
         in.n_in = matrix_.n_in;
@@ -59,6 +59,7 @@ public:
         in.sum32 = in.sum_token = sums.data();
         in.centre32 = centre32.data();
         in.centre16 = centre16.data();
+        in.sums16 = sums16.data();
         in.sums32 = sums32.data();
         in.fits_int16 = fits_int16.data();
         for (int c = 0; c < static_cast<int>(n); c++) {
@@ -104,7 +105,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     std::vector<int8_t> q(n_tokens * most_in + kBehindInputs);
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
     std::vector<int32_t> sums(n_tokens * (most_in / 16 + 1), 5);
-    std::vector<int16_t> short_sums(n_tokens * (most_in / 32 + 1), 5);
+    std::vector<int16_t> short_sums(n_tokens * (most_in / 16 + 1), 5);
     std::vector<uint8_t> fits_int16(n_tokens * (most_in / 256 + 1));
     const size_t ldx = (most_in + 15) / 16 * 16;
     const std::vector<float> x(n_tokens * ldx, 0.5f);
@@ -114,7 +115,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     in.q32 = in.q256 = in.q_token = q.data();
     in.scale32 = in.scale256 = in.scale_token = scales.data();
     in.sum32 = in.centre32 = in.sum_token = in.centre16 = sums.data();
-    in.sums32 = short_sums.data();
+    in.sums16 = in.sums32 = short_sums.data();
     in.fits_int16 = fits_int16.data();
     const auto started = std::chrono::steady_clock::now();
     pool.run([&](int thread) {

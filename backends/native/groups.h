@@ -112,6 +112,12 @@ EI_FOR_GROUPS(fnma_f32)
 #undef EI_FOR_GROUPS
 
 template <int N, class T, int G>
+EI_INLINE Groups<T, G> shl_u16(const Groups<T, G>& v) {
+    Groups<T, G> all;
+    for (int g = 0; g < G; g++) all.of[g] = shl_u16<N>(v.of[g]);
+    return all;
+}
+template <int N, class T, int G>
 EI_INLINE Groups<T, G> shr_u16(const Groups<T, G>& v) {
     Groups<T, G> all;
     for (int g = 0; g < G; g++) all.of[g] = shr_u16<N>(v.of[g]);

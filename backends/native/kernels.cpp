@@ -457,6 +457,7 @@ EI_INLINE F32 load_row_bf16(const void* p) { return load_bf16(p); }
 
 #include "mxfp4.h"
 #include "ternary.h"
+#include "tiles_23k.h"
 
 namespace {
 
@@ -577,6 +578,8 @@ void matmul(const Matrix& w, const Inputs& x, int n, int first, int last, const 
         case Format::Q4_1: return matmul_as<Blocks32<4, 0, true>>(w, x, n, first, last, next, y, ldy);
         case Format::Q5_0: return matmul_as<Blocks32<5, 16, false>>(w, x, n, first, last, next, y, ldy);
         case Format::Q5_1: return matmul_as<Blocks32<5, 0, true>>(w, x, n, first, last, next, y, ldy);
+        case Format::Q2_K: return matmul_as<Tiles2K>(w, x, n, first, last, next, y, ldy);
+        case Format::Q3_K: return matmul_as<Tiles3K>(w, x, n, first, last, next, y, ldy);
         case Format::Q4_K: return matmul_as<Tiles45K<4>>(w, x, n, first, last, next, y, ldy);
         case Format::Q5_K: return matmul_as<Tiles45K<5>>(w, x, n, first, last, next, y, ldy);
         case Format::Q6_K: return matmul_as<Tiles6K>(w, x, n, first, last, next, y, ldy);
@@ -645,8 +648,10 @@ void quantize256(const Inputs& x, int c) {
         x.scale256[column * n_blocks + b] =
             quantize<256>(in + 256 * b, x.q256 + column * static_cast<size_t>(x.n_in) + 256 * b, sums);
         int32_t* centre = x.centre16 + (column * n_blocks + b) * 16;
+        int16_t* sums16 = x.sums16 + (column * n_blocks + b) * 16;
         int16_t* sums32 = x.sums32 + (column * n_blocks + b) * 8;
         for (int i = 0; i < 16; i++) centre[i] = centre_16(x.q256 + (column * n_blocks + b) * 256 + 16 * i, sums[i]);
+        for (int i = 0; i < 16; i++) sums16[i] = static_cast<int16_t>(sums[i]);
         for (int i = 0; i < 8; i++) sums32[i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
         x.fits_int16[column * n_blocks + b] =
             kInt16Scaling != Int16Scaling::None && all_fit_int16(x.q256 + (column * n_blocks + b) * 256);

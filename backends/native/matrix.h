@@ -22,7 +22,17 @@
 //                      A weight is (kMxfp4Codes[code] - kMxfp4Offset) * 2^(e - 128): its scale is half of the format's,
 //                      its integer twice the format's number. 2^-128 and 2^-127 are subnormal floats.
 //
-// Tiles of 256 inputs (Q4_K, Q5_K, Q6_K)
+// Tiles of 256 inputs (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
+//   Q2_K:        0 f16 d[16] | 32 f16 dmin[16] | 64 u8 s[8][32], s[p][2*row + h] of the 16 inputs 2p+h: low nibble = scale,
+//                high nibble = min
+//                320: 16 lines; line j, byte 4*row + c: bits 2u, 2u+1 = code at k = 16j + 4u + c          (u, c = 0..3)
+//   Q3_K:        for each two tiles  f16 d[16] of the first | f16 d[16] of the second | tile | tile
+//                tile: 0 six bits each of 256 scales s[8][32], less 32: s[p][2*row + h] of the 16 inputs 2p+h; byte i of
+//                line u = 0, 1, 2:
+//                  bits 2..7 = s[64u + i], bits 0, 1 = bits 2u, 2u+1 of s[192 + i]
+//                192: for each 32 inputs p = 0..7 three lines; byte 4*row + c, code w_i at k = 32p + 4i + c
+//                  bits 3..5 of lines 0, 1, 2 = w_0, w_2, w_4; bits 0..2 = w_1, w_3, w_5
+//                  bits 6, 7 of lines 0, 1 = high bits of w_6, w_7; bits 6, 7 of line 2 = bit 0 of w_6, of w_7
 //   Q4_K, Q5_K:  0 f16 d[16] | 32 f16 dmin[16] | 64 the six bits each of 256 scales and mins s: sc[8][16] | m[4][32],
 //                m[p][2*row + h] = min of block 2p+h; byte i of line u = 0, 1, 2:
 //                  bits 0..5 = s[64u + i], bits 6, 7 = bits 2u, 2u+1 of s[192 + i]
@@ -61,6 +71,8 @@ enum class Format : int {
     Q5_0 = 6,
     Q5_1 = 7,
     Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
     Q4_K = 12,
     Q5_K = 13,
     Q6_K = 14,
@@ -196,7 +208,7 @@ struct Tasks {
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q; centre = what a dot product with the integers of MXFP4
 // begins with, as they stand kMxfp4Offset above the true ones.  Int8By256: likewise for each 256, with the sums of
-// each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
+// each 16 and each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
 // instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes of no 16 add
 // up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those of the
 // arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
@@ -217,6 +229,7 @@ struct Inputs {
     int8_t* q256 = nullptr;         // (n, n_in)
     float* scale256 = nullptr;      // (n, n_in / 256)
     int32_t* centre16 = nullptr;    // (n, n_in / 16)
+    int16_t* sums16 = nullptr;      // (n, n_in / 16)
     int16_t* sums32 = nullptr;      // (n, n_in / 32)
     uint8_t* fits_int16 = nullptr;  // (n, n_in / 256)
     int8_t* q_token = nullptr;      // (n, n_in)
@@ -242,6 +255,7 @@ struct Inputs {
         rest.q256 += column * n;
         rest.scale256 += column * (n / 256);
         rest.centre16 += column * (n / 16);
+        rest.sums16 += column * (n / 16);
         rest.sums32 += column * (n / 32);
         rest.fits_int16 += column * (n / 256);
         rest.q_token += column * n;
@@ -253,6 +267,8 @@ struct Inputs {
 
 constexpr InputKind input_kind(Format format) {
     switch (format) {
+        case Format::Q2_K:
+        case Format::Q3_K:
         case Format::Q4_K:
         case Format::Q5_K:
         case Format::Q6_K:

@@ -56,6 +56,45 @@ uint8_t six_bits_at(const uint8_t* lines, int i) {
     return static_cast<uint8_t>(value);
 }
 
+void row_of_2k(const uint8_t* tile, int row, int n_in, float* out) {
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(tile + 2 * row), dmin = read_f16(tile + 32 + 2 * row);
+        for (int j = 0; j < 16; j++) {
+            const uint8_t scale = tile[64 + 32 * (j / 2) + 2 * row + j % 2];
+            const uint32_t line = word_at(tile + 320 + 64 * j + 4 * row);
+            for (int u = 0; u < 4; u++) out = weights_of_2k(d, dmin, scale, line >> 2 * u & 0x03030303, out);
+        }
+        tile += kTileBytes2K;
+    }
+}
+
+// The ith of 256 signed scales that are kept in 192 bytes.
+int high_six_bits_at(const uint8_t* lines, int i) {
+    if (i < 192) return static_cast<int8_t>(lines[i] & 0xfc) / 4;
+    int value = 0;
+    for (int u = 0; u < 3; u++) value |= (lines[64 * u + i - 192] & 3) << (2 + 2 * u);
+    return static_cast<int8_t>(value) / 4;
+}
+
+void row_of_3k(const uint8_t* group, int row, int n_in, float* out) {
+    for (size_t b = 0; b < static_cast<size_t>(n_in) / 256; b++) {
+        const float d = read_f16(group + factor_at_3k(b) + 2 * row);
+        const uint8_t* tile = group + tile_at_3k(b);
+        for (int p = 0; p < 8; p++) {
+            uint32_t line[3];
+            for (int u = 0; u < 3; u++) line[u] = word_at(tile + 192 + 192 * p + 64 * u + 4 * row);
+            constexpr uint32_t kThree = 0x07070707, kHigh = 0x06060606, kLow = 0x01010101;
+            const uint32_t last[2] = {(line[0] >> 5 & kHigh) | (line[2] >> 6 & kLow),
+                                      (line[1] >> 5 & kHigh) | (line[2] >> 7 & kLow)};
+            for (int i = 0; i < 8; i++) {
+                const int scale = high_six_bits_at(tile, 32 * p + 2 * row + i / 4);
+                const uint32_t codes = i < 6 ? line[i / 2] >> (i % 2 ? 0 : 3) & kThree : last[i - 6];
+                out = weights_of_3k(d, scale, codes, out);
+            }
+        }
+    }
+}
+
 void row_of_45k(int bits, const uint8_t* tile, int row, int n_in, float* out) {
     const size_t lines = bits == 5 ? 320 : 256;
     for (int b = 0; b < n_in / 256; b++) {
@@ -128,6 +167,8 @@ void dequantize_packed_row(const Matrix& matrix, int row, float* out) {
             });
         case Format::F16: return row_of_floats(2, group, r, n_in, out, read_f16);
         case Format::BF16: return row_of_floats(2, group, r, n_in, out, read_bf16);
+        case Format::Q2_K: return row_of_2k(group, r, n_in, out);
+        case Format::Q3_K: return row_of_3k(group, r, n_in, out);
         case Format::Q4_K: return row_of_45k(4, group, r, n_in, out);
         case Format::Q5_K: return row_of_45k(5, group, r, n_in, out);
         case Format::Q6_K: return row_of_6k(group, r, n_in, out);

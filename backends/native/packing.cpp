@@ -138,6 +138,66 @@ void pack_row_45k(int bits, const uint8_t* source, int n_in, int row, uint8_t* t
     }
 }
 
+// GGUF's Q2_K: 16 bytes of 4-bit scales and mins, 64 bytes of codes, f16 d, f16 dmin. Q3_K: 32 bytes of third bits, 64 bytes
+// of codes, 12 bytes of 6-bit scales, f16 d.
+constexpr size_t kBytes2K = 84, kBytes3K = 110;
+
+// The low two bits of four codes from input k on, a multiple of 4, a byte each.
+uint32_t two_bits_at(const uint8_t* codes, int k) {
+    return word_at(codes + 32 * (k / 128) + k % 32) >> (k % 128 / 32 * 2) & 0x03030303;
+}
+
+uint32_t codes_of_block3k(const uint8_t* block, int k) {
+    return two_bits_at(block + 32, k) | (word_at(block + k % 32) >> (k / 32) & 0x01010101) << 2;
+}
+
+// Scale j of Q3_K, signed.
+int scale_of_block3k(const uint8_t* block, int j) {
+    const uint8_t* packed = block + 96;
+    return ((packed[j % 8] >> (j / 8 * 4) & 15) | (packed[8 + j % 4] >> (j / 4 * 2) & 3) << 4) - 32;
+}
+
+void pack_row_2k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
+    for (int b = 0; b < n_in / 256; b++) {
+        std::memcpy(tile + 2 * row, source + 80, 2);
+        std::memcpy(tile + 32 + 2 * row, source + 82, 2);
+        for (int j = 0; j < 16; j++) {
+            tile[64 + 32 * (j / 2) + 2 * row + j % 2] = source[j];
+            uint32_t line = 0;
+            for (int u = 0; u < 4; u++) line |= two_bits_at(source + 16, 16 * j + 4 * u) << 2 * u;
+            std::memcpy(tile + 320 + 64 * j + 4 * row, &line, 4);
+        }
+        source += kBytes2K;
+        tile += kTileBytes2K;
+    }
+}
+
+// The ith of 256 signed scales that are kept in 192 bytes.
+void place_high_six_bits(int scale, int i, uint8_t* lines) {
+    if (i < 192) return put_bits(lines[i], 2, 6, scale);
+    for (int u = 0; u < 3; u++) put_bits(lines[64 * u + i - 192], 0, 2, scale >> 2 * u);
+}
+
+void pack_row_3k(const uint8_t* source, int n_in, int row, uint8_t* group) {
+    for (size_t b = 0; b < static_cast<size_t>(n_in) / 256; b++) {
+        std::memcpy(group + factor_at_3k(b) + 2 * row, source + 108, 2);
+        uint8_t* tile = group + tile_at_3k(b);
+        for (int j = 0; j < 16; j++) {
+            place_high_six_bits(scale_of_block3k(source, j), 32 * (j / 2) + 2 * row + j % 2, tile);
+        }
+        for (int p = 0; p < 8; p++) {
+            const auto code = [&](int i) { return codes_of_block3k(source, 32 * p + 4 * i); };
+            const uint32_t low = (code(6) & 0x01010101) << 6 | (code(7) & 0x01010101) << 7;
+            const uint32_t last[3] = {(code(6) & 0x06060606) << 5, (code(7) & 0x06060606) << 5, low};
+            for (int u = 0; u < 3; u++) {
+                const uint32_t line = code(2 * u) << 3 | code(2 * u + 1) | last[u];
+                std::memcpy(tile + 192 + 192 * p + 64 * u + 4 * row, &line, 4);
+            }
+        }
+        source += kBytes3K;
+    }
+}
+
 // GGUF's Q6_K: 128 bytes of low nibbles, 64 of top bits, 16 int8 scales, f16 d. Four codes from input k on, a multiple of
 // 4, a byte each; they are 32 above the true ones.
 uint32_t codes_of_block6k(const uint8_t* block, int k) {
@@ -270,6 +330,8 @@ void pack_row(Format of, Format as, const uint8_t* source, int n_in, int row, ui
         case Format::F32: return pack_row_floats(4, source, n_in, row, group);
         case Format::F16:
         case Format::BF16: return pack_row_floats(2, source, n_in, row, group);
+        case Format::Q2_K: return pack_row_2k(source, n_in, row, group);
+        case Format::Q3_K: return pack_row_3k(source, n_in, row, group);
         case Format::Q4_K: return pack_row_45k(4, source, n_in, row, group);
         case Format::Q5_K: return pack_row_45k(5, source, n_in, row, group);
         case Format::Q6_K: return pack_row_6k(source, n_in, row, group);
@@ -307,6 +369,26 @@ void dequantize_6k(const uint8_t* block, int n_in, float* out) {
         const float d = read_f16(block + 208);
         for (int k = 0; k < 256; k += 4) out = weights_of_6k(d, block[192 + k / 16], codes_of_block6k(block, k), out);
         block += kBytes6K;
+    }
+}
+
+void dequantize_2k(const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(block + 80), dmin = read_f16(block + 82);
+        for (int k = 0; k < 256; k += 4) {
+            out = weights_of_2k(d, dmin, block[k / 16], two_bits_at(block + 16, k), out);
+        }
+        block += kBytes2K;
+    }
+}
+
+void dequantize_3k(const uint8_t* block, int n_in, float* out) {
+    for (int b = 0; b < n_in / 256; b++) {
+        const float d = read_f16(block + 108);
+        for (int k = 0; k < 256; k += 4) {
+            out = weights_of_3k(d, scale_of_block3k(block, k / 16), codes_of_block3k(block, k), out);
+        }
+        block += kBytes3K;
     }
 }
 
@@ -412,6 +494,8 @@ bool block_size(int ggml_type, int& n_inputs, size_t& n_bytes) {
         case Format::Q4_1:
         case Format::Q5_0:
         case Format::Q5_1: n_inputs = 32, n_bytes = block32(format).n_bytes(); return true;
+        case Format::Q2_K: n_inputs = 256, n_bytes = kBytes2K; return true;
+        case Format::Q3_K: n_inputs = 256, n_bytes = kBytes3K; return true;
         case Format::Q4_K: n_inputs = 256, n_bytes = kBytes4K; return true;
         case Format::Q5_K: n_inputs = 256, n_bytes = kBytes5K; return true;
         case Format::Q6_K: n_inputs = 256, n_bytes = kBytes6K; return true;
@@ -450,6 +534,8 @@ size_t packed_group_bytes(Format format, int n_in) {
         case Format::F32: return n * kRows * 4;
         case Format::F16:
         case Format::BF16: return round_up(n * kRows * 2, 64);
+        case Format::Q2_K: return n / 256 * kTileBytes2K;
+        case Format::Q3_K: return tile_at_3k(n / 256 - 1) + kTileBytes3K;
         case Format::Q4_K: return n / 256 * tile_bytes_45k(4);
         case Format::Q5_K: return n / 256 * tile_bytes_45k(5);
         case Format::Q6_K: return n / 256 * kTileBytes6K;
@@ -518,6 +604,8 @@ void dequantize_row(Format format, const uint8_t* row, int n_in, float* out) {
         case Format::BF16:
             for (int k = 0; k < n_in; k++) out[k] = read_bf16(row + 2 * k);
             return;
+        case Format::Q2_K: return dequantize_2k(row, n_in, out);
+        case Format::Q3_K: return dequantize_3k(row, n_in, out);
         case Format::Q4_K: return dequantize_45k(4, row, n_in, out);
         case Format::Q5_K: return dequantize_45k(5, row, n_in, out);
         case Format::Q6_K: return dequantize_6k(row, n_in, out);

@@ -85,7 +85,25 @@ inline float* weights_of_mxfp4(uint8_t e, const Codes& codes, float* out) {
 // ---- tiles of 256 --------------------------------------------------------------------------------------------------
 
 constexpr size_t tile_bytes_45k(int bits) { return bits == 5 ? 256 + 8 * 320 : 256 + 8 * 256; }
-constexpr size_t kTileBytes6K = 3392;
+constexpr size_t kTileBytes6K = 3392, kTileBytes2K = 1344, kTileBytes3K = 1728;
+
+// Where row groups keep tile b of Q3_K, and its d.
+constexpr size_t tile_at_3k(size_t b) { return b / 2 * (64 + 2 * kTileBytes3K) + 64 + b % 2 * kTileBytes3K; }
+constexpr size_t factor_at_3k(size_t b) { return b / 2 * (64 + 2 * kTileBytes3K) + b % 2 * 32; }
+
+// Four weights of Q2_K. scale: low four bits scale, high four min.
+inline float* weights_of_2k(float d, float dmin, uint8_t scale, uint32_t codes, float* out) {
+    const float step = d * static_cast<float>(scale & 15), min = dmin * static_cast<float>(scale >> 4);
+    for (int i = 0; i < 32; i += 8) *out++ = step * static_cast<float>(codes >> i & 3) - min;
+    return out;
+}
+
+// Four weights of Q3_K, whose codes stand 4 above the true ones.
+inline float* weights_of_3k(float d, int scale, uint32_t codes, float* out) {
+    const float step = d * static_cast<float>(scale);
+    for (int i = 0; i < 32; i += 8) *out++ = step * static_cast<float>(static_cast<int>(codes >> i & 7) - 4);
+    return out;
+}
 
 // The 32 weights of a sub-block of Q4_K and Q5_K.
 inline float* weights_of_45k(float d, float dmin, uint8_t scale, uint8_t min, const Codes& codes, float* out) {

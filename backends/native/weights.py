@@ -20,7 +20,7 @@ from edgeinfer.types import TernaryBits
 
 MATRIX_TYPES = frozenset(
     GGMLType[name]
-    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0 MXFP4".split()
+    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 I2_S Q2_0 MXFP4".split()
 )
 # What packs to 1.6 bits a weight, and the number of that format in matrix.h. Q2_0's blocks are too short to gain.
 BASE_THREE = {GGMLType.TQ1_0: 1034, GGMLType.TQ2_0: 1034, GGMLType.I2_S: 1036}

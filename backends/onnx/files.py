@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.onnx.graph import Graph, beside, within
 from edgeinfer.backends.onnx.library import CPU, errors_translated, open_library, open_onnx
+from edgeinfer.backends.onnx.matrices import Constant
 from edgeinfer.errors import ModelFileError
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
@@ -19,27 +21,76 @@ _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itse
 _CHECKED_TOKENS = 4
 
 
-def write_graph(graph: Graph, path: Path, data: str | None, progress: Progress | None = None) -> None:
-    """Write a model. data: name of the file beside it that gets the constants, None to have them in the model.
+def write_graph(
+    graph: Graph, path: Path, data: str | None, progress: Progress | None = None, max_bytes: int | None = None
+) -> list[Path]:
+    """Write a model; gives the files, the model first.
 
-    One of them is in memory at a time where they go into a file of their own. Raises BackendUnavailable, OSError.
+    data: name of the file beside it that gets the constants, None to have them in the model.  max_bytes: of such a
+    file, after which another begins, data.1, data.2 and so on; a larger constant has one of its own.
+    One constant is in memory at a time where they go into files of their own. Raises BackendUnavailable, OSError.
     """
     total, done, tensors = max(1, graph.constant_bytes), 0, []
-    with path.with_name(data or path.name).open("xb") as file:
+    files = None if data is None else _DataFiles(path.with_name(data), max_bytes)
+    try:
         for name, constant in graph.constants.items():
-            if data is None or constant.n_bytes <= _WITHIN_BYTES:
+            if files is None or constant.n_bytes <= _WITHIN_BYTES:
                 tensors.append(within(name, constant))
             else:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                tensors.append(beside(name, constant, data, file.tell()))
-                file.write(np.ascontiguousarray(constant.make()).data)
+                tensors.append(files.add(name, constant))
             done += constant.n_bytes
             if progress is not None:
                 progress(done / total)
-        if data is None:
-            file.write(graph.model(tensors).SerializeToString())
-    if data is not None:
-        path.write_bytes(graph.model(tensors).SerializeToString())
+    finally:
+        if files is not None:
+            files.close()
+    with path.open("xb") as file:
+        file.write(graph.model(tensors).SerializeToString())
+    return [path, *(files.paths if files is not None else ())]
+
+
+def data_names(data: str, constants: Sequence[Constant], max_bytes: int | None = None) -> dict[str, int]:
+    """The files of constants that write_graph would write, with their bytes."""
+    sizes: list[int] = []
+    for n_bytes in (each.n_bytes for each in constants if each.n_bytes > _WITHIN_BYTES):
+        if not sizes or _is_full(sizes[-1], n_bytes, max_bytes):
+            sizes.append(0)
+        sizes[-1] += -sizes[-1] % _ALIGNMENT + n_bytes
+    return {_numbered(data, number): size for number, size in enumerate(sizes)}
+
+
+class _DataFiles:
+    """Files with constants, one behind the other."""
+
+    def __init__(self, path: Path, max_bytes: int | None) -> None:
+        self.paths: list[Path] = []
+        self._first, self._max_bytes = path, max_bytes
+        self._file: BinaryIO | None = None
+
+    def add(self, name: str, constant: Constant) -> Any:
+        """Write a constant; gives its TensorProto."""
+        if self._file is None or _is_full(self._file.tell(), constant.n_bytes, self._max_bytes):
+            self.close()
+            path = self._first.with_name(_numbered(self._first.name, len(self.paths)))
+            self._file = path.open("xb")
+            self.paths.append(path)
+        self._file.write(bytes(-self._file.tell() % _ALIGNMENT))
+        tensor = beside(name, constant, self.paths[-1].name, self._file.tell())
+        self._file.write(np.ascontiguousarray(constant.make()).data)
+        return tensor
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _is_full(n_bytes: int, more: int, max_bytes: int | None) -> bool:
+    """Whether a file of so many bytes has no room for more of them."""
+    return max_bytes is not None and n_bytes > 0 and n_bytes + _ALIGNMENT + more > max_bytes
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if number else name
 
 
 def check_file(path: Path) -> None:

@@ -31,6 +31,8 @@ _RUNS: dict[GGMLType, tuple[int, int]] = {
     GGMLType.Q5_0: (32, 8),
     GGMLType.Q5_1: (32, 8),
     GGMLType.Q8_0: (32, 8),
+    GGMLType.Q2_K: (16, 4),
+    GGMLType.Q3_K: (16, 4),
     GGMLType.Q4_K: (32, 4),
     GGMLType.Q5_K: (32, 8),
     GGMLType.Q6_K: (16, 8),
@@ -40,7 +42,9 @@ _RUNS: dict[GGMLType, tuple[int, int]] = {
     GGMLType.I2_S: (128, 4),
     GGMLType.MXFP4: (32, 8),
 }
-_WITH_MINIMUMS = (GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q4_K, GGMLType.Q5_K)
+# Formats with minimums, and what is taken from their codes, which begin at 0: the nearer to 0, the less is cancelled
+# between the two products.
+_WITH_MINIMUMS = {GGMLType.Q4_1: 8, GGMLType.Q5_1: 0, GGMLType.Q2_K: 2, GGMLType.Q4_K: 8, GGMLType.Q5_K: 0}
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,8 @@ def _of_blocks(
     return values
 
 
-def _shift(type: GGMLType) -> int:
-    """What is taken from the codes of a format to have them around 0: those with minimums begin at 0."""
-    return 1 << _RUNS[type][1] - 1 if type in _WITH_MINIMUMS and _RUNS[type][1] == 4 else 0
-
-
 def _centred(type: GGMLType, piece: NDArray[np.uint8]) -> NDArray[np.int8]:
-    return codes_of(type, piece).values - np.int8(_shift(type))
+    return codes_of(type, piece).values - np.int8(_WITH_MINIMUMS.get(type, 0))
 
 
 def _scales(type: GGMLType, piece: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -199,5 +198,5 @@ def _scales(type: GGMLType, piece: NDArray[np.uint8]) -> NDArray[np.float32]:
 def _bases(type: GGMLType, piece: NDArray[np.uint8]) -> NDArray[np.float32]:
     codes = codes_of(type, piece)
     assert codes.minimums is not None
-    bases: NDArray[np.float32] = codes.minimums + codes.scales * np.float32(_shift(type))
+    bases: NDArray[np.float32] = codes.minimums + codes.scales * np.float32(_WITH_MINIMUMS[type])
     return bases

@@ -10,9 +10,10 @@ With two bits that is the format of models/formats/ternary_packing.py. Scales ar
 behind each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and
 floats are kept as they are, [tile][k][row].
 
-Codes of 5 and 6 bits take 8, and so do those of MXFP4, which are twice its numbers. Q8_0, Q5_0, Q4_0, Q4_1, Q5_1,
-TQ1_0, TQ2_0 and I2_S have the weights of the file, and so has MXFP4 where its scales are half floats, 2^-24 to 2^15.
-Scales of Q4_K, Q5_K and Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at
+Codes of 3 bits take 4, those of 5 and 6 bits 8, and so do those of MXFP4, which are twice its numbers. Q8_0, Q5_0,
+Q4_0, Q4_1, Q5_1, TQ1_0, TQ2_0 and I2_S have the weights of the file, and so has MXFP4 where its scales are half
+floats, 2^-24 to 2^15.
+Scales of Q2_K to Q6_K are products of two numbers, here rounded to half floats: a relative error of 2^-11 at
 most, or 2^-25 absolute.
 """
 
@@ -91,6 +92,8 @@ FORMATS = {
     GGMLType.Q5_1: Format(8, has_minimum=True),
     GGMLType.Q5_K: Format(8, has_minimum=True),
     GGMLType.Q6_K: Format(8, block=16),
+    GGMLType.Q2_K: Format(2, block=16, has_minimum=True),
+    GGMLType.Q3_K: Format(4, offset=4, block=16),
     GGMLType.Q4_0: Format(4, offset=8),
     GGMLType.Q4_1: Format(4, has_minimum=True),
     GGMLType.Q4_K: Format(4, has_minimum=True),

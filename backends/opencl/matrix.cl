@@ -23,6 +23,13 @@ typedef float Weight;
 #define DOT_CODES DOT4
 #endif
 
+// Whether products need the sum of a block's activations, which is not that of a RUN.
+#if BITS && BLOCK < RUN && (OFFSET || HAS_MINIMUM)
+#define HAS_BLOCK_SUMS 1
+#else
+#define HAS_BLOCK_SUMS 0
+#endif
+
 // Scale and minimum of a row's block. index: (tile * n_blocks + block) * ROWS + lane.
 float2 scale_at(global const half* restrict scales, size_t index) {
 #if HAS_MINIMUM
@@ -65,14 +72,17 @@ void add_products(global const Weight* restrict weights, global const half* rest
 #if BITS
     int n_blocks = n_in / BLOCK;
     for (int block = get_local_id(1); block < n_blocks; block += SLICES) {
-        int dots[TOKENS];
-        for (int t = 0; t < TOKENS; t++) dots[t] = 0;
+        int dots[TOKENS], block_sums[TOKENS];
+        for (int t = 0; t < TOKENS; t++) dots[t] = block_sums[t] = 0;
         for (int line = block * (BLOCK / LINE); line < (block + 1) * (BLOCK / LINE); line++) {
             uint word = own[(size_t)line * ROWS];
             for (int field = 0; field < 8 / BITS; field++) {
                 uint packed = BITS == 8 ? word : word >> BITS * field & 0x01010101u * ((1u << BITS) - 1);
-                for (int t = 0; t < TOKENS; t++)
-                    dots[t] = DOT_CODES(packed, codes[tokens[t] * (n_in / 4) + line * (LINE / 4) + field], dots[t]);
+                for (int t = 0; t < TOKENS; t++) {
+                    uint four = codes[tokens[t] * (n_in / 4) + line * (LINE / 4) + field];
+                    dots[t] = DOT_CODES(packed, four, dots[t]);
+                    if (HAS_BLOCK_SUMS) block_sums[t] = DOT4(0x01010101u, four, block_sums[t]);
+                }
             }
         }
         float2 scale = scale_at(scales, ((size_t)(row / ROWS) * n_blocks + block) * ROWS + lane);
@@ -80,7 +90,7 @@ void add_products(global const Weight* restrict weights, global const half* rest
             size_t run = tokens[t] * (n_in / RUN) + block * BLOCK / RUN;
             float value = scale.x * dots[t];
 #if OFFSET || HAS_MINIMUM
-            value += (scale.y - scale.x * OFFSET) * code_sums[run];
+            value += (scale.y - scale.x * OFFSET) * (HAS_BLOCK_SUMS ? block_sums[t] : code_sums[run]);
 #endif
             sums[t] += code_scales[run] * value;
         }

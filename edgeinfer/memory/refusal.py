@@ -14,8 +14,8 @@ from edgeinfer.memory.limit import Limit
 from edgeinfer.memory.planner import Fitting, Settings, largest_n_ctx
 from edgeinfer.types import CacheType
 
-# Of a weight, in the smallest format that a whole model is quantised to and that the native engine runs (Q4_0, Q4_K).
-_LEAST_BITS = 4.5
+# Of a weight, in the smallest format that a whole model is quantised to and that the native engine runs (Q2_K).
+_LEAST_BITS = 2.625
 _NOISE = 1 << 20  # bytes by which the same process differs from one start to the next
 _ESTIMATE = 0.95  # of the file that would just fit: which matrices have which format differs from file to file
 

@@ -14,7 +14,7 @@ from edgeinfer.errors import ModelFileError, ModelNotFound
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.folder import Folder
 from edgeinfer.exporters.checkpoint.names import language_names
-from edgeinfer.exporters.checkpoint.quantization import read_tensors
+from edgeinfer.exporters.checkpoint.quantized import read_tensors
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.exporters.checkpoint.tensor import PlainTensor, Tensor
 from edgeinfer.exporters.checkpoint.weight_files import read_stored
@@ -46,7 +46,7 @@ class Checkpoint:
         if "config.json" not in found:
             raise ModelNotFound(f"{found.path}: needs config.json and .safetensors files: found {found.shown()}")
         config = Config(found.json("config.json"), found.path / "config.json")
-        method, tensors = read_tensors(found, config, read_stored(found))
+        method, tensors = read_tensors(config, read_stored(found))
         return cls(found, config, tensors, method)
 
     def language(self) -> Checkpoint:

@@ -55,9 +55,9 @@ class PlainTensor:
     @property
     def type(self) -> GGMLType | None:
         """See Tensor."""
-        if self.dtype in _TABLES:
-            return GGMLType.F16
-        return GGMLType.F32 if self.dtype == "F64" else _SAME.get(self.dtype)
+        if self.dtype in ("F64", "F8_E8M0"):
+            return GGMLType.F32
+        return GGMLType.F16 if self.dtype in _TABLES else _SAME.get(self.dtype)
 
     def rows(self, first: int, last: int) -> Floats:
         """See Tensor. Raises ModelFileError, also where they are no floats."""
@@ -77,6 +77,11 @@ def floats_of(stored: StoredTensor, first: int, last: int) -> Floats:
     if stored.dtype not in _SAME:
         raise ModelFileError(f"{stored.file.path}: tensor {stored.name} must be F32, F16 or BF16: found {stored.dtype}")
     return dequantize(_SAME[stored.dtype], data, shape)
+
+
+def all_floats(stored: StoredTensor) -> Floats:
+    """A whole tensor that is stored as floats, in its shape. Raises ModelFileError."""
+    return floats_of(stored, 0, stored.n_rows).reshape(stored.shape)
 
 
 def _table(exponent_bits: int, bias: int, not_numbers: str) -> Floats:
@@ -104,4 +109,5 @@ _TABLES = {
     "F8_E5M2": _table(5, 15, "ieee"),
     "F8_E4M3FNUZ": _table(4, 8, "fnuz"),
     "F8_E5M2FNUZ": _table(5, 16, "fnuz"),
+    "F8_E8M0": np.append(np.float32(2) ** np.arange(-127, 128, dtype=np.float32), np.float32(np.nan)),
 }

@@ -25,4 +25,5 @@ def codes_of(blocks: Bytes) -> Codes:
 
 def two_bits(data: Bytes) -> Bytes:
     """(n, 64) bytes: codes (n, 8, 32), where the four runs of a half share 32 bytes."""
-    return (data.reshape(-1, 2, 1, 32) >> SHIFTS & 3).reshape(-1, 8, 32)
+    codes: Bytes = data.reshape(-1, 2, 1, 32) >> SHIFTS & np.uint8(3)
+    return codes.reshape(-1, 8, 32)

@@ -167,8 +167,8 @@ def test_a_checkpoint_that_names_no_quantisation_must_be_ternary_as_it_stands(
 def test_a_folder_that_is_no_ternary_model_is_refused(trits: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"needs config.json and .safetensors files: found nothing"):
         TernaryCheckpoint.open(tmp_path)
-    with pytest.raises(UnsupportedModel, match="gptq"):
-        a_checkpoint(tmp_path, {"quant_method": "gptq"}, {})
+    with pytest.raises(UnsupportedModel, match="must be that of bitnet: found .gptq"):
+        a_checkpoint(tmp_path, {"quant_method": "gptq", "bits": 4}, {})
     with pytest.raises(UnsupportedModel, match="use_rms_norm must be False: found True"):
         a_checkpoint(tmp_path, BITLINEAR | {"use_rms_norm": True}, {})
     checkpoint = a_checkpoint(tmp_path, BITLINEAR, {}, model_type="bitnet", hidden_act="gelu")

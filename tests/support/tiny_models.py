@@ -24,7 +24,7 @@ Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
-BLOCK_256_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+BLOCK_256_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 TERNARY_TYPES = ("TQ1_0", "TQ2_0", "I2_S", "Q2_0")
 Architecture = Literal[
     "llama",
@@ -335,13 +335,13 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type == "IQ4_NL":
         return _iq4_nl(weights.reshape(-1, 32)).reshape(weights.shape[0], -1)
-    if tensor_type not in (*BLOCK_256_TYPES, "Q2_K"):
+    if tensor_type not in BLOCK_256_TYPES:
         packed: NDArray[np.generic] = gguf.quantize(weights, kind)
         return np.ascontiguousarray(packed).view(np.uint8)
     if weights.shape[1] % 256:
         raise ValueError(f"{tensor_type} has blocks of 256: found rows of {weights.shape[1]}")
     blocks = weights.reshape(-1, 256)
-    packed_blocks = {"Q2_K": _q2_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
+    packed_blocks = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}[tensor_type](blocks)
     return packed_blocks.reshape(weights.shape[0], -1)
 
 
@@ -374,6 +374,21 @@ def _q2_k(blocks: Floats) -> Bytes:
     quarters = codes.reshape(-1, 2, 4, 32)  # halves of 128, in them four runs of 32
     packed = quarters[:, :, 0] | quarters[:, :, 1] << 2 | quarters[:, :, 2] << 4 | quarters[:, :, 3] << 6
     return np.hstack([scales, packed.reshape(-1, 64), d.view(np.uint8), dmin.view(np.uint8)])
+
+
+def _q3_k(blocks: Floats) -> Bytes:
+    x = blocks.reshape(-1, 16, 16)
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    d, steps = _split(largest / np.float32(-4), 31)
+    codes = np.rint(_divide(x, (d.astype(np.float32) * steps)[:, :, None])).clip(-4, 3) + 4
+    runs = codes.astype(np.uint8).reshape(-1, 8, 32)
+    high = np.packbits(runs >> 2, axis=1, bitorder="little").reshape(-1, 32)  # bit j of byte i: run j
+    low = (runs & 3).reshape(-1, 2, 4, 32)
+    packed = low[:, :, 0] | low[:, :, 1] << 2 | low[:, :, 2] << 4 | low[:, :, 3] << 6
+    sc = (steps + 32).astype(np.uint8)
+    top = (sc >> 4).reshape(-1, 4, 4)
+    tops = top[:, 0] | top[:, 1] << 2 | top[:, 2] << 4 | top[:, 3] << 6
+    return np.hstack([high, packed.reshape(-1, 64), sc[:, :8] & 15 | (sc[:, 8:] & 15) << 4, tops, d.view(np.uint8)])
 
 
 def _q4_k(blocks: Floats) -> Bytes:

@@ -27,6 +27,7 @@ N_VOCAB = 291
 # Every architecture in a format whose experts are quantised, and formats of each kind of inputs and tiles.
 MODELS = [(name, "Q8_0") for name in EXPERT_ARCHITECTURES] + [("gpt-oss", "MXFP4"), ("glm4moe", "Q4_K")]
 MODELS += [("qwen2moe", "Q6_K"), ("olmoe", "F16"), ("qwen3moe", "Q4_K"), ("granitemoe", "Q5_1")]
+MODELS += [("olmoe", "Q2_K"), ("olmoe", "Q3_K")]
 
 
 def load(

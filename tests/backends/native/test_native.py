@@ -41,7 +41,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device
 
-FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 FORMATS += ["TQ1_0", "TQ2_0", "I2_S", "Q2_0", "MXFP4"]
 # Every format in two architectures, every architecture in a format of each kind.
 MODELS = [(architecture, format) for architecture in ("llama", "qwen2") for format in FORMATS]

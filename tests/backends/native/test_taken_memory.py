@@ -50,7 +50,7 @@ def weights_of(path: Path, **options: bool) -> int:
 # ---- embeddings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type", ["F16", "Q4_1", "Q5_0", "Q6_K", "Q8_0", "TQ2_0"])
+@pytest.mark.parametrize("type", ["F16", "Q2_K", "Q3_K", "Q4_1", "Q5_0", "Q6_K", "Q8_0", "TQ2_0"])
 def test_rows_of_the_output_matrix_give_the_bits_of_a_copy(
     tmp_path: Path, type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,8 @@ from edgeinfer.models.reader import each_mixer
 from edgeinfer.types import Device
 
 FLOATS = ["F32", "F16", "BF16"]
-BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "Q2_0"]
+BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+BLOCKS += ["TQ1_0", "TQ2_0", "Q2_0"]
 MODELS = [("llama", format) for format in FLOATS + BLOCKS] + [("qwen2", "Q4_0"), ("qwen2", "Q4_K")]
 MODELS += [(name, "F32") for name in ARCHITECTURES[1:]] + [("bitnet-b1.58", "I2_S"), ("phi3", "Q8_0")]
 pytestmark = pytest.mark.usefixtures("onnx_provider")
@@ -85,8 +86,8 @@ def test_another_cache_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_type_without_a_rule_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "Q2_K"})
-    with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match="ffn_down.weight: tensor type Q2_K is"):
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "IQ4_NL"})
+    with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match="ffn_down.weight: tensor type IQ4_NL is"):
         OnnxBackend().plan(file, read_spec(file), 64)
 
 

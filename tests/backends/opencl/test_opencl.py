@@ -29,7 +29,7 @@ from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"]
-FORMATS += ["MXFP4"]
+FORMATS += ["Q2_K", "Q3_K", "MXFP4"]
 MODELS = [("llama", format) for format in FORMATS] + [("qwen2", "Q4_0"), ("qwen2", "Q4_K"), ("bitnet-b1.58", "I2_S")]
 MODELS += [(name, "F32") for name in ARCHITECTURES[1:]]
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")  # for which the reference rounds activations alike
@@ -256,8 +256,11 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(opencl_device: OpenCLD
 
 
 def test_a_type_without_a_format_is_refused_by_name(opencl_device: OpenCLDevice, tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "Q2_K"})
-    with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match="ffn_down.weight .* type Q2_K, which the"):
+    path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "IQ4_NL"})
+    with (
+        ModelFile.open(path) as file,
+        pytest.raises(UnsupportedModel, match="ffn_down.weight .* type IQ4_NL, which the"),
+    ):
         OpenCLBackend().plan(file, read_spec(file), 64)
 
 

@@ -14,7 +14,7 @@ from edgeinfer.models import Experts, read_spec
 from edgeinfer.models.gguf import ModelFile
 
 N_BATCH = 12
-KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 MODELS: list[tuple[ExpertArchitecture, str, dict[str, Any]]] = [("olmoe", kind, {}) for kind in KINDS]
 MODELS += [
     ("gpt-oss", "MXFP4", {}),

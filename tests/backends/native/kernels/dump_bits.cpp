@@ -21,7 +21,7 @@ struct InputArrays {
     std::vector<int8_t> q32, q256, q_token;
     std::vector<float> scale32, scale256, scale_token;
     std::vector<int32_t> sum32, centre32, centre16, sum_token;
-    std::vector<int16_t> sums32;
+    std::vector<int16_t> sums16, sums32;
     std::vector<uint8_t> fits_int16;
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
@@ -30,12 +30,12 @@ struct InputArrays {
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
-        centre16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
+        centre16.resize(size / 16), sums16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
         Inputs in;
         in.n_in = n_in, in.x = x.data(), in.ldx = static_cast<size_t>(n_in);
         in.q32 = q32.data(), in.scale32 = scale32.data(), in.sum32 = sum32.data(), in.centre32 = centre32.data();
         in.q256 = q256.data(), in.scale256 = scale256.data(), in.centre16 = centre16.data();
-        in.sums32 = sums32.data(), in.fits_int16 = fits_int16.data();
+        in.sums16 = sums16.data(), in.sums32 = sums32.data(), in.fits_int16 = fits_int16.data();
         in.q_token = q_token.data(), in.scale_token = scale_token.data(), in.sum_token = sum_token.data();
         for (int c = 0; c < n; c++) {
             kernels.quantize32(in, c);

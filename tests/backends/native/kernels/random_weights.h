@@ -39,7 +39,7 @@ void report(const Kernels& kernels, const std::string& what, const std::vector<T
 }
 
 constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
-                               Format::Q4_1, Format::Q5_0,  Format::Q5_1,  Format::Q4_K, Format::Q5_K,
+                               Format::Q4_1, Format::Q5_0,  Format::Q5_1, Format::Q2_K, Format::Q3_K, Format::Q4_K, Format::Q5_K,
                                Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S, Format::MXFP4};
 constexpr Format kBaseThree[] = {Format::TQ_BASE_THREE, Format::I2_S_BASE_THREE};
 
@@ -62,11 +62,13 @@ inline std::vector<uint8_t> source_of(Format format, int n_out, int n_in, Number
                 break;
             }
             case Format::BF16: p[1] = static_cast<uint8_t>(0x3e | (p[1] & 0x80)); break;
+            case Format::Q2_K: small_f16(p + 80), small_f16(p + 82); break;
             case Format::Q6_K: small_f16(p + 208); break;
             case Format::MXFP4: p[0] = static_cast<uint8_t>(0x70 | (p[0] & 0x0f)); break;  // 2^-16 .. 2^-1
             case Format::I2_S:
             case Format::TQ_BASE_THREE:
             case Format::I2_S_BASE_THREE: break;
+            case Format::Q3_K:
             case Format::TQ1_0:
             case Format::TQ2_0: small_f16(p + n_bytes - 2); break;
             case Format::Q4_K:

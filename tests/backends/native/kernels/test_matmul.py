@@ -14,7 +14,8 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType
 
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "MXFP4": 32}
-BLOCKS |= {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256, "I2_S": 128, "Q2_0": 64}
+BLOCKS |= {"Q2_K": 256, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "TQ1_0": 256, "TQ2_0": 256}
+BLOCKS |= {"I2_S": 128, "Q2_0": 64}
 BLOCKS |= {"TQ1_0 in base three": 256, "I2_S in base three": 128}
 FORMATS = list(BLOCKS)
 
@@ -128,7 +129,8 @@ def test_zeros_and_extremes_come_through(format: str, isa: str, rng: np.random.G
 
 # Bytes of a block, and where its half floats stand.
 HALVES = {"Q8_0": (34, [0]), "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q5_0": (22, [0]), "Q5_1": (24, [0, 2])}
-HALVES |= {"Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208]), "MXFP4": (17, [])}
+HALVES |= {"Q2_K": (84, [80, 82]), "Q3_K": (110, [108]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2])}
+HALVES |= {"Q6_K": (210, [208]), "MXFP4": (17, [])}
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -146,7 +148,7 @@ def test_the_largest_codes_times_the_largest_activations_do_not_overflow(format:
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@pytest.mark.parametrize("format", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("format", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_activations_that_just_fit_into_pairs_and_those_that_do_not(format: str, isa: str) -> None:
     matrix, weights = of_extremes(format, 1024)
     x = np.empty((64, 64, 16), dtype=np.float32)
@@ -195,7 +197,7 @@ def of_extremes(format: str, n_in: int) -> tuple[_core.PackedMatrix, np.ndarray]
     blocks[1] = 0x7F  # Q8_0: 127; scales of Q6_K likewise
     blocks[2] = 0x80
     for at in halves:
-        blocks[:, :, at : at + 2] = np.frombuffer(np.float16(0.25 if at == 2 else 0.5).tobytes(), dtype=np.uint8)
+        blocks[:, :, at : at + 2] = np.frombuffer(np.float16(0.25 if at in (2, 82) else 0.5).tobytes(), dtype=np.uint8)
     if format == "Q6_K":
         blocks[3, :, 192:208] = 0x80  # the smallest codes, the largest scale
     if format == "MXFP4":
@@ -213,7 +215,7 @@ def test_a_matrix_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of the type's block"):
         _core.PackedMatrix(int(GGMLType.Q4_K), 16, 64, np.zeros(7, dtype=np.uint8))
     with pytest.raises(ValueError, match="no kernel"):
-        _core.packed_bytes(int(GGMLType.Q2_K), 16, 256)
+        _core.packed_bytes(int(GGMLType.IQ4_NL), 16, 256)
     with pytest.raises(ValueError, match="cannot be packed so"):
         _core.PackedMatrix(int(GGMLType.Q4_0), 16, 128, np.zeros(7, dtype=np.uint8), 1.0, BASE_THREE[GGMLType.I2_S])
     with pytest.raises(ValueError, match="no type that a file could have"):

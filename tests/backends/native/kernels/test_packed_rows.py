@@ -10,7 +10,7 @@ from edgeinfer.models.gguf import GGMLType
 
 # Of a block: the bytes of half floats, which must be numbers, and the bytes of ternary codes, of which 3 is none.
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-HALVES |= {"Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "Q2_0": (0,), "F16": (0,)}
+HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "Q2_0": (0,), "F16": (0,)}
 TRITS = {"TQ2_0": slice(0, 64), "Q2_0": slice(2, 18)}
 ROWS = sorted((kind for kind in MATRIX_TYPES if kind.name != "I2_S"), key=int)
 

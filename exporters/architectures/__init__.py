@@ -1,0 +1,54 @@
+"""Checkpoints of Hugging Face by architecture, one file for each `general.architecture` of GGUF, named like it.
+
+Each has `RECIPES`: how the checkpoints of some classes of transformers become that architecture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from edgeinfer.arguments import shown
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.conversion.recipe import Recipe
+
+
+def supported_model_types() -> list[str]:
+    """Values of model_type in config.json that there are recipes for, sorted."""
+    return sorted(_by_model_type())
+
+
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """The recipe for a checkpoint: by the class in config.json, else by model_type. Raises UnsupportedModel."""
+    config = checkpoint.config
+    if checkpoint.quantization == "bitnet" or config.get("model_type") == "bitnet":
+        raise UnsupportedModel(f"{checkpoint.path}: its matrices are ternary: use edgeinfer export --to ternary")
+    inner = config.language()
+    names = (config.architecture, config.get("model_type"), inner.get("model_type"))
+    by_class, by_type = _by_class(), _by_model_type()
+    found = by_class.get(config.architecture) or by_type.get(str(names[1])) or by_type.get(str(names[2]))
+    if found is None:
+        known = ", ".join(supported_model_types())
+        raise UnsupportedModel(
+            f"{config.path}: architectures {shown(names[0])}, model_type {shown(names[1])} are not supported; "
+            f"supported: {known}"
+        )
+    return found
+
+
+@cache
+def _recipes() -> list[Recipe]:
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return [recipe for module in modules for recipe in module.RECIPES]
+
+
+@cache
+def _by_class() -> dict[str, Recipe]:
+    return {name: recipe for recipe in _recipes() for name in recipe.classes}
+
+
+@cache
+def _by_model_type() -> dict[str, Recipe]:
+    return {name: recipe for recipe in _recipes() for name in recipe.model_types}

@@ -1,0 +1,35 @@
+"""Mistral Small 3.1 and Ministral 3: Llama, with queries that may grow with the position. Images are left out."""
+
+from __future__ import annotations
+
+from edgeinfer.exporters.conversion.model import Model
+from edgeinfer.exporters.conversion.recipe import BIASES, Keys, Recipe
+from edgeinfer.exporters.conversion.windows import context_within_window
+
+
+def _keys(model: Model) -> Keys:
+    found = model.rope.values
+    keys: Keys = {"context_length": context_within_window(model)}
+    if "mscale_all_dim" in found:
+        if found.number("mscale", 1.0) != 1:
+            found.refuse("mscale", "must be 1")
+        keys["rope.scaling.yarn_log_multiplier"] = found.number("mscale_all_dim")
+    if found.get("llama_4_scaling_beta"):
+        keys["attention.temperature_scale"] = found.number("llama_4_scaling_beta")
+    return keys
+
+
+RECIPES = (
+    Recipe(
+        name="mistral3",
+        classes=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM", "Ministral3Model"),
+        model_types=("mistral3", "ministral3"),
+        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128},
+        fixed={"hidden_act": (None, "silu")},
+        reads=frozenset({"sliding_window", "mscale_all_dim", "llama_4_scaling_beta"}),
+        optional=BIASES,
+        interleaved=True,
+        rope_kinds=frozenset({"llama3"}),
+        keys=_keys,
+    ),
+)

@@ -1,0 +1,52 @@
+"""Quantised checkpoints: which method made the weights, and what reads them.
+
+Each method gives float32 weights under their plain names, made when rows are asked for. Where the libraries that load
+such checkpoints round the product of code and scale to float16 or bfloat16, here it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.checkpoint.config import Config
+from edgeinfer.exporters.checkpoint.quantized import awq, compressed, gptq, modelopt, scaled
+from edgeinfer.exporters.checkpoint.quantized.parts import Parts
+from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
+from edgeinfer.exporters.checkpoint.tensor import Tensor
+
+_AS_STORED = ("bitnet", "mxfp4")  # read by what knows the architecture
+# Each gives the tensors that it makes of the parts that it takes.
+_READERS: dict[str, Callable[[Config, Parts], Mapping[str, Tensor]]] = {
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "fp8": scaled.read_fp8,
+    "fbgemm_fp8": scaled.read_fp8,
+    "compressed-tensors": compressed.read,
+    "modelopt": modelopt.read,
+}
+
+
+def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[str, dict[str, Tensor]]:
+    """(method, tensors by their plain names) of what a folder stores. Raises UnsupportedModel, ModelFileError.
+
+    The method is "" where nothing is quantised; of "bitnet" and "mxfp4" the tensors are as they are stored.
+    """
+    parts = Parts(config.path.parent, stored)
+    settings = config.part("quantization_config") or config.language().part("quantization_config")
+    if settings is None:
+        return "", parts.rest()
+    method = settings.text("quant_method")
+    if method in _AS_STORED:
+        return method, parts.rest()
+    if method not in _READERS:
+        raise UnsupportedModel(
+            f"{config.path}: weights that were quantised by {method!r:.80} cannot be read, those by "
+            f"{', '.join(_READERS)} can: export the model that it was made of, or dequantise it first"
+        )
+    made = dict(_READERS[method](settings, parts))
+    rest = parts.rest()
+    twice = next((name for name in made if name in rest), None)
+    if twice is not None:
+        parts.refuse(twice, "is there both quantised and as it was")
+    return method, made | rest

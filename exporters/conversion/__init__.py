@@ -1,0 +1,1 @@
+"""What the conversion of all architectures of Hugging Face to GGUF shares: names, rows, rotation, keys, checks."""

@@ -1,0 +1,113 @@
+"""The metadata that all architectures have, and the keys of config.json that none of them may have unread."""
+
+from __future__ import annotations
+
+import re
+
+from edgeinfer.arguments import shown
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.checkpoint import Folder
+from edgeinfer.exporters.conversion.model import Model
+from edgeinfer.exporters.conversion.recipe import Keys
+from edgeinfer.exporters.conversion.rope import rope_keys
+
+_QUANTIZATION_VERSION = 2  # of ggml's formats, the same since 2023
+_READ = frozenset(
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
+    "max_position_embeddings original_max_position_embeddings rms_norm_eps tie_word_embeddings layer_types "
+    "rope_theta rope_scaling rope_parameters partial_rotary_factor "
+    "attention_bias mlp_bias qkv_bias use_bias use_qk_norm "  # the tensors tell
+    "architectures model_type quantization_config".split()
+)
+# What concerns training, loading and generating, and parts for images.
+_WITHOUT_EFFECT = frozenset(
+    "_name_or_path _attn_implementation _attn_implementation_autoset attn_implementation attention_dropout auto_map "
+    "bos_token_id boi_token_id boi_token_index cache_implementation classifier_dropout compression_config dtype "
+    "embd_pdrop eoi_token_id eoi_token_index eos_token_id experts_per_token hidden_dropout image_token_id "
+    "image_token_index initializer_context_length initializer_range keys_to_ignore_at_inference mm_tokens_per_image "
+    "multimodal_projector_bias norm_router_init output_router_logits pad_token_id pretraining_tp projector_hidden_act "
+    "resid_pdrop router_aux_loss_coef router_jitter_noise sep_token_id spatial_merge_size text_config torch_dtype "
+    "transformers_version unk_token_id unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer "
+    "_flash_attn_2_enabled transformers.js_config task_specific_params top_k num_beam_groups chunk_size_feed_forward "
+    "repetition_penalty length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size "
+    "exponential_decay_length_penalty cross_attention_hidden_size forced_bos_token_id forced_eos_token_id "
+    "router_z_loss_coef return_dict id2label "
+    "label2id temperature top_p typical_p diversity_penalty finetuning_task".split()
+)
+# A key that is not known, with such a word in it, would probably change what the model computes.
+_WORDS = re.compile(
+    r"scal|multipl|factor|cap(?!acity)|window|norm|(^|_)act|activation|rope|rotary|temperature|clip|bias|eps|sink|"
+    r"position|alibi|attention|attn|residual|softmax|top_?k|router|gate|causal|bidirectional|layer_idx|skip|parallel"
+)
+
+
+def metadata(model: Model, folder: Folder, n_vocab: int) -> Keys:
+    """Everything but the vocabulary. Raises UnsupportedModel, ModelFileError."""
+    check_known(model)
+    name = model.recipe.name
+    keys = {f"{name}.{key}": value for key, value in (_common(model, n_vocab) | model.recipe.keys(model)).items()}
+    general: Keys = {
+        "general.architecture": name,
+        "general.type": "model",
+        "general.name": folder.path.resolve().name,
+        "general.quantization_version": _QUANTIZATION_VERSION,
+    }
+    return general | _sampling(folder) | keys
+
+
+def check_known(model: Model) -> None:
+    """Raises UnsupportedModel for a key of config.json that asks for something that is not converted."""
+    recipe = model.recipe
+    for key, values in recipe.fixed.items():
+        found = model.config.get(key)
+        if found not in values:
+            only = " or ".join("absent" if value is None else shown(value) for value in values)
+            model.refuse(key, f"must be {only} in {recipe.name}: found {shown(found)}")
+    read = _READ | recipe.reads | recipe.fixed.keys()
+    if recipe.experts is not None:
+        read |= {*recipe.experts.count, recipe.experts.used}
+    unknown = sorted(model.given.values.keys() - read - _WITHOUT_EFFECT)
+    asking = [key for key in unknown if model.given.get(key) not in (False, 0, "", [], {})]
+    for key in asking:
+        if _WORDS.search(key):
+            raise UnsupportedModel(
+                f"{model.config.path}: {model.config.prefix}{key} is {shown(model.given.get(key))}, which is not known "
+                f"in {recipe.name} and may change what it computes; remove the key if it does not"
+            )
+    if asking:
+        model.note(f"not looked at in config.json: {', '.join(asking)}")
+
+
+def _common(model: Model, n_vocab: int) -> Keys:
+    config = model.config
+    keys: Keys = {
+        "block_count": model.n_layers,
+        "context_length": model.n_ctx,
+        "embedding_length": model.n_embd,
+        "feed_forward_length": config.integer("intermediate_size", most=1 << 20),
+        "attention.head_count": model.n_heads,
+        "attention.head_count_kv": model.n_kv_heads,
+        "attention.key_length": model.head_dim,
+        "attention.value_length": model.head_dim,
+        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps", 1e-6, most=1.0),
+        "vocab_size": n_vocab,
+        **rope_keys(model),
+    }
+    if model.n_experts and model.recipe.experts is not None:
+        keys["expert_count"] = model.n_experts
+        keys["expert_used_count"] = config.integer(model.recipe.experts.used, most=model.n_experts)
+    return keys
+
+
+def _sampling(folder: Folder) -> Keys:
+    """What generation_config.json advises for sampling, as llama.cpp's converter keeps it."""
+    found = folder.optional_json("generation_config.json")
+    names = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "temperature": "temp"}
+    names["repetition_penalty"] = "penalty_repeat"
+    numbers = {ours: found.get(theirs) for theirs, ours in names.items()}
+    keys: Keys = {}
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 31:
+            continue
+        keys[f"general.sampling.{key}"] = int(value) if key == "top_k" else float(value)
+    return keys

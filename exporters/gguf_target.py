@@ -1,0 +1,223 @@
+"""`--to gguf`: a model in a GGUF file, in the types of llama.cpp's file types, of its source, or chosen by loss."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.exporters.file_types import (
+    FILE_TYPES,
+    QUANTIZATION_VERSION,
+    file_type,
+    file_type_number,
+    is_quantised,
+    source_types,
+    tensor_types,
+)
+from edgeinfer.exporters.gguf import Layout, Metadata, Tensor, layout
+from edgeinfer.exporters.imatrix import Imatrix, read_imatrix
+from edgeinfer.exporters.manifest import sha256_of, tool_version
+from edgeinfer.exporters.partial import partial_file, partial_path
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
+from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
+from edgeinfer.exporters.weights import is_copied, peak_bytes, written_tensor
+from edgeinfer.models.formats import check_type
+from edgeinfer.models.gguf import GGMLType, MetadataValue
+
+AUTO = "auto"
+_EXACT = {  # what holds all weights of a type
+    GGMLType.F32: {GGMLType.F32, GGMLType.F16, GGMLType.BF16},
+    GGMLType.F16: {GGMLType.F16},
+    GGMLType.BF16: {GGMLType.BF16},
+}
+_FLOATS = frozenset(_EXACT)
+
+
+class GgufTarget:
+    """See Target."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
+        with open_source(request.source) as source:
+            return prepare(source, request).plan()
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write."""
+        with open_source(request.source) as source:
+            job = prepare(source, request)
+            with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
+                partial.write(job.tensors, progress)
+                checked = _check(source, job, partial.path) if request.check else None
+                partial.finish()
+        facts = {**job.facts, **(checked.facts if checked else {})}
+        return Result([request.out], checked.sentence if checked else None, facts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file that is to be written.
+
+    types: of each tensor.  importance: names of the tensors that are quantised with an importance matrix.
+    """
+
+    request: Request
+    source: Source
+    types: Mapping[str, GGMLType]
+    tensors: Sequence[Tensor]
+    layout: Layout
+    imatrix: Path | None = None
+    notes: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the file has the weights of the source."""
+        return all(_is_exact(tensor, self.types[tensor.name]) for tensor in self.source.tensors)
+
+    def identity(self) -> dict[str, Any]:
+        """What the bytes of the file are a function of, but for its header."""
+        files = [path.stat() for path in self.source.files]
+        return {
+            "tool": tool_version(),
+            "source": [
+                [path.name, stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.source.files, files, strict=True)
+            ],
+            "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
+        }
+
+    def plan(self) -> Plan:
+        """See Plan."""
+        planned = [
+            PlannedTensor(tensor.name, tensor.type, written.type, written.n_bytes)
+            for tensor, written in zip(self.source.tensors, self.tensors, strict=True)
+        ]
+        pairs = zip(self.source.tensors, self.tensors, strict=True)
+        peak = max((peak_bytes(tensor, written.type) for tensor, written in pairs), default=0)
+        n_bytes = self.layout.n_bytes
+        return Plan(planned, {self.request.out: n_bytes}, peak, n_bytes - _there(self.request), self.notes)
+
+
+def prepare(source: Source, request: Request) -> Job:
+    """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
+    imatrix, path = _imatrix(source, request)
+    choice = _types(source, request, imatrix)
+    tensors = []
+    for tensor in source.tensors:
+        type = choice.types[tensor.name]
+        if not is_copied(tensor, type) and tensor.stored is not None:
+            check_type(tensor.type)
+        means = None if imatrix is None or type in _FLOATS else imatrix.means(tensor.name, math.prod(tensor.shape[:-2]))
+        tensors.append(written_tensor(source, tensor, type, means))
+    metadata = {**source.metadata, **_keys(source, request, choice), **_imatrix_keys(imatrix, path)}
+    return Job(
+        request,
+        source,
+        choice.types,
+        tensors,
+        layout(metadata, tensors),
+        path,
+        [*choice.notes, *_notes(source, choice.types, imatrix)],
+        choice.facts,
+    )
+
+
+def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeChoice:
+    if request.type is None:
+        return TypeChoice(source_types(source.tensors))
+    if request.type.lower() == AUTO:
+        chosen: TypeChoice = importlib.import_module("edgeinfer.exporters.auto").choose_types(source, request, imatrix)
+        return TypeChoice({**source_types(source.tensors), **chosen.types}, chosen.notes, chosen.facts, chosen.keys)
+    kind = file_type(request.type)
+    return TypeChoice(tensor_types(kind, source.metadata, source.tensors, imatrix is not None))
+
+
+def _keys(source: Source, request: Request, choice: TypeChoice) -> dict[str, MetadataValue]:
+    """The keys that say how the file is written."""
+    number = file_type_number(choice.types, source.tensors)
+    if request.type is not None and request.type.lower() != AUTO:
+        number = file_type(request.type).number
+    elif request.type is None and isinstance(source, GgufSource):
+        found = source.file.metadata.get("general.file_type")
+        number = found if isinstance(found, int) else number
+    keys: dict[str, MetadataValue] = {"general.file_type": number, **choice.keys}
+    return {"general.quantization_version": QUANTIZATION_VERSION, **keys}
+
+
+def _imatrix(source: Source, request: Request) -> tuple[Imatrix | None, Path | None]:
+    """The importance matrix of a request, and its file."""
+    if request.imatrix is None:
+        return None, None
+    if request.type is None:
+        raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
+    path = request.imatrix if isinstance(request.imatrix, Path) else _made_imatrix(source, request)
+    imatrix = read_imatrix(path)
+    if not any(tensor.name in imatrix.of for tensor in source.tensors):
+        raise InvalidArgument(f"{path}: is of another model: it has no tensor of {request.source}")
+    return imatrix, path
+
+
+def _made_imatrix(source: Source, request: Request) -> Path:
+    """The importance matrix beside the output, which is made where it is not there."""
+    from edgeinfer.exporters.collect import imatrix_beside
+
+    return imatrix_beside(source, request.out, request.calibration)
+
+
+def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, MetadataValue]:
+    """The keys that llama-quantize adds."""
+    if imatrix is None or path is None:
+        return {}
+    keys: dict[str, MetadataValue] = {"quantize.imatrix.file": path.name}
+    if imatrix.datasets:
+        keys["quantize.imatrix.dataset"] = imatrix.datasets[0]
+    keys["quantize.imatrix.entries_count"] = len(imatrix.of)
+    if imatrix.n_chunks:
+        keys["quantize.imatrix.chunks_count"] = imatrix.n_chunks
+    return keys
+
+
+def _notes(source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | None) -> list[str]:
+    """What the user should know of the types."""
+    notes, quantised = [], [tensor for tensor in source.tensors if is_quantised(tensor)]
+    lossy = [tensor for tensor in quantised if tensor.type not in _FLOATS and not _is_exact(tensor, types[tensor.name])]
+    if lossy:
+        names = ", ".join(sorted({tensor.type.name for tensor in lossy}))
+        notes.append(
+            f"{len(lossy)} tensors are quantised already ({names}): quantising them again loses twice; "
+            "export from the F16 or BF16 model where there is one"
+        )
+    kept = sorted({types[t.name].name for t in quantised if t.type == types[t.name] and t.type not in _FLOATS})
+    if lossy and kept:
+        notes.append(f"tensors that are {' or '.join(kept)} already are copied")
+    if imatrix is not None:
+        missing = [t for t in quantised if t.name.startswith("blk.") and t.name not in imatrix.of]
+        if missing:
+            notes.append(f"{len(missing)} matrices are not in the importance matrix, such as {missing[0].name}")
+    fallen = _fallen(quantised, types)
+    if fallen:
+        notes.append(f"{fallen} matrices have rows that are no multiple of 256, and get a type with blocks of 32")
+    return notes
+
+
+def _fallen(tensors: Sequence[SourceTensor], types: Mapping[str, GGMLType]) -> int:
+    """Matrices whose rows are no whole blocks of 256, in a file that has such blocks or would have."""
+    kinds = {types[tensor.name] for tensor in tensors}
+    has_fallbacks = not kinds.isdisjoint({GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_0, GGMLType.Q8_0})
+    is_mixed = len(kinds - _FLOATS) > 1
+    return sum(tensor.n_in % 256 != 0 for tensor in tensors) if has_fallbacks and is_mixed else 0
+
+
+def _is_exact(tensor: SourceTensor, type: GGMLType) -> bool:
+    return is_copied(tensor, type) or tensor.type in _EXACT.get(type, {type})
+
+
+def _there(request: Request) -> int:
+    """Bytes on disk that an export which goes on need not write again."""
+    path = partial_path(request.out)
+    return path.stat().st_size if request.resume and path.exists() else 0

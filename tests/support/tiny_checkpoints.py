@@ -1,0 +1,439 @@
+"""Tiny checkpoints of Hugging Face with random weights, for every architecture that can be converted; without torch.
+
+A case is a config.json and a table of names and shapes. Transformers loads the folders without a missing or an unknown
+tensor (tests/exporters/test_chain.py), so the tables are right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoints import write_safetensors
+
+from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.models.formats import quantize
+from edgeinfer.models.gguf import GGMLType
+
+Shapes = dict[str, tuple[int, ...]]
+
+N_VOCAB, N_EMBD, N_FF, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 2, 8, 64
+N_EXPERTS, N_FF_EXPERT, N_FF_SHARED = 4, 16, 24
+COMMON = {
+    "vocab_size": N_VOCAB,
+    "hidden_size": N_EMBD,
+    "intermediate_size": N_FF,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": N_CTX,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attention_bias": False,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of checkpoint.  config: beyond COMMON.  shapes: of all tensors.  norm_shift: what it adds to norms."""
+
+    architecture: str
+    model_type: str
+    config: dict[str, Any]
+    shapes: Callable[[dict[str, Any]], Shapes]
+    norm_shift: float = 0.0
+
+    def full_config(self) -> dict[str, Any]:
+        """What config.json says."""
+        return {**COMMON, "architectures": [self.architecture], "model_type": self.model_type, **self.config}
+
+
+# ---- Names and shapes ------------------------------------------------------------------------------------------------
+
+
+def attention(config: dict[str, Any], biases: str = "", whole_norms: bool = False, norms: bool = False) -> Shapes:
+    """Of a layer. biases: of which of q, k, v and o."""
+    head_dim = config.get("head_dim", N_EMBD // HEADS)
+    n_q, n_kv = HEADS * head_dim, KV_HEADS * head_dim
+    found: Shapes = {}
+    for name, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+        found[f"self_attn.{name}_proj.weight"] = (n, N_EMBD)
+        if name in biases:
+            found[f"self_attn.{name}_proj.bias"] = (n,)
+    found["self_attn.o_proj.weight"] = (N_EMBD, n_q)
+    if "o" in biases:
+        found["self_attn.o_proj.bias"] = (N_EMBD,)
+    if norms or whole_norms:
+        found["self_attn.q_norm.weight"] = (n_q if whole_norms else head_dim,)
+        found["self_attn.k_norm.weight"] = (n_kv if whole_norms else head_dim,)
+    return found
+
+
+def norms(*names: str) -> Shapes:
+    return {f"{name}.weight": (N_EMBD,) for name in names or ("input_layernorm", "post_attention_layernorm")}
+
+
+def network(
+    module: str = "mlp", n_ff: int = N_FF, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+) -> Shapes:
+    shapes = ((n_ff, N_EMBD), (n_ff, N_EMBD), (N_EMBD, n_ff))
+    return {f"{module}.{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
+
+
+def experts(module: str = "mlp.experts", n_ff: int = N_FF_EXPERT, **names: Any) -> Shapes:
+    return {name: shape for n in range(N_EXPERTS) for name, shape in network(f"{module}.{n}", n_ff, **names).items()}
+
+
+def router(name: str = "mlp.gate") -> Shapes:
+    return {f"{name}.weight": (N_EXPERTS, N_EMBD)}
+
+
+def model(config: dict[str, Any], layer: Callable[[int], Shapes]) -> Shapes:
+    """Of a whole model."""
+    found: Shapes = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,)}
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (N_VOCAB, N_EMBD)
+    for n in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{n}.{name}": shape for name, shape in layer(n).items()}
+    return found
+
+
+def llama(config: dict[str, Any]) -> Shapes:
+    biases = "qkvo" if config["attention_bias"] else ""
+    return model(config, lambda _: attention(config, biases) | norms() | network())
+
+
+def mixtral(config: dict[str, Any]) -> Shapes:
+    of_experts = experts("block_sparse_moe.experts", N_FF, names=("w1", "w3", "w2"))
+    return model(config, lambda _: attention(config) | norms() | router("block_sparse_moe.gate") | of_experts)
+
+
+def qwen2(config: dict[str, Any]) -> Shapes:
+    return model(config, lambda _: attention(config, "qkv") | norms() | network())
+
+
+def qwen3(config: dict[str, Any]) -> Shapes:
+    return model(config, lambda _: attention(config, norms=True) | norms() | network())
+
+
+def qwen2moe(config: dict[str, Any]) -> Shapes:
+    shared = network("mlp.shared_expert", N_FF_SHARED) | {"mlp.shared_expert_gate.weight": (1, N_EMBD)}
+    return model(config, lambda _: attention(config, "qkv") | norms() | router() | experts() | shared)
+
+
+def qwen3moe(config: dict[str, Any]) -> Shapes:
+    return model(config, lambda _: attention(config, norms=True) | norms() | router() | experts())
+
+
+def olmoe(config: dict[str, Any]) -> Shapes:
+    of_experts = experts(n_ff=N_FF)
+    return model(config, lambda _: attention(config, whole_norms=True) | norms() | router() | of_experts)
+
+
+def granitemoe(config: dict[str, Any]) -> Shapes:
+    n_shared = config.get("shared_intermediate_size", 0)
+    found: Shapes = {}
+    if config.get("num_local_experts"):
+        found |= router("block_sparse_moe.router.layer")
+        found["block_sparse_moe.input_linear.weight"] = (N_EXPERTS, 2 * N_FF, N_EMBD)
+        found["block_sparse_moe.output_linear.weight"] = (N_EXPERTS, N_EMBD, N_FF)
+    if n_shared:
+        found["shared_mlp.input_linear.weight"] = (2 * n_shared, N_EMBD)
+        found["shared_mlp.output_linear.weight"] = (N_EMBD, n_shared)
+    return model(config, lambda _: attention(config) | norms() | found)
+
+
+def gemma(with_qk_norms: bool) -> Callable[[dict[str, Any]], Shapes]:
+    four = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return lambda config: model(config, lambda _: attention(config, norms=with_qk_norms) | norms(*four) | network())
+
+
+def phi3(config: dict[str, Any]) -> Shapes:
+    layer: Shapes = {
+        "self_attn.qkv_proj.weight": ((HEADS + 2 * KV_HEADS) * N_EMBD // HEADS, N_EMBD),
+        "self_attn.o_proj.weight": (N_EMBD, N_EMBD),
+        "mlp.gate_up_proj.weight": (2 * N_FF, N_EMBD),
+        "mlp.down_proj.weight": (N_EMBD, N_FF),
+    }
+    return model(config, lambda _: layer | norms())
+
+
+def olmo2(config: dict[str, Any]) -> Shapes:
+    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, whole_norms=True) | behind | network())
+
+
+def exaone4(config: dict[str, Any]) -> Shapes:
+    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, norms=True) | behind | network())
+
+
+def glm4(config: dict[str, Any]) -> Shapes:
+    four = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    both: Shapes = {"mlp.gate_up_proj.weight": (2 * N_FF, N_EMBD), "mlp.down_proj.weight": (N_EMBD, N_FF)}
+    return model(config, lambda _: attention(config, "qkv") | norms(*four) | both)
+
+
+def glm4moe(config: dict[str, Any]) -> Shapes:
+    more = router() | experts() | network("mlp.shared_experts", N_FF_EXPERT)
+    more["mlp.gate.e_score_correction_bias"] = (N_EXPERTS,)
+    return model(
+        config,
+        lambda n: attention(config, norms=config["use_qk_norm"]) | norms() | (more if n else network()),
+    )
+
+
+def gpt_oss(config: dict[str, Any]) -> Shapes:
+    n_ff = config["intermediate_size"]
+    layer = attention(config, "qkvo") | norms() | router("mlp.router")
+    layer |= {
+        "self_attn.sinks": (HEADS,),
+        "mlp.router.bias": (N_EXPERTS,),
+        "mlp.experts.gate_up_proj_bias": (N_EXPERTS, 2 * n_ff),
+        "mlp.experts.down_proj_bias": (N_EXPERTS, N_EMBD),
+    }
+    sizes = {"gate_up_proj": (2 * n_ff, N_EMBD), "down_proj": (N_EMBD, n_ff)}
+    for name, (n_out, n_in) in sizes.items():
+        if "quantization_config" in config:
+            layer[f"mlp.experts.{name}_blocks"] = (N_EXPERTS, n_out, n_in // 32, 16)
+            layer[f"mlp.experts.{name}_scales"] = (N_EXPERTS, n_out, n_in // 32)
+        else:
+            layer[f"mlp.experts.{name}"] = (N_EXPERTS, n_in, n_out)
+    return model(config, lambda _: layer)
+
+
+def ernie(config: dict[str, Any]) -> Shapes:
+    more = router() | experts(n_ff=12) | network("mlp.shared_experts", 24)
+    more["mlp.moe_statics.e_score_correction_bias"] = (1, N_EXPERTS)
+    return model(config, lambda n: attention(config) | norms() | (more if n else network()))
+
+
+# ---- Cases -----------------------------------------------------------------------------------------------------------
+
+QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
+MOE = {"num_local_experts": N_EXPERTS, "num_experts_per_tok": 2}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+GEMMA = {
+    **{"tie_word_embeddings": True, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM, "sliding_window": 6},
+    **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
+}
+WINDOW, FULL = "sliding_attention", "full_attention"
+CASES = {
+    "llama": Case("LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3, "head_dim": HEAD_DIM}, llama),
+    "llama_with_biases": Case(
+        *("LlamaForCausalLM", "llama"),
+        # as transformers 4 wrote it
+        {"attention_bias": True, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        llama,
+    ),
+    "mistral": Case("MistralForCausalLM", "mistral", {"sliding_window": None, "rope_parameters": PLAIN}, llama),
+    "mixtral": Case("MixtralForCausalLM", "mixtral", {**MOE, "rope_parameters": PLAIN}, mixtral),
+    "qwen2": Case("Qwen2ForCausalLM", "qwen2", {"rope_parameters": YARN, "use_sliding_window": False}, qwen2),
+    "qwen3": Case("Qwen3ForCausalLM", "qwen3", {"head_dim": 16, "rope_parameters": PLAIN}, qwen3),
+    "qwen2moe": Case(
+        *("Qwen2MoeForCausalLM", "qwen2_moe"),
+        {**QWEN_MOE, "shared_expert_intermediate_size": N_FF_SHARED, "rope_parameters": PLAIN},
+        qwen2moe,
+    ),
+    "qwen3moe": Case(
+        *("Qwen3MoeForCausalLM", "qwen3_moe"),
+        {**QWEN_MOE, "norm_topk_prob": True, "head_dim": HEAD_DIM, "rope_parameters": PLAIN},
+        qwen3moe,
+    ),
+    "olmoe": Case(
+        "OlmoeForCausalLM",
+        "olmoe",
+        {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "rope_parameters": PLAIN},
+        olmoe,
+    ),
+    "granite": Case("GraniteForCausalLM", "granite", {**GRANITE, "rope_parameters": PLAIN}, llama),
+    "granitehybrid": Case(
+        *("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+        {
+            **GRANITE,
+            **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": N_FF},
+            **{"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "rope_parameters": PLAIN},
+            **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8},
+            "mamba_d_conv": 4,
+        },
+        granitemoe,
+    ),
+    "granitemoe": Case("GraniteMoeForCausalLM", "granitemoe", {**GRANITE, **MOE, "rope_parameters": PLAIN}, granitemoe),
+    "granitemoeshared": Case(
+        *("GraniteMoeSharedForCausalLM", "granitemoeshared"),
+        {**GRANITE, **MOE, "shared_intermediate_size": N_FF_SHARED, "rope_parameters": PLAIN},
+        granitemoe,
+    ),
+    "gemma2": Case(
+        *("Gemma2ForCausalLM", "gemma2"),
+        {
+            **GEMMA,
+            **{"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": PLAIN},
+        },
+        gemma(False),
+        norm_shift=1.0,
+    ),
+    "gemma3": Case(
+        *("Gemma3ForCausalLM", "gemma3_text"),
+        {
+            **GEMMA,
+            **{"num_hidden_layers": 6, "layer_types": [WINDOW] * 5 + [FULL]},
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                WINDOW: {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+        gemma(True),
+        norm_shift=1.0,
+    ),
+    "phi3": Case(
+        *("Phi3ForCausalLM", "phi3"),
+        {
+            **{"original_max_position_embeddings": 32, "sliding_window": None},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 1000.0, "original_max_position_embeddings": 32},
+                **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
+            },
+        },
+        phi3,
+    ),
+    "smollm3": Case(
+        *("SmolLM3ForCausalLM", "smollm3"),
+        {
+            **{"num_hidden_layers": 4, "tie_word_embeddings": True, "no_rope_layers": [1, 1, 1, 0]},
+            "rope_parameters": PLAIN,
+        },
+        llama,
+    ),
+    "olmo2": Case("Olmo2ForCausalLM", "olmo2", {"rope_parameters": PLAIN}, olmo2),
+    "olmo3": Case(
+        *("Olmo3ForCausalLM", "olmo3"),
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 6, "layer_types": [WINDOW] * 3 + [FULL]},
+            "rope_parameters": {FULL: YARN, WINDOW: {"rope_type": "default", "rope_theta": 1000.0}},
+        },
+        olmo2,
+    ),
+    "ministral3": Case(
+        *("Ministral3ForCausalLM", "ministral3"),
+        {
+            "head_dim": HEAD_DIM,
+            "sliding_window": None,
+            "rope_parameters": {
+                **{**YARN, "original_max_position_embeddings": 8, "beta_fast": 32.0, "beta_slow": 1.0},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            },
+        },
+        llama,
+    ),
+    "exaone4": Case(
+        *("Exaone4ForCausalLM", "exaone4"),
+        {"sliding_window": None, "layer_types": [FULL] * 2, "rope_parameters": LLAMA3},
+        exaone4,
+    ),
+    "glm4": Case(
+        *("Glm4ForCausalLM", "glm4"),
+        {
+            **{"head_dim": HEAD_DIM, "attention_bias": True},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+        glm4,
+    ),
+    "glm4moe": Case(
+        *("Glm4MoeForCausalLM", "glm4_moe"),
+        {
+            **{"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT},
+            **{"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+            **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
+            **{"head_dim": HEAD_DIM, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        },
+        glm4moe,
+    ),
+    "gpt_oss": Case(
+        *("GptOssForCausalLM", "gpt_oss"),
+        {
+            **{**MOE, "head_dim": HEAD_DIM, "attention_bias": True, "sliding_window": 6},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": {**YARN, "truncate": True}},
+        },
+        gpt_oss,
+    ),
+    "gpt_oss_mxfp4": Case(
+        *("GptOssForCausalLM", "gpt_oss"),
+        {
+            **{**MOE, "head_dim": HEAD_DIM, "attention_bias": True, "sliding_window": 6, "intermediate_size": 64},
+            **{"layer_types": [WINDOW, FULL], "rope_parameters": YARN},
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]},
+        },
+        gpt_oss,
+    ),
+    "ernie4_5_moe": Case(
+        *("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+        {
+            **{"tie_word_embeddings": True, "use_bias": False, "moe_num_experts": N_EXPERTS, "moe_k": 2},
+            **{"moe_intermediate_size": 12, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+            **{"moe_layer_end_index": 1, "moe_layer_interval": 1, "rope_parameters": PLAIN},
+        },
+        ernie,
+    ),
+}
+
+
+def write(folder: Path, name: str) -> Case:
+    """Write config.json and model.safetensors of a case. The same weights each time, on every machine."""
+    case = CASES[name]
+    config = case.full_config()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", dict(_weights(case, config)))
+    return case
+
+
+def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:
+    """Multiples of 1 / 1024, which F16 holds too; bytes of MXFP4."""
+    rng = np.random.Generator(np.random.PCG64(7))
+    for name, shape in case.shapes(config).items():
+        if name.endswith("_blocks"):
+            yield name, ("U8", rng.integers(0, 256, shape))
+        elif name.endswith("_scales"):
+            yield name, ("U8", rng.integers(122, 125, shape))
+        else:
+            codes = rng.integers(-255, 256, shape) / 1024
+            yield name, ("F32", codes + 1 - case.norm_shift if "norm" in name else codes)
+
+
+def to_gguf(source: Source, path: Path) -> None:
+    """Write a source with all its tensors as F32, but those in MXFP4 as they are."""
+    tensors = [Tensor(each.name, _kept(each), each.shape, partial(stored_pieces, each)) for each in source.tensors]
+    write_gguf(path, source.metadata, tensors)
+
+
+def _kept(tensor: SourceTensor) -> GGMLType:
+    return tensor.type if tensor.type == GGMLType.MXFP4 else GGMLType.F32
+
+
+def stored_pieces(tensor: SourceTensor, step: int = 37) -> Iterator[np.ndarray]:
+    """Some rows at a time, as an export reads them."""
+    for first in range(0, tensor.n_rows, step):
+        last = min(first + step, tensor.n_rows)
+        if tensor.type == GGMLType.MXFP4:
+            assert tensor.stored is not None
+            yield tensor.stored(first, last)
+        else:
+            yield quantize(GGMLType.F32, tensor.rows(first, last))
