@@ -39,16 +39,17 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 @cache
-def _recipes() -> list[Recipe]:
+def all_recipes() -> list[Recipe]:
+    """Every recipe, by the name of its file."""
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     return [recipe for module in modules for recipe in module.RECIPES]
 
 
 @cache
 def _by_class() -> dict[str, Recipe]:
-    return {name: recipe for recipe in _recipes() for name in recipe.classes}
+    return {name: recipe for recipe in all_recipes() for name in recipe.classes}
 
 
 @cache
 def _by_model_type() -> dict[str, Recipe]:
-    return {name: recipe for recipe in _recipes() for name in recipe.model_types}
+    return {name: recipe for recipe in all_recipes() for name in recipe.model_types}
