@@ -47,6 +47,7 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     checkpoint = Checkpoint.open(path)
     recipe = recipe_of(checkpoint)
     model = Model(recipe, checkpoint.language())
+    _note_parts(checkpoint, model)
     keys.check_config(model)
     found = tensors(model)
     words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0]) if vocabulary else {}
@@ -55,6 +56,14 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
     check_runs(checkpoint.path, metadata, found)
     return HuggingFaceSource(model, metadata, found)
+
+
+def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
+    n_others = len(checkpoint.names) - len(model.checkpoint.names)
+    if n_others:
+        model.note(f"the language model alone is converted: {n_others} tensors of other parts are left out")
+    if checkpoint.quantization not in ("", "mxfp4"):
+        model.note(f"the weights are quantised by {checkpoint.quantization}; what is written is made of their floats")
 
 
 def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:

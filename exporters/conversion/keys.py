@@ -11,6 +11,7 @@ from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import Keys
 from edgeinfer.exporters.conversion.rope import check_rope, rope_keys
 
+_SIZED = re.compile(r"(?P<base>.+?)-(?P<size>\d+(\.\d+)?[BbMm](-[Aa]\d+(\.\d+)?[BbMm])?)(-(?P<rest>.+))?")
 _QUANTIZATION_VERSION = 2  # of ggml's formats, the same since 2023
 _READ = frozenset(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
@@ -45,13 +46,24 @@ def metadata(model: Model, folder: Folder, n_vocab: int) -> Keys:
     """Everything but the vocabulary, of a model that passed check_config. Raises ModelFileError."""
     name = model.recipe.name
     keys = {f"{name}.{key}": value for key, value in (_common(model, n_vocab) | model.recipe.keys(model)).items()}
-    general: Keys = {
-        "general.architecture": name,
+    return _general(folder, name) | _sampling(folder) | keys
+
+
+def _general(folder: Folder, architecture: str) -> Keys:
+    """What a file is called: by the name of the folder, of which "Name-1.7B-Instruct" has a size."""
+    name = folder.path.resolve().name
+    keys: Keys = {
+        "general.architecture": architecture,
         "general.type": "model",
-        "general.name": folder.path.resolve().name,
+        "general.name": name,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
-    return general | _sampling(folder) | keys
+    sized = _SIZED.fullmatch(name)
+    if sized:
+        keys |= {"general.basename": sized["base"], "general.size_label": sized["size"].upper()}
+    if sized and sized["rest"]:
+        keys["general.finetune"] = sized["rest"]
+    return keys
 
 
 def check_config(model: Model) -> None:

@@ -343,6 +343,18 @@ def test_names_with_other_fronts_are_found(front: str, make: Any) -> None:
     found = make("gemma3", renamed)
     assert found.tensors.keys() == plain.tensors.keys()
     assert_array_equal(found.ours("blk.3.attn_q.weight"), plain.ours("blk.3.attn_q.weight"))
+    assert found.source.notes == (
+        ["the language model alone is converted: 1 tensors of other parts are left out"] if front else []
+    )
+
+
+def test_the_model_in_a_model_that_sees_is_converted_by_its_own_type(make: Any) -> None:
+    config = CASES["ministral3"].full_config()
+    inner = {key: value for key, value in config.items() if key != "architectures"}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {}}
+    assert make("ministral3", **outer, text_config=inner).keys == make("ministral3").keys
+    plain = {key: value for key, value in CASES["mistral"].full_config().items() if key != "architectures"}
+    assert make("mistral", **outer, text_config=plain).source.metadata["general.architecture"] == "mistral3"
 
 
 def test_a_tensor_without_a_place_is_refused_and_a_missing_one_named(make: Any) -> None:
