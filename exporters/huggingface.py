@@ -16,8 +16,6 @@ from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.gguf import MetadataValue
 
-_UNUSED = 5  # in tokenizer.ggml.token_type
-
 
 class HuggingFaceSource:
     """The model of a folder, see Source."""
@@ -68,8 +66,11 @@ def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
 
 def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
     """Without the rows of the embeddings, and of the output, behind the last token of the vocabulary."""
-    kinds = words["tokenizer.ggml.token_type"]
-    n = max(id for id, kind in enumerate(kinds) if kind != _UNUSED) + 1 if isinstance(kinds, list) else 0
+    tokens = words["tokenizer.ggml.tokens"]
+    texts = tokens if isinstance(tokens, list) else []
+    n = len(texts)
+    while n and texts[n - 1] == f"[PAD{n - 1}]":
+        n -= 1
     keys_of = {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores")}
     cut = {key: value[:n] for key, value in words.items() if key in keys_of and isinstance(value, list)}
     rows_of = ("token_embd.weight", "output.weight")

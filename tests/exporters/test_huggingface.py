@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import byte_level
 from numpy.testing import assert_allclose, assert_array_equal
 from tiny_checkpoints import CASES, GATED, HEAD_DIM, N_EMBD, N_FF, Change, Stored, write
 
@@ -414,6 +415,25 @@ def test_a_key_that_asks_for_another_model_is_refused(
 def test_keys_that_are_not_known_and_sound_harmless_are_said(make: Any) -> None:
     made = make("llama", tokenizer_note="x", is_finetuned=False, attention_dropout=0.1)
     assert made.source.notes == ["not looked at in config.json: tokenizer_note"]
+
+
+@pytest.mark.parametrize("case, is_cut", [("gemma3", True), ("qwen2", False)])
+def test_rows_behind_the_vocabulary_are_cut_in_gemma_3_and_filled_up_elsewhere(
+    case: str, is_cut: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, case, {"vocab_size": 640})
+    n_tokens = byte_level(tmp_path).get_vocab_size()
+    source = open_folder(tmp_path)
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    n_rows = n_tokens if is_cut else 640
+    assert n_tokens < 640 and tensors["token_embd.weight"].shape == (n_rows, N_EMBD)
+    assert source.metadata[f"{case}.vocab_size"] == n_rows
+    tokens, kinds = (list(source.metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
+    assert len(tokens) == len(kinds) == n_rows and (tokens[-1] == "[PAD639]") != is_cut
+    assert_array_equal(
+        tensors["token_embd.weight"].rows(n_tokens - 2, n_tokens), open_folder(tmp_path, vocabulary=False)
+        .tensors[0].rows(n_tokens - 2, n_tokens)
+    )  # fmt: skip
 
 
 def test_what_generation_config_advises_is_kept(tmp_path: Path) -> None:

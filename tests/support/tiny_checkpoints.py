@@ -107,9 +107,9 @@ def router(name: str = "mlp.gate") -> Shapes:
 
 def model(config: dict[str, Any], layer: Callable[[int], Shapes]) -> Shapes:
     """Of a whole model."""
-    found: Shapes = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,)}
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], N_EMBD), "model.norm.weight": (N_EMBD,)}
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (N_VOCAB, N_EMBD)
+        found["lm_head.weight"] = (config["vocab_size"], N_EMBD)
     for n in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{n}.{name}": shape for name, shape in layer(n).items()}
     return found
