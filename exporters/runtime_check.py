@@ -21,7 +21,9 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.types import Device
 
-MESSAGES = [{"role": "user", "content": "Name the three primary colours, and say in one sentence what each stands for."}]
+MESSAGES = [
+    {"role": "user", "content": "Name the three primary colours, and say in one sentence what each stands for."}
+]
 _PLAIN = "The three primary colours are red, yellow and blue. Each of them stands for"
 N_TOKENS, N_EQUAL, TIE = 32, 24, 0.05
 _PATIENCE_SECONDS = 1800
