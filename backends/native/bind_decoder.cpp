@@ -198,6 +198,28 @@ Array copied(const std::vector<T>& values, std::initializer_list<size_t> shape) 
     return Array(copy->data(), shape, owner);
 }
 
+// rows: whose logits (m, n_logits) are wanted.  x: (n, n_embd).
+bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_layer, Features x, Ints rows,
+                  FloatRows logits) {
+    const DecoderConfig& config = decoder.config();
+    const int n = static_cast<int>(tokens.size()), n_rows = static_cast<int>(rows.size());
+    std::vector<int32_t> links(tokens.size());
+    for (int i = 0; i < n; i++) links[static_cast<size_t>(i)] = i - 1;
+    const bool rows_fit =
+        std::all_of(rows.data(), rows.data() + rows.size(), [n](int32_t row) { return row >= 0 && row < n; });
+    if (!config.fits(state.sizes()) || decoder.has_front() || n < 1 || n > config.n_batch || n > state.n_ctx() ||
+        state.n_past() || !state.has_room(n) || first_layer < 0 || first_layer > config.n_layers() || !rows_fit ||
+        x.shape(0) != tokens.size() || x.shape(1) != static_cast<size_t>(config.n_embd) ||
+        logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
+        !is_tree(config, span_of(tokens), links)) {
+        throw nb::value_error("forward_from: arguments do not fit together");
+    }
+    const TextRows text{&state, state.n_ctx(), tokens.data(), links.data(), n, 0, nullptr, nullptr, 0, nullptr, 0};
+    return interruptible([&](const auto& poll) {
+        return decoder.forward_from(text, first_layer, x.data(), rows.data(), n_rows, logits.data(), poll);
+    });
+}
+
 // (n_layers, n_rows, n_used) int32.
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
@@ -328,6 +350,8 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
+             "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union,
              "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "

@@ -122,6 +122,8 @@ public:
     int n_rows = 0;
     float* logits = nullptr;
     InputSquares* squares = nullptr;  // null where they are not recorded
+    int first_layer = 0;              // that runs: those before it left what is in `start`
+    const float* start = nullptr;     // (n, n_embd): the residual stream before that layer, null for the embeddings
     ExpertTier* tier = nullptr;       // null where the CPU computes all experts
 
 private:

@@ -46,35 +46,26 @@ def check_model(model: ModelFile, spec: ModelSpec) -> None:
     check_blocks(spec.blocks(), _BLOCKS, "litertlm", model.path)
 
 
-def build_model(model: ModelFile, spec: ModelSpec, n_cache: int, prefill: Sequence[int]) -> Model:
-    """The TFLite model. n_cache: positions of the KV cache.  prefill: lengths of its signatures for prompts.
+def build_model(model: ModelFile, spec: ModelSpec, n_cache: int, prefill: Sequence[int], fine: bool = True) -> Model:
+    """The TFLite model. n_cache: positions of the KV cache.  prefill: lengths of its signatures for prompts.  fine: see
+    Operations.
 
     Raises UnsupportedModel.
     """
     check_model(model, spec)
     whole = Model(f"edgeinfer {spec.architecture}")
     matrices: dict[str, Matrix] = {}
-    for n in prefill:
-        _SignatureBuilder(whole, f"prefill_{n}", model, spec, n_cache, n, matrices).build()
-    _SignatureBuilder(whole, DECODE, model, spec, n_cache, 1, matrices).build()
+    for name, n in (*((f"prefill_{n}", n) for n in prefill), (DECODE, 1)):
+        operations = Operations(whole.graph(name), model, spec.norm_epsilon, matrices, fine)
+        _SignatureBuilder(operations, spec, n_cache, n).build()
     return whole
 
 
 class _SignatureBuilder:
     """Builds the graph of one signature, for n tokens."""
 
-    def __init__(
-        self,
-        whole: Model,
-        name: str,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_cache: int,
-        n: int,
-        matrices: dict[str, Matrix],
-    ) -> None:
-        self._graph = whole.graph(name)
-        self._operations = Operations(self._graph, model, spec.norm_epsilon, matrices)
+    def __init__(self, operations: Operations, spec: ModelSpec, n_cache: int, n: int) -> None:
+        self._graph, self._operations = operations.graph, operations
         self._spec, self._n_cache, self._n = spec, n_cache, n
         self._masks: dict[int | None, Value] = {}
         self._turns: dict[RopeSpec, tuple[Value, Value]] = {}

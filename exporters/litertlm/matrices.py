@@ -186,10 +186,8 @@ def _packed(codes: Codes) -> NDArray[np.uint8]:
 
 
 def _scales(codes: Codes) -> NDArray[np.float16]:
-    """As XNNPACK holds them, rounded to bfloat16. It refuses 0: the smallest, where all weights are 0."""
-    bits = np.abs(codes.scales).astype(np.float32).reshape(-1).view(np.uint32)
-    rounded = ((bits + (0x7FFF + (bits >> 16 & 1))) & np.uint32(0xFFFF0000)).view(np.float32)
-    return np.maximum(rounded, np.float32(2.0**-24)).astype(np.float16)
+    """XNNPACK refuses 0: the smallest, where all weights are 0."""
+    return np.maximum(np.abs(codes.scales), np.float32(2.0**-24)).astype(np.float16).reshape(-1)
 
 
 def _bases(codes: Codes) -> NDArray[np.float16]:

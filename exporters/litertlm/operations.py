@@ -16,14 +16,21 @@ from edgeinfer.models.spec import Activation
 
 
 class Operations:
-    """Adds operators to one graph. matrices: of the model, by name, which the graphs of its signatures share."""
+    """Adds operators to one graph.
 
-    def __init__(self, graph: Graph, model: ModelFile, epsilon: float, matrices: dict[str, Matrix]) -> None:
+    matrices: of the model, by name, which the graphs of its signatures share.  fine: whether what goes into a quantised
+    matrix keeps 16 bits; 8 without.
+    """
+
+    def __init__(self, graph: Graph, model: ModelFile, epsilon: float, matrices: dict[str, Matrix], fine: bool) -> None:
         self.graph = graph
         self.model = model
         self._epsilon = epsilon
         self._matrices = matrices
-        self._sums: dict[int, Value] = {}  # of runs, by the value that they are of
+        self._fine = fine
+        # By the value that they are of.
+        self._sums: dict[int, Value] = {}
+        self._parts: dict[int, Value] = {}
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -118,12 +125,36 @@ class Operations:
         raise UnsupportedModel(f"{self.model.path}: the litertlm target has no activation {activation}")
 
     def _product(self, weights: Constant, x: Value) -> Value:
+        """x (n, n_in) times a matrix (n_out, n_in)."""
         constant = self.graph.constant(weights)
+        n, n_out = x.shape[0], weights.shape[0]
         if weights.type == Type.FLOAT16:
             constant = self.graph.add("DEQUANTIZE", constant, shape=weights.shape)
-        return self.graph.add(
-            "FULLY_CONNECTED", x, constant, shape=(x.shape[0], weights.shape[0]), fusedActivationFunction=0
-        )
+        if not self._fine or weights.type not in (Type.INT8, Type.INT4):
+            return self._fully_connected(x, constant, n_out)
+        products = self._fully_connected(self._two_parts(x), constant, n_out)
+        by_part = self.reshape(products, 2, n, n_out)
+        return self.graph.add("SUM", by_part, self.graph.ints(0), shape=(n, n_out), keepDims=False)
+
+    def _fully_connected(self, x: Value, weights: Value, n_out: int) -> Value:
+        return self.graph.add("FULLY_CONNECTED", x, weights, shape=(x.shape[0], n_out), fusedActivationFunction=0)
+
+    def _two_parts(self, x: Value) -> Value:
+        """Rows (2 n, n_in): first those of x on a grid of 8 bits, then what is missing of each.
+
+        XNNPACK rounds each row to 8 bits between its least and largest number, and finds the same grid for the first
+        rows. What it takes away of the second ones is 1/255 as much as it would take of x.
+        """
+        if x.index not in self._parts:
+            n, last = x.shape[0], self.graph.ints(1)
+            largest, least = (
+                self.graph.add(op, x, last, shape=(n, 1), keepDims=True) for op in ("REDUCE_MAX", "REDUCE_MIN")
+            )
+            step = self.times(self.binary("SUB", largest, least), 1 / 255)
+            step = self.binary("ADD", step, self.graph.number(1e-30))
+            coarse = self.binary("MUL", self.unary("ROUND", self.binary("DIV", x, step)), step)
+            self._parts[x.index] = self.concatenated(coarse, self.binary("SUB", x, coarse), axis=0)
+        return self._parts[x.index]
 
     def _sums_of_runs(self, x: Value) -> Value:
         """(n, n_in / 32): the sums of the runs of x."""

@@ -46,6 +46,8 @@ _OPTIONS: dict[str, str | None] = {
     "LOGISTIC": None,
     "MEAN": "ReducerOptions",
     "MUL": "MulOptions",
+    "REDUCE_MAX": "ReducerOptions",
+    "REDUCE_MIN": "ReducerOptions",
     "RELU": None,
     "RESHAPE": "ReshapeOptions",
     "ROUND": None,
