@@ -58,6 +58,7 @@ HEAVY = {  # and their owners, a module or a package
     "matplotlib": "edgeinfer.cli.plotting",
     "onnx": "edgeinfer.backends.onnx.library",
     "onnxruntime": "edgeinfer.backends.onnx.library",
+    "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
     "torch": "edgeinfer.training",
 }

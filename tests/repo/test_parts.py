@@ -57,6 +57,7 @@ SIGNS = {
     "llama": "llama-cpp-python==",
     "opencl": "pyopencl>",
     "onnx": "onnxruntime>",
+    "genai": "onnxruntime-genai==",
     "train": "torch==",
 }
 
@@ -69,6 +70,7 @@ SIGNS = {
         (["ARGS=-k tokenizer"], "demo", {"model"}),
         (["ARGS=-k tokenizer"], "llama", {"llama"}),
         ([], "opencl,onnx", {"model", "opencl", "onnx"}),
+        (["ARGS=-x"], "genai", {"onnx", "genai"}),
         ([], "transformers,qemu", {"model", "train"}),
         ([], "all", SIGNS.keys() - ALWAYS),
         (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),

@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
+    "genai": (("onnx", "onnxruntime_genai"), ()),
     "opencl": (("pyopencl",), ()),
     "clang": ((), ()),  # comes with the driver for OpenCL
     "qemu": ((), ("aarch64-linux-gnu-g++", "qemu-aarch64")),
