@@ -90,7 +90,9 @@ def _tensor(name: str, values: Floats) -> Tensor:
 def _read_gguf(path: Path) -> Imatrix:
     with ModelFile.open(path) as file:
         if file.metadata.get("general.type") != "imatrix":
-            raise ModelFileError(f"{path}: general.type must be imatrix: found {file.metadata.get('general.type')!r:.80}")
+            raise ModelFileError(
+                f"{path}: general.type must be imatrix: found {file.metadata.get('general.type')!r:.80}"
+            )
         of = {}
         for name in file.tensors:
             if name.endswith(_SUMS):

@@ -64,9 +64,7 @@ def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume:
 class PartialFile:
     """See partial_file.  done: the hash of each tensor that is written."""
 
-    def __init__(
-        self, out: Path, file: BinaryIO, layout: Layout, identity: Mapping[str, Any], resume: bool
-    ) -> None:
+    def __init__(self, out: Path, file: BinaryIO, layout: Layout, identity: Mapping[str, Any], resume: bool) -> None:
         self.done: dict[str, str] = {}
         self._out = out
         self._file = file

@@ -84,17 +84,19 @@ _BITS = {Type.FLOAT32: 32, Type.FLOAT16: 16, Type.INT32: 32, Type.BOOL: 8, Type.
 class Constant:
     """A tensor of the file, whose bytes are made when they are written.
 
-    pieces: arrays that stand one behind the other.  row_scales: (n_out,) float32 of a quantised matrix with one scale
-    a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
+    pieces: arrays that stand one behind the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
+    one scale a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
+    tensor: of the model, that it is made of.
     """
 
     name: str
     type: Type
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Array]]
-    row_scales: NDArray[np.float32] | None = None
+    row_scales: Callable[[], NDArray[np.float32]] | None = None
     block_scales: Constant | None = None
     block_size: int = 0
+    tensor: str | None = None
 
     @classmethod
     def of(cls, name: str, array: Array) -> Constant:
@@ -302,8 +304,9 @@ def _quantization(graph: Graph, constant: Constant) -> Any:
         )
     if constant.row_scales is None:
         return None
-    zeros = np.zeros(len(constant.row_scales), dtype=np.int64)
-    return schema.QuantizationParametersT(scale=constant.row_scales, zeroPoint=zeros, quantizedDimension=0)
+    scales = constant.row_scales()
+    zeros = np.zeros(len(scales), dtype=np.int64)
+    return schema.QuantizationParametersT(scale=scales, zeroPoint=zeros, quantizedDimension=0)
 
 
 def _operator(node: _Node, codes: list[str]) -> Any:
