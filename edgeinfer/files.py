@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -143,6 +144,64 @@ def folder_beside(path: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A folder to write into, which gets its name when everything is in it; on an error nothing is left behind.
+
+    names: patterns of what such a folder holds. One that has nothing else in it is replaced, once the new one is whole.
+    Raises OSError, which names the folder, for one with other files, and as `written_whole` does.
+    """
+    import shutil
+
+    path = Path(os.path.realpath(path))
+    with _named(path):
+        check_folder(path, names)
+        folder = _partial_name(path)
+        folder.mkdir()
+    old = None
+    try:
+        yield folder
+        with _named(path):
+            check_folder(path, names)
+            for written in folder.iterdir():
+                _flush(written)
+            if path.exists():
+                old = _partial_name(path)
+                path.rename(old)
+            folder.rename(path)
+    except BaseException:
+        if old is not None and not path.exists():
+            old.rename(path)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_folder(path: Path, names: Sequence[str]) -> None:
+    """Raises OSError, which names the obstacle, if `whole_folder` could not begin. Changes nothing."""
+    if not path.is_dir():
+        check_writable(path)
+        if path.exists():
+            raise NotADirectoryError(errno.ENOTDIR, "This is a file, wanted is a folder", str(path))
+        return
+    other = [found.name for found in path.iterdir() if not any(fnmatch.fnmatch(found.name, name) for name in names)]
+    if other:
+        raise FileExistsError(errno.EEXIST, f"This folder has other files, such as {min(other)!r}", str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "Nothing can be written in this folder", str(path.parent))
+
+
+def _flush(path: Path) -> None:
+    """A file, down to the disk."""
+    descriptor = os.open(path, os.O_RDWR | _BINARY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def take_over(written: Path, path: Path) -> None:

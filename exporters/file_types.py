@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf import Metadata
 from edgeinfer.exporters.source import SourceTensor
+from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import TERNARY_TYPES, GGMLType
 
 QUANTIZATION_VERSION = 2  # general.quantization_version of the block layouts that are written
@@ -180,8 +181,9 @@ class _Model:
 
         def number(key: str, default: int) -> int:
             value = metadata.get(f"{architecture}.{key}", default)
-            first = value if isinstance(value, int) else next(iter(value), default) if hasattr(value, "__len__") else 0
-            return int(first)
+            if isinstance(value, Array | list):  # a value for each layer, the first of which counts
+                value = value[0] if len(value) else default
+            return int(value) if isinstance(value, int | float) else default
 
         n_heads = number("attention.head_count", 1)
         n_kv_heads, n_layers = number("attention.head_count_kv", n_heads), number("block_count", 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.exporters.comparison import compare
 from edgeinfer.exporters.file_types import (
-    FILE_TYPES,
     QUANTIZATION_VERSION,
     file_type,
     file_type_number,
@@ -20,9 +19,9 @@ from edgeinfer.exporters.file_types import (
     source_types,
     tensor_types,
 )
-from edgeinfer.exporters.gguf import Layout, Metadata, Tensor, layout
+from edgeinfer.exporters.gguf import Layout, Tensor, layout
 from edgeinfer.exporters.imatrix import Imatrix, read_imatrix
-from edgeinfer.exporters.manifest import sha256_of, tool_version
+from edgeinfer.exporters.manifest import record, sha256_of, tool_version
 from edgeinfer.exporters.partial import partial_file, partial_path
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
@@ -53,7 +52,7 @@ class GgufTarget:
             job = prepare(source, request)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
                 partial.write(job.tensors, progress)
-                checked = _check(source, job, partial.path) if request.check else None
+                checked = compare(source, partial.path, job.is_lossless) if request.check else None
                 partial.finish()
         facts = {**job.facts, **(checked.facts if checked else {})}
         return Result([request.out], checked.sentence if checked else None, facts)
@@ -114,6 +113,7 @@ def prepare(source: Source, request: Request) -> Job:
             check_type(tensor.type)
         means = None if imatrix is None or type in _FLOATS else imatrix.means(tensor.name, math.prod(tensor.shape[:-2]))
         tensors.append(written_tensor(source, tensor, type, means))
+    facts = {**choice.facts, **({} if path is None else {"imatrix": record(path)})}
     metadata = {**source.metadata, **_keys(source, request, choice), **_imatrix_keys(imatrix, path)}
     return Job(
         request,
@@ -122,8 +122,8 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*choice.notes, *_notes(source, choice.types, imatrix)],
-        choice.facts,
+        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
+        facts,
     )
 
 
@@ -182,16 +182,16 @@ def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, Metad
     return keys
 
 
-def _notes(source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | None) -> list[str]:
+def _notes(request: Request, source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | None) -> list[str]:
     """What the user should know of the types."""
     notes, quantised = [], [tensor for tensor in source.tensors if is_quantised(tensor)]
     lossy = [tensor for tensor in quantised if tensor.type not in _FLOATS and not _is_exact(tensor, types[tensor.name])]
     if lossy:
         names = ", ".join(sorted({tensor.type.name for tensor in lossy}))
-        notes.append(
-            f"{len(lossy)} tensors are quantised already ({names}): quantising them again loses twice; "
-            "export from the F16 or BF16 model where there is one"
-        )
+        loss = "a float type makes them larger, not better"
+        if any(types[tensor.name] not in _FLOATS for tensor in lossy):
+            loss = "quantising them again loses twice; export from the F16 or BF16 model where there is one"
+        notes.append(f"{len(lossy)} tensors are quantised already ({names}): {loss}")
     kept = sorted({types[t.name].name for t in quantised if t.type == types[t.name] and t.type not in _FLOATS})
     if lossy and kept:
         notes.append(f"tensors that are {' or '.join(kept)} already are copied")
@@ -199,18 +199,14 @@ def _notes(source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | Non
         missing = [t for t in quantised if t.name.startswith("blk.") and t.name not in imatrix.of]
         if missing:
             notes.append(f"{len(missing)} matrices are not in the importance matrix, such as {missing[0].name}")
-    fallen = _fallen(quantised, types)
-    if fallen:
-        notes.append(f"{fallen} matrices have rows that are no multiple of 256, and get a type with blocks of 32")
+    wanted = None if request.type is None or request.type.lower() == AUTO else file_type(request.type).type
+    fallen = [t for t in quantised if wanted is not None and t.n_in % wanted.block_elements]
+    if fallen and wanted is not None:
+        notes.append(
+            f"{len(fallen)} matrices have rows that are no multiple of {wanted.block_elements}, such as "
+            f"{fallen[0].name} ({fallen[0].n_in}): they get a type of smaller blocks"
+        )
     return notes
-
-
-def _fallen(tensors: Sequence[SourceTensor], types: Mapping[str, GGMLType]) -> int:
-    """Matrices whose rows are no whole blocks of 256, in a file that has such blocks or would have."""
-    kinds = {types[tensor.name] for tensor in tensors}
-    has_fallbacks = not kinds.isdisjoint({GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_0, GGMLType.Q8_0})
-    is_mixed = len(kinds - _FLOATS) > 1
-    return sum(tensor.n_in % 256 != 0 for tensor in tensors) if has_fallbacks and is_mixed else 0
 
 
 def _is_exact(tensor: SourceTensor, type: GGMLType) -> bool:

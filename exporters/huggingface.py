@@ -50,7 +50,7 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     model = Model(recipe, checkpoint.language())
     recipe.check(model)
     found = tensors(model)
-    words = read_vocabulary(checkpoint.folder.path, model.config.values, found[0].shape[0]) if vocabulary else {}
+    words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0]) if vocabulary else {}
     if recipe.cuts_vocabulary and words:
         words, found = _cut(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words

@@ -20,6 +20,7 @@ from edgeinfer.exporters.gguf import Tensor, write_gguf
 from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 
 Floats = NDArray[np.float32]
+_MADE_OF = "edgeinfer.imatrix.made_of"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
@@ -41,13 +42,14 @@ class Imatrix:
     """An importance matrix.
 
     of: by the name of the tensor.  datasets: names of the texts.  n_chunks, chunk_size: pieces of text and their
-    tokens.
+    tokens.  made_of: a hash of the model, the text and the program, "" where it is not known.
     """
 
     of: Mapping[str, Squares]
     datasets: Sequence[str] = ()
     n_chunks: int = 0
     chunk_size: int = 0
+    made_of: str = ""
 
     def means(self, name: str, n_matrices: int = 1) -> Floats | None:
         """(n_matrices, n_in), see Squares.means; None for a tensor that is not in it.
@@ -76,6 +78,8 @@ def write_imatrix(path: Path, imatrix: Imatrix) -> None:
         "imatrix.chunk_count": imatrix.n_chunks,
         "imatrix.chunk_size": imatrix.chunk_size,
     }
+    if imatrix.made_of:
+        metadata[_MADE_OF] = imatrix.made_of
     tensors = []
     for name, squares in sorted(imatrix.of.items()):
         tensors += [_tensor(name + _SUMS, squares.sums), _tensor(name + _COUNTS, squares.counts[:, None])]
@@ -107,6 +111,7 @@ def _read_gguf(path: Path) -> Imatrix:
             [str(each) for each in datasets] if hasattr(datasets, "__iter__") else [],
             _number(file, "imatrix.chunk_count"),
             _number(file, "imatrix.chunk_size"),
+            str(file.metadata.get(_MADE_OF, "")),
         )
 
 

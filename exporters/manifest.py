@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,13 @@ def record(path: Path, folder: Path | None = None) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of a file's bytes, read some at a time."""
+    """Hash of a file's bytes, read some at a time, and once while the file stays as it is."""
+    stat = path.stat()
+    return _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _sha256(path: Path, n_bytes: int, changed: int) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

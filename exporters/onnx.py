@@ -86,9 +86,9 @@ def export_onnx(
     beside = _is_beside(graph, beside)
     with folder_beside(path) as folder:
         written = folder / path.name
-        write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)
+        _, *data = write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)
         check_file(written)
-        names = [path.name + DATA_ENDING] if beside else []
+        names = [each.name for each in data]
         for name in (*names, path.name):
             take_over(folder / name, path.with_name(name))
         path.unlink(missing_ok=True)  # the old one does not go with the new weights

@@ -136,8 +136,8 @@ class PartialFile:
             return
         if differing := _differences(records[0], self._first):
             raise InvalidArgument(
-                f"{self.path} is of another export ({', '.join(differing)} differs): remove it, or leave --resume out to "
-                "begin again"
+                f"{self.path} is of another export ({', '.join(differing)} differs): remove it, or begin again "
+                "without --resume"
             )
         self._file.seek(0)
         if self._file.read(len(self._layout.header)) != self._layout.header:
@@ -150,10 +150,11 @@ class PartialFile:
 
     def _confirms(self, record: Mapping[str, Any]) -> bool:
         """Whether the file has the bytes that a line of the journal speaks of."""
-        name, n_bytes = record.get("name"), record.get("n_bytes")
-        if name not in self._layout.offsets or record.get("offset") != self._layout.offsets[name]:
+        name, n_bytes = str(record.get("name")), record.get("n_bytes")
+        offset = self._layout.offsets.get(name)
+        if offset is None or record.get("offset") != offset:
             return False
-        self._file.seek(self._layout.offsets[name])
+        self._file.seek(offset)
         return isinstance(n_bytes, int) and _hash(self._file, n_bytes) == record.get("sha256")
 
     def _rewrite_journal(self, records: Sequence[Mapping[str, Any]]) -> None:

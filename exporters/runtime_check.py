@@ -21,8 +21,9 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.types import Device
 
-MESSAGES = [{"role": "user", "content": "Name the three primary colours, and say in one sentence what each stands for."}]
-_PLAIN = "The three primary colours are red, yellow and blue. Each of them stands for"
+# On most models no two tokens of the answer are nearly as likely.
+MESSAGES = [{"role": "user", "content": "Write the numbers from 1 to 30, one on each line."}]
+_PLAIN = "The numbers from 1 to 30, one on each line:\n1\n2\n3\n"
 N_TOKENS, N_EQUAL, TIE = 32, 24, 0.05
 _PATIENCE_SECONDS = 1800
 
@@ -74,6 +75,7 @@ def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None
             if token in stops:
                 break
             tokens.append(token)
+            session.commit(range(len(given)))
             given = [token]
     finally:
         model.close()
@@ -107,6 +109,22 @@ def _apart(run: GreedyRun, at: int, found: Sequence[int]) -> float:
     row = run.logits[at]
     taken = row[found[at]] if at < len(found) else max(row[id] for id in run.stops)
     return float(row.max() - taken)
+
+
+def divergence(run: GreedyRun, rows: NDArray[np.float32]) -> float:
+    """Mean Kullback-Leibler divergence of a runtime's next tokens from the source's, in nats, over the same tokens.
+
+    rows: (n, n_vocab) logits of the runtime, those of run.logits in order, as far as its tokens are the same.
+    """
+    n = min(len(rows), len(run.logits))
+    ours, theirs = (_log_softmax(np.asarray(each[:n], np.float64)) for each in (run.logits, rows))
+    return float(np.mean(np.sum(np.exp(ours) * (ours - theirs), axis=1)))
+
+
+def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
 
 
 def ask_runtime(module: str, question: Mapping[str, Any], runtime: str) -> dict[str, Any]:

@@ -190,6 +190,36 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
     });
 }
 
+// An array of Python's with a copy of these values.
+template <class Array, class T>
+Array copied(const std::vector<T>& values, std::initializer_list<size_t> shape) {
+    auto* copy = new std::vector<T>(values);
+    const nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return Array(copy->data(), shape, owner);
+}
+
+// rows: whose logits (m, n_logits) are wanted.  x: (n, n_embd).
+bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_layer, Features x, Ints rows,
+                  FloatRows logits) {
+    const DecoderConfig& config = decoder.config();
+    const int n = static_cast<int>(tokens.size()), n_rows = static_cast<int>(rows.size());
+    std::vector<int32_t> links(tokens.size());
+    for (int i = 0; i < n; i++) links[static_cast<size_t>(i)] = i - 1;
+    const bool rows_fit =
+        std::all_of(rows.data(), rows.data() + rows.size(), [n](int32_t row) { return row >= 0 && row < n; });
+    if (!config.fits(state.sizes()) || decoder.has_front() || n < 1 || n > config.n_batch || n > state.n_ctx() ||
+        state.n_past() || !state.has_room(n) || first_layer < 0 || first_layer > config.n_layers() || !rows_fit ||
+        x.shape(0) != tokens.size() || x.shape(1) != static_cast<size_t>(config.n_embd) ||
+        logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
+        !is_tree(config, span_of(tokens), links)) {
+        throw nb::value_error("forward_from: arguments do not fit together");
+    }
+    const TextRows text{&state, state.n_ctx(), tokens.data(), links.data(), n, 0, nullptr, nullptr, 0, nullptr, 0};
+    return interruptible([&](const auto& poll) {
+        return decoder.forward_from(text, first_layer, x.data(), rows.data(), n_rows, logits.data(), poll);
+    });
+}
+
 // (n_layers, n_rows, n_used) int32.
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
@@ -202,6 +232,22 @@ auto routing(Decoder& decoder) {
     const size_t n_layers = static_cast<size_t>(decoder.config().n_layers());
     return nb::ndarray<nb::numpy, int32_t, nb::ndim<3>>(
         experts->data(), {n_layers, static_cast<size_t>(last.n_rows), static_cast<size_t>(last.n_used)}, owner);
+}
+
+using ColumnSums = nb::ndarray<nb::numpy, double, nb::ndim<2>>;
+using RowCounts = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, RowCounts>>;
+
+// By the name of the matrix: sums (n_matrices, n_in) and the number of rows that were summed, (n_matrices,).
+Squares input_squares(Decoder& decoder) {
+    Squares found;
+    if (!decoder.input_squares()) throw nb::value_error("input_squares: nothing is recorded");
+    for (const auto& [name, of] : decoder.input_squares()->all()) {
+        const size_t n_matrices = of->counts.size();
+        found[name.c_str()] = nb::make_tuple(copied<ColumnSums>(of->sums, {n_matrices, static_cast<size_t>(of->n_in)}),
+                                             copied<RowCounts>(of->counts, {n_matrices}));
+    }
+    return found;
 }
 
 // ---- tuning --------------------------------------------------------------------------------------------------------
@@ -296,10 +342,16 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
+        .def("record_inputs", &Decoder::record_inputs, "is_on"_a,
+             "From the next pass on, sum the squares of what matrices read, or no longer.")
+        .def("input_squares", &input_squares,
+             "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")
         .def("set_tier", &set_tier, "tier"_a.none(), "What computes some experts beside the CPU, None for nothing.")
         .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
+             "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union,
              "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "

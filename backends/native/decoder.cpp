@@ -98,6 +98,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     pass.n_rows = n_rows;
     pass.logits = logits;
     pass.tier = tier_.get();
+    pass.squares = squares_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
@@ -109,6 +110,23 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
     if (!is_whole && tier_) tier_->rethrow();
     return is_whole;
+}
+
+bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
+                           float* logits, const std::function<bool()>& poll) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    Pass pass(config_, kernels_, *pool_, *activations_, stop_, poll);
+    pass.add(text);
+    pass.rows = rows;
+    pass.n_rows = n_rows;
+    pass.logits = logits;
+    pass.first_layer = first_layer;
+    pass.start = x;
+    begin(pass);
+    stop_.store(false);
+    text.state->reserve(text.n);
+    pool_->run([&](int thread) { run(pass, thread); });
+    return !stop_.load(std::memory_order_relaxed);
 }
 
 void Decoder::begin(const Pass& pass) {
@@ -123,7 +141,7 @@ void Decoder::begin(const Pass& pass) {
 void Decoder::run(const Pass& pass, int thread) const {
     embed(pass, thread);
     if (front_) front_->run(pass, thread);
-    for (int i = 0; i < config_.n_layers(); i++) {
+    for (int i = pass.first_layer; i < config_.n_layers(); i++) {
         const Layer& layer = layers_[static_cast<size_t>(i)];
         layer.attention.run(pass, thread, front_ && i == 0 ? front_->attended(pass) : nullptr);
         layer.run_ffn(pass, thread);
@@ -133,13 +151,17 @@ void Decoder::run(const Pass& pass, int thread) const {
     if (pass.n_rows) head(pass, thread, output_);
 }
 
-// x = the embeddings of the tokens; what comes with them, and the angles of their positions.
+// x = the embeddings of the tokens, or what the pass starts with; what comes with them, and the angles of their positions.
 void Decoder::embed(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
     pass.for_items(thread, pass.n, [&](int c) {
         const Text& text = pass.text_of(c);
         const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
+        if (pass.start) {
+            std::memcpy(b.x + at, pass.start + static_cast<size_t>(c) * n_embd, sizeof(float) * n_embd);
+            return set_angles(pass, c);
+        }
         try {
             embedding_.read(text.rows.tokens[i], b.x + at);
         } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
@@ -202,6 +224,11 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
                                    config_.logit_soft_cap);
         }
     });
+}
+
+void Decoder::record_inputs(bool is_on) {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    squares_ = is_on ? std::make_unique<InputSquares>(*weights_, store_.get(), config_.n_layers()) : nullptr;
 }
 
 void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {

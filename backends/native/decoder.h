@@ -50,6 +50,12 @@ public:
     bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 
+    // The logits (n_rows, n_logits) of some rows of a text's first tokens, at most n_batch, whose residual stream before a
+    // layer is known: (n, n_embd) x. What is pending of the text is lost; the layers before it have nothing of the text.
+    // Gives false if poll stopped it.
+    bool forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
+                      float* logits, const std::function<bool()>& poll);
+
     // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as
     // much of the output matrix; for a decoder without a front. What is committed stays, what is pending is lost.
     double seconds_of_part(TextState& state, int n, int n_parts, int part);
@@ -65,6 +71,11 @@ public:
     Routing routing();
     // Null for a model without experts.
     ExpertPredictor* predictor() const { return predictor_.get(); }
+
+    // From the next pass on the squares of what matrices read are summed, or no longer; what was summed before is gone.
+    void record_inputs(bool is_on);
+    // What was summed, null where nothing is. Not while a pass runs.
+    const InputSquares* input_squares() const { return squares_.get(); }
 
     // A device that computes some experts, from the next pass on; null for none.
     void set_tier(std::shared_ptr<ExpertTier> tier);
@@ -129,6 +140,7 @@ private:
     std::shared_ptr<ExpertStore> store_;
     std::unique_ptr<ExpertPredictor> predictor_;
     std::shared_ptr<ExpertTier> tier_;
+    std::unique_ptr<InputSquares> squares_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;

@@ -45,6 +45,8 @@ private:
     bool find_record(const Pass& pass, int thread, ExpertWork& work) const;
     void activate(const Pass& pass, ExpertWork& work) const;
     void combine(const Pass& pass, int thread, const Inputs& inputs) const;
+    void record_inputs(const Pass& pass, int thread, const Inputs& inputs) const;
+    void record_inputs_of_down(const Pass& pass, int thread) const;
 
     ExpertsConfig config_;
     int index_, number_;

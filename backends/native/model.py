@@ -192,6 +192,28 @@ class NativeModel(NativeDecoder):
         """
         return self.decoder().routing()
 
+    def record_inputs(self, is_on: bool) -> None:
+        """From the next pass on, sum the squares of what matrices read; or no longer. Off it costs nothing.
+
+        Experts that a device computes are left out. Raises EdgeInferError if this model is closed.
+        """
+        self.decoder().record_inputs(is_on)
+
+    def input_squares(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]]:
+        """What was summed since record_inputs: (n_matrices, n_in) sums and (n_matrices,) rows, by tensor of the file.
+
+        The number of threads changes no bit of them. The output matrix is not among them; for parts of one tensor,
+        which read the same, there is one entry. Raises EdgeInferError if this model is closed.
+        """
+        found: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
+        summed = self.decoder().input_squares()
+        for weight in self.spec.weights():
+            squares = summed.get(f"{weight.block}.{weight.role}")
+            name = weight.tensor if isinstance(weight.tensor, str) else weight.tensor.name
+            if squares is not None:
+                found.setdefault(name, squares)
+        return found
+
     @property
     def expert_bytes_of_token(self) -> int:
         """Bytes of the experts that one row wants in all layers."""

@@ -48,6 +48,7 @@ Inputs Pass::plain_inputs(int thread, const float* x, size_t ldx, std::initializ
     } else {
         for_items(thread, n, [&](int c) { prepare_inputs(kernels, inputs, c, readers); });
     }
+    record(thread, inputs, n, readers);
     return inputs;
 }
 
@@ -70,7 +71,14 @@ Inputs Pass::normed_inputs(int thread, const float* norm, const int32_t* of, int
     } else {
         for_items(thread, n_inputs, input);
     }
+    record(thread, inputs, n_inputs, readers);
     return inputs;
+}
+
+void Pass::record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const {
+    if (!squares) return;
+    for_tasks(thread, InputSquares::parts_of(inputs.n_in),
+              [&](int part) { squares->add(readers, inputs.x, inputs.ldx, n_inputs, part); });
 }
 
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy) {
@@ -107,6 +115,7 @@ void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_nor
     } else if (sub_norm || input_kind(w.format) != InputKind::Float) {
         for_items(thread, n, input);
     }
+    record(thread, inputs, n, {&w});
     const Tasks tasks(w, n, pool.size(), kernels.at_once(n));
     for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);

@@ -14,6 +14,7 @@
 
 #include "activations.h"
 #include "expert_tier.h"
+#include "input_squares.h"
 #include "kernels.h"
 #include "pool.h"
 #include "text_state.h"
@@ -103,6 +104,8 @@ public:
     // row i without `of`.
     Inputs normed_inputs(int thread, const float* norm, const int32_t* of, int n_inputs,
                          std::initializer_list<const Matrix*> readers) const;
+    // Adds the squares of n_inputs inputs to those of their readers, where they are recorded.
+    void record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const;
     // y = w inputs
     void multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const;
     // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
@@ -118,7 +121,10 @@ public:
     const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
     int n_rows = 0;
     float* logits = nullptr;
-    ExpertTier* tier = nullptr;  // null where the CPU computes all experts
+    InputSquares* squares = nullptr;  // null where they are not recorded
+    int first_layer = 0;              // that runs: those before it left what is in `start`
+    const float* start = nullptr;     // (n, n_embd): the residual stream before that layer, null for the embeddings
+    ExpertTier* tier = nullptr;       // null where the CPU computes all experts
 
 private:
     void add_to_residual(int thread, const float* post_norm) const;

@@ -48,6 +48,11 @@ public:
     const Embedding& embedding(int n_vocab, int n_embd) const;
     // A matrix of any size that is here.
     const Matrix& own_matrix(const std::string& name) const;
+    // Calls visit(name, matrix) for each matrix that is here.
+    template <class Visit>
+    void for_matrices(const Visit& visit) const {
+        for (const auto& [name, matrix] : matrices_) visit(name, matrix);
+    }
     // Throws std::invalid_argument for a matrix with longer inputs than these, but for what makes features, which has
     // inputs of its own.
     void check_inputs(const InputSizes& sizes) const;

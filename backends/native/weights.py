@@ -254,7 +254,7 @@ def pack_weights(
             weights.set_vector(part.block, part.role, _vector(model, part))
         else:
             weights.set_matrix(part.block, part.role, part.packed_as, *part.shape)
-            _pack_matrix(weights, model, part, threads)
+            pack_matrix(weights, model, part, threads)
         done += part.n_bytes
         if progress is not None:
             progress(done / total)
@@ -281,8 +281,11 @@ def read_weights(n_bytes: int, path: Path, offset: int) -> _core.Weights:
     return weights
 
 
-def _pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: _core.Threads) -> None:
-    """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes."""
+def pack_matrix(weights: _core.Weights, model: ModelFile, part: Part, threads: _core.Threads) -> None:
+    """Pack a matrix piece by piece, so that little of the file is in memory beside what it becomes.
+
+    One that is packed already is overwritten. Raises ModelFileError for ternary matrices with other codes.
+    """
     n_out = part.shape[0]
     row_bytes = part.n_bytes // n_out
     n_rows = max(1, PIECE_BYTES // (16 * row_bytes)) * 16

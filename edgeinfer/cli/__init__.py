@@ -30,6 +30,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "profile": "Plan the memory and the speed of a model.",
     "bench": "Measure the speed of a model here.",
     "pack": "Pack a model to load in milliseconds.",
+    "imatrix": "Compute the importance matrix of a model.",
     "export": "Convert a model to another format.",
     "devices": "List the devices that can run models.",
     "distill": "Train a draft head for a model.",

@@ -96,6 +96,8 @@ def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run:
     check_places(request)
     target = open_target(to)
     with warnings_as_notes():
+        if "auto" in (request.type, request.imatrix):
+            note(f"running {source} first, to measure what is important; this takes a while")
         plan = target.plan(request)
         if dry_run:
             check_stdout()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models.formats.q4_0 import SCALE_STEPS
 from edgeinfer.models.gguf import GGMLType
+
+SCALE_STEPS = [0.82 + 0.02 * i for i in range(13)]  # as in models/formats/q4_0.h
 
 
 @torch.no_grad()
@@ -30,13 +31,15 @@ def _half(values: torch.Tensor) -> torch.Tensor:
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _with_codes(blocks, _half(blocks.abs().amax(dim=1, keepdim=True) / 127), -127, 127)
+    scale = blocks.abs().amax(dim=1, keepdim=True) / 127
+    places = (blocks * (1 / scale)).nan_to_num_(posinf=0, neginf=0).double()  # in which adding 0.5 is exact
+    return places.abs().add_(0.5).floor_().copysign_(places).float().mul_(_half(scale))
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     largest = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True)) / -8
     found, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
-    for step in SCALE_STEPS.tolist():
+    for step in SCALE_STEPS:
         tried = _with_codes(blocks, _half(largest * step), -8, 7)
         error = (tried - blocks).square().sum(dim=1, keepdim=True)
         found, least = torch.where(error < least, tried, found), torch.minimum(error, least)

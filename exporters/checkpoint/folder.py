@@ -59,7 +59,7 @@ class Folder:
 
         called_by: the file that gives the name, for messages. Raises ModelNotFound, ModelFileError.
         """
-        by = f", which {called_by} names," if called_by else ""
+        by = f" (named by {called_by})" if called_by else ""
         if not _is_plain(name):
             raise ModelFileError(f"{self.path}: {name!r:.80}{by} must be the name of a file in this folder")
         path = self.path / name
@@ -67,14 +67,14 @@ class Folder:
             mode = path.stat().st_mode
         except OSError as error:
             if os.path.islink(path):
-                raise ModelNotFound(f"{path}:{by} is a link to {os.readlink(path)}: {error.strerror}") from None
-            raise ModelNotFound(f"{path}:{by} {error.strerror}; the folder has {self.shown()}") from None
+                raise ModelNotFound(f"{path}{by}: is a link to {os.readlink(path)}: {error.strerror}") from None
+            raise ModelNotFound(f"{path}{by}: {error.strerror}; the folder has {self.shown()}") from None
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
-            raise ModelFileError(f"{path}:{by} must be a regular file")
+            raise ModelFileError(f"{path}{by}: must be a regular file")
         target = os.path.realpath(path)
         if not self._is_inside(target):
             raise ModelFileError(
-                f"{path}:{by} leads out of the folder, to {target}, and is not read; put the file itself there"
+                f"{path}{by}: leads out of the folder, to {target}, and is not read; put the file itself there"
             )
         if path not in self.read:
             self.read.append(path)

@@ -1,5 +1,6 @@
-"""Weight formats in plain numpy, one file a format: its block layout, reading and, of some, writing.
+"""Weight formats, one file a format: its block layout and reading in plain numpy.
 
+They are written in C++ (`quantizing`), by the files of the same names here.
 `ternary_packing` has the formats in which the native engine holds ternary matrices.
 """
 
@@ -31,10 +32,11 @@ from edgeinfer.models.formats import (
     tq2_0,
 )
 from edgeinfer.models.formats.codes import Bytes, Codes, Floats
+from edgeinfer.models.formats.quantizing import quantize, quantize_plain
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType
 
-__all__ = ["PACK", "Codes", "check_type", "codes_of", "dequantize", "quantize"]
+__all__ = ["PACK", "Codes", "check_type", "codes_of", "dequantize", "quantize", "quantize_plain"]
 
 # Each turns blocks (n, block_bytes) into weights (n, block_elements).
 _FLOATS_OF: dict[GGMLType, Callable[[Bytes], Floats]] = {
@@ -58,15 +60,6 @@ _CODES_OF: dict[GGMLType, Callable[[Bytes], Codes]] = {
     GGMLType.TQ1_0: tq1_0.codes_of,
     GGMLType.TQ2_0: tq2_0.codes_of,
     GGMLType.Q2_0: q2_0.codes_of,
-}
-# Each turns weights (n, block_elements) into blocks (n, block_bytes).
-_BYTES_OF: dict[GGMLType, Callable[[Floats], Bytes]] = {
-    GGMLType.F32: floats.quantize_f32,
-    GGMLType.F16: floats.quantize_f16,
-    GGMLType.Q8_0: q8_0.quantize,
-    GGMLType.Q4_0: q4_0.quantize,
-    GGMLType.Q6_K: q6_k.quantize,
-    GGMLType.MXFP4: mxfp4.quantize,
 }
 # Each turns a ternary matrix, with the name of its tensor for messages, into the bytes of the tensor.
 PACK: dict[GGMLType, Callable[[str, TernaryMatrix], Bytes]] = {
@@ -103,23 +96,6 @@ def dequantize(type: GGMLType, data: NDArray[np.uint8], shape: tuple[int, ...]) 
     if type in _FLOATS_OF:
         return _FLOATS_OF[type](data.reshape(-1, type.block_bytes)).reshape(shape)
     return codes_of(type, data).weights().reshape(shape)
-
-
-def quantize(type: GGMLType, weights: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The bytes of a tensor that approximates weights (..., n_in), n_in a multiple of the block: (n_bytes,).
-
-    Raises UnsupportedModel for a type that cannot be written, ShapeError, and that too for weights that are not finite
-    or too large for the format.
-    """
-    if type not in _BYTES_OF:
-        raise UnsupportedModel(f"tensor type {type.name} cannot be written; these can: {_names(_BYTES_OF)}")
-    if weights.shape[-1] % type.block_elements:
-        raise ShapeError(f"rows of {type.name} must be a multiple of {type.block_elements}: found {weights.shape}")
-    limit = np.finfo(np.float32 if type in (GGMLType.F32, GGMLType.MXFP4) else np.float16).max
-    if not (np.abs(weights) <= limit).all():  # False for NaN
-        raise ShapeError(f"weights of {type.name} must be finite and at most {limit:g}: found {np.abs(weights).max()}")
-    blocks = np.ascontiguousarray(weights, dtype=np.float32).reshape(-1, type.block_elements)
-    return np.ascontiguousarray(_BYTES_OF[type](blocks)).reshape(-1).view(np.uint8)
 
 
 def check_type(type: GGMLType) -> None:

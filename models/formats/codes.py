@@ -64,9 +64,3 @@ def signed(codes: NDArray[np.integer[Any]], offset: int) -> NDArray[np.int8]:
 def as_f16(scales: Floats) -> Bytes:
     """(n_blocks, 2): the bytes of one float16 a block."""
     return scales.astype("<f2").reshape(-1, 1).view(np.uint8)
-
-
-def divided(weights: Floats, scale: NDArray[np.floating]) -> Floats:
-    """weights / scale, 0 where the scale is 0."""
-    divisor = scale.astype(np.float32)
-    return np.divide(weights, divisor, out=np.zeros_like(weights), where=divisor != 0)

@@ -22,8 +22,3 @@ def dequantize_bf16(blocks: Bytes) -> Floats:
 def quantize_f32(blocks: Floats) -> Bytes:
     """The weights as they are."""
     return blocks.astype("<f4").view(np.uint8)
-
-
-def quantize_f16(blocks: Floats) -> Bytes:
-    """The weights, rounded to nearest."""
-    return blocks.astype("<f2").view(np.uint8)

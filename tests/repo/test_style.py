@@ -9,7 +9,7 @@ import pytest
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-FOLDERS, ENDINGS = ("backends", "edgeinfer"), ("cpp", "h", "cl")
+FOLDERS, ENDINGS = ("backends", "edgeinfer", "models"), ("cpp", "h", "cl")
 NATIVE = sorted(path for folder in FOLDERS for end in ENDINGS for path in (ROOT / folder).rglob(f"*.{end}"))
 
 
@@ -36,7 +36,8 @@ def test_the_sources_are_clean(command: list[str]) -> None:
 def test_the_objects_of_one_set_of_instructions_have_no_weak_symbols() -> None:
     # The linker keeps one copy of a weak symbol for all: an inline function compiled for AVX-512 would run on any CPU.
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    objects = sorted((ROOT / "build").glob(f"{version}-*/native/CMakeFiles/ei_kernels_*.dir/*.o"))
+    kinds = ("native/CMakeFiles/ei_kernels_*.dir", "models/CMakeFiles/ei_quantizers_*.dir/formats")
+    objects = [path for kind in kinds for path in sorted((ROOT / "build").glob(f"{version}-*/{kind}/*.o"))]
     if not objects or shutil.which("nm") is None:
         missing("native", "nm and the objects of a build in build/ are needed: make setup")
     found = subprocess.run(["nm", "-A", "-C", *objects], check=True, capture_output=True, text=True).stdout

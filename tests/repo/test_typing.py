@@ -15,7 +15,8 @@ from pathlib import Path
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-EXTENSIONS = ("edgeinfer.models._strings", "edgeinfer._sampler", "edgeinfer.backends.native._core")
+EXTENSIONS = ("edgeinfer.models._strings", "edgeinfer.models.formats._quantize", "edgeinfer._sampler")
+EXTENSIONS += ("edgeinfer.backends.native._core",)
 
 
 def ship(to: Path) -> int:

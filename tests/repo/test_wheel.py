@@ -68,7 +68,12 @@ def test_types_are_announced(names: set[str]) -> None:
 
 @pytest.mark.parametrize(
     "folder, name",
-    [("edgeinfer/backends/native", "_core"), ("edgeinfer/models", "_strings"), ("edgeinfer", "_sampler")],
+    [
+        ("edgeinfer/backends/native", "_core"),
+        ("edgeinfer/models", "_strings"),
+        ("edgeinfer/models/formats", "_quantize"),
+        ("edgeinfer", "_sampler"),
+    ],
 )
 def test_an_extension_is_installed_with_its_types(folder: str, name: str) -> None:
     installed = {Path(file).name for file in files("edgeinfer") or () if Path(file).parent == Path(folder)}

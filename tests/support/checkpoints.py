@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
 BITLINEAR = {"quant_method": "bitnet"}
-DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "BF16": np.uint16}
+DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16, "U8": np.uint8, "I8": np.int8}
+DTYPES |= {"I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8}
 
 TEXT = (Path(__file__).parents[1] / "benchmarks" / "sample.txt").read_text()
 LLAMA3 = (
@@ -20,7 +21,7 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|eot_id|>"]
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
-    """tensors: (dtype, values) by name; those of BF16 as their bits."""
+    """tensors: (dtype, values) by name; those of BF16 and of eight bits as their bits."""
     entries, data = {}, b""
     for name, (dtype, values) in tensors.items():
         raw = values.astype(DTYPES[dtype]).tobytes()

@@ -419,21 +419,22 @@ def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[st
 
 
 def to_gguf(source: Source, path: Path) -> None:
-    """Write a source with all its tensors as F32, but those in MXFP4 as they are."""
-    tensors = [Tensor(each.name, _kept(each), each.shape, partial(stored_pieces, each)) for each in source.tensors]
+    """Write a source with all its tensors as F32, which the native engine multiplies without rounding activations."""
+    tensors = [Tensor(each.name, GGMLType.F32, each.shape, partial(f32_pieces, each)) for each in source.tensors]
     write_gguf(path, source.metadata, tensors)
 
 
-def _kept(tensor: SourceTensor) -> GGMLType:
-    return tensor.type if tensor.type == GGMLType.MXFP4 else GGMLType.F32
+def f32_pieces(tensor: SourceTensor, step: int = 37) -> Iterator[np.ndarray]:
+    """A tensor as F32, some rows at a time, as an export reads them."""
+    for first in range(0, tensor.n_rows, step):
+        yield quantize(GGMLType.F32, tensor.rows(first, min(first + step, tensor.n_rows)))
 
 
 def stored_pieces(tensor: SourceTensor, step: int = 37) -> Iterator[np.ndarray]:
-    """Some rows at a time, as an export reads them."""
+    """A tensor in its own type, as the checkpoint has it or made of its rows."""
+    if tensor.stored is None:
+        assert tensor.type == GGMLType.F32
+        yield from f32_pieces(tensor, step)
+        return
     for first in range(0, tensor.n_rows, step):
-        last = min(first + step, tensor.n_rows)
-        if tensor.type == GGMLType.MXFP4:
-            assert tensor.stored is not None
-            yield tensor.stored(first, last)
-        else:
-            yield quantize(GGMLType.F32, tensor.rows(first, last))
+        yield tensor.stored(first, min(first + step, tensor.n_rows))

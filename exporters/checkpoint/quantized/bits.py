@@ -36,15 +36,25 @@ class Places:
 
 
 def in_a_stream(n: int, bits: int) -> Places:
-    """One code behind the other, the lowest bits first, across the ends of words: GPTQ's."""
+    """One code behind the other, the lowest bits first, across the ends of words: GPTQ, compressed-tensors 0.20."""
     at = np.arange(n) * bits
     return Places(bits, at >> 5, at & 31)
 
 
 def whole_in_words(n: int, bits: int) -> Places:
-    """As many codes as fit into each word: those of compressed-tensors."""
+    """As many codes as fit into each word: compressed-tensors before 0.20."""
     index = np.arange(n)
     return Places(bits, index // (32 // bits), index % (32 // bits) * bits)
+
+
+def words_of_stream(n: int, bits: int) -> int:
+    """Words that in_a_stream needs."""
+    return -(-n * bits // 32)
+
+
+def words_of_whole(n: int, bits: int) -> int:
+    """Words that whole_in_words needs."""
+    return -(-n // (32 // bits))
 
 
 def interleaved(n: int) -> Places:

@@ -3,9 +3,10 @@
 Its formats differ in how codes are stored; all have `weight_scale`, for the whole weight, each row, each block, or each
 run of inputs:
 
-- naive-quantized, int-quantized, float-quantized: `weight` in int8 or float8; `weight_zero_point` if not symmetric.
-- pack-quantized: `weight_packed`, codes of 1 to 8 bits plus half their range in 32-bit words, as many as fit into each
-  along a row; `weight_zero_point` the same along a column; `weight_shape`; `weight_g_idx`, the group of each input.
+- naive-quantized, int-quantized, float-quantized, mxfp8-quantized: `weight` in int8 or float8; `weight_zero_point` if
+  not symmetric.
+- pack-quantized: `weight_packed`, codes of 1 to 8 bits plus half their range in 32-bit words along a row;
+  `weight_zero_point` the same along a column; `weight_shape`; `weight_g_idx`, the group of each input.
 - nvfp4-pack-quantized, mxfp4-pack-quantized: `weight_packed`, two E2M1 to a byte. NVFP4's scales are divided by
   `weight_global_scale`.
 """
@@ -21,13 +22,13 @@ from edgeinfer.exporters.checkpoint.quantized.fp4 import Fp4Tensor, mxfp4, nvfp4
 from edgeinfer.exporters.checkpoint.quantized.packed import PackedTensor, packed
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts
 from edgeinfer.exporters.checkpoint.quantized.scaled import FLOAT8, ScaledTensor
-from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, scales_of
+from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, scales_of, stored_scales
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
-from edgeinfer.exporters.checkpoint.tensor import Floats, Tensor, all_floats
+from edgeinfer.exporters.checkpoint.tensor import Floats, Tensor
 
 _FORMATS = (
     *("naive-quantized", "int-quantized", "float-quantized", "pack-quantized"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
 
 
@@ -73,7 +74,7 @@ def _eight_bits(module: str, schemes: list[Config], parts: Parts) -> ScaledTenso
     name, blocks = f"{module}.weight_scale", _blocks(schemes)
     codes, stored = parts.take(f"{module}.weight", ("I8", *FLOAT8)), parts.take(name, SCALES)
     zeros = parts.take_if_there(f"{module}.weight_zero_point", ("I8", *FLOAT8))
-    scales = scales_of(name, partial(all_floats, stored), stored.shape, codes.shape, blocks, parts)
+    scales = stored_scales(stored, codes.shape, blocks, parts)
     if zeros is None or zeros.dtype != "I8":  # of float8 they are all 0
         return ScaledTensor(codes, scales)
     return ScaledTensor(

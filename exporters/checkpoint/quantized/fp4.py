@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -33,8 +35,8 @@ class Fp4Tensor:
 
     def rows(self, first: int, last: int) -> Floats:
         """See Tensor.rows."""
-        data = self._codes.read(first, last).reshape(last - first, -1)
-        codes = np.stack([data & 15, data >> 4], axis=-1).reshape(last - first, -1)
+        data = self._codes.read(first, last).reshape(last - first, self._codes.shape[-1])
+        codes = np.stack([data & 15, data >> 4], axis=-1).reshape(last - first, self.shape[-1])
         return _NUMBERS[codes] * self._scales.rows(first, last)
 
     def release(self) -> None:
@@ -68,11 +70,5 @@ def nvfp4(codes: StoredTensor, scale: StoredTensor, whole: StoredTensor, divides
 
 def mxfp4(codes: StoredTensor, scale: StoredTensor, parts: Parts) -> Fp4Tensor:
     """A weight with scales of 32 inputs, powers of two. Raises ModelFileError."""
-
-    def read() -> Floats:
-        exponents = scale.read().astype(np.int32) - 127
-        if (exponents == 128).any():
-            parts.refuse(scale.name, "must be exponents: found 255, which is none")
-        return np.ldexp(np.float32(1), exponents).astype(np.float32)
-
-    return fp4(scale.name, codes, read, scale.shape, 32, parts)
+    exponents = replace(scale, dtype="F8_E8M0")
+    return fp4(scale.name, codes, partial(all_floats, exponents), scale.shape, 32, parts)

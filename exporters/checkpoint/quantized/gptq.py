@@ -2,7 +2,8 @@
 
 Of a layer (n_in, n_out): qweight, codes down the columns, (n_in bits / 32, n_out); scales (n_groups, n_out); qzeros,
 codes along the rows, (n_groups, n_out bits / 32); g_idx (n_in,), the group of each input.
-w[out, in] = scale[g, out] (code[in, out] - zero[g, out]), g = g_idx[in]. Format "gptq" stores zero - 1, "gptq_v2" zero.
+w[out, in] = scale[g, out] (code[in, out] - zero[g, out]), g = g_idx[in]. Format "gptq" stores zero - 1 in as many bits
+as a code has, "gptq_v2" zero.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class GptqTensor:
         if not np.isfinite(scales).all():
             self._parts.refuse(f"{self._module}.scales", "must be finite: found others")
         n_groups = scales.shape[1]
-        return _Loaded(as_words(self._codes), scales, stored.astype(np.float32) + self._added, self._group_of(n_groups))
+        found = stored + np.uint8(self._added) & np.uint8((1 << self._bits) - 1)
+        return _Loaded(as_words(self._codes), scales, found.astype(np.float32), self._group_of(n_groups))
 
     def _group_of(self, n_groups: int) -> NDArray[np.int64]:
         """The group of each input (n_in,). Raises ModelFileError."""

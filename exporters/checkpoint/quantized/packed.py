@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.exporters.checkpoint.quantized.bits import as_words, whole_in_words
+from edgeinfer.exporters.checkpoint.quantized.bits import (
+    Places,
+    as_words,
+    in_a_stream,
+    whole_in_words,
+    words_of_stream,
+    words_of_whole,
+)
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts
-from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, Scales, scales_of
+from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, Scales, scales_of, stored_scales
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
-from edgeinfer.exporters.checkpoint.tensor import Floats, all_floats
+from edgeinfer.exporters.checkpoint.tensor import Floats
 from edgeinfer.models.gguf import GGMLType
+
+PlacesOf: TypeAlias = Callable[[int, int], Places]
+
+# How codes lie, and in how many words; for 1, 2, 4 and 8 bits these are the same.
+_LAYOUTS: dict[PlacesOf, Callable[[int, int], int]] = {in_a_stream: words_of_stream, whole_in_words: words_of_whole}
+_MOST = 1 << 24  # inputs or outputs of a layer
 
 
 class PackedTensor:
     """A weight (n_out, n_in), see edgeinfer.exporters.checkpoint.tensor.Tensor.
 
-    zeros: less half the range of the codes, as the codes are.  groups: of each input, None where they are runs.
+    places_of: where codes lie.  zeros: less half the range of the codes, as the codes are.  groups: of each input, None
+    where they are runs.
     """
 
     dtype = "I32"
@@ -30,17 +44,19 @@ class PackedTensor:
         codes: StoredTensor,
         shape: tuple[int, int],
         bits: int,
+        places_of: PlacesOf,
         scales: Scales,
         zeros: Scales | None,
         groups: StoredTensor | None,
     ) -> None:
-        self._codes, self._bits, self._scales, self._zeros, self._groups = codes, bits, scales, zeros, groups
+        self._codes, self._bits, self._places_of = codes, bits, places_of
+        self._scales, self._zeros, self._groups = scales, zeros, groups
         self.shape = shape
 
     def rows(self, first: int, last: int) -> Floats:
         """See Tensor.rows."""
         words = self._codes.read(first, last).view("<u4").reshape(last - first, self._codes.shape[1])
-        codes = whole_in_words(self.shape[1], self._bits).codes(np.ascontiguousarray(words.T, np.uint32))
+        codes = self._places_of(self.shape[1], self._bits).codes(np.ascontiguousarray(words.T, np.uint32))
         weights = np.ascontiguousarray(codes.T).astype(np.float32) - np.float32(1 << self._bits - 1)
         order = None if self._groups is None else _order(self._groups)
         if self._zeros is not None:
@@ -67,36 +83,41 @@ def packed(module: str, widths: Iterable[int], blocks: Sequence[int], parts: Par
     name = f"{module}.weight_packed"
     codes = parts.take(name, ("I32",), 2)
     shape = _shape(module, parts)
-    fitting = {bits for bits in widths if codes.shape == (shape[0], -(-shape[1] // (32 // bits)))}
-    if len(fitting) != 1 or not all(shape):
+    fitting = [
+        (bits, places_of)
+        for bits in sorted(widths)
+        for places_of, n_words in _LAYOUTS.items()
+        if codes.shape == (shape[0], n_words(shape[1], bits))
+    ]
+    if not fitting:
         parts.refuse(name, f"must hold {shape} weights of {sorted(widths)} bits: found {codes.shape} words")
-    bits = fitting.pop()
-    scale = f"{module}.weight_scale"
-    stored = parts.take(scale, SCALES)
-    scales = scales_of(scale, partial(all_floats, stored), stored.shape, shape, blocks, parts)
-    zeros = _zeros(module, shape, bits, blocks, parts)
-    return PackedTensor(codes, shape, bits, scales, zeros, _groups(module, shape[1], parts))
+    bits, places_of = fitting[0]
+    scales = stored_scales(parts.take(f"{module}.weight_scale", SCALES), shape, blocks, parts)
+    zeros = _zeros(module, shape, bits, places_of, blocks, parts)
+    return PackedTensor(codes, shape, bits, places_of, scales, zeros, _groups(module, shape[1], parts))
 
 
 def _shape(module: str, parts: Parts) -> tuple[int, int]:
     name = f"{module}.weight_shape"
     stored = parts.take(name, ("I64", "I32"), 1)
     found = stored.read().view("<i8" if stored.dtype == "I64" else "<i4").tolist()
-    if len(found) != 2 or not all(0 <= size < 1 << 31 for size in found):
-        parts.refuse(name, f"must be the two sizes of a matrix: found {found!r:.80}")
+    if len(found) != 2 or not all(0 < size <= _MOST for size in found):
+        parts.refuse(name, f"must be the two sizes of a matrix, up to {_MOST}: found {found!r:.80}")
     return found[0], found[1]
 
 
-def _zeros(module: str, shape: tuple[int, int], bits: int, blocks: Sequence[int], parts: Parts) -> Scales | None:
+def _zeros(
+    module: str, shape: tuple[int, int], bits: int, places_of: PlacesOf, blocks: Sequence[int], parts: Parts
+) -> Scales | None:
     name = f"{module}.weight_zero_point"
     stored = parts.take_if_there(name, ("I32",), 2)
     if stored is None:
         return None
-    if stored.shape[0] != -(-shape[0] // (32 // bits)):
+    if stored.shape[0] != _LAYOUTS[places_of](shape[0], bits):
         parts.refuse(name, f"must hold zeros of {shape[0]} rows: found {stored.shape}")
 
     def read() -> Floats:
-        codes = whole_in_words(shape[0], bits).codes(as_words(stored))
+        codes = places_of(shape[0], bits).codes(as_words(stored))
         return codes.astype(np.float32) - np.float32(1 << bits - 1)
 
     return scales_of(name, read, (shape[0], stored.shape[1]), shape, blocks, parts)

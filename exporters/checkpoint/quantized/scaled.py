@@ -7,15 +7,14 @@ block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts
-from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, Scales, scales_of
+from edgeinfer.exporters.checkpoint.quantized.scales import SCALES, Scales, stored_scales
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
-from edgeinfer.exporters.checkpoint.tensor import Floats, all_floats, floats_of
+from edgeinfer.exporters.checkpoint.tensor import Floats, floats_of
 from edgeinfer.models.gguf import GGMLType
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -35,7 +34,7 @@ class ScaledTensor:
     def rows(self, first: int, last: int) -> Floats:
         """See Tensor.rows."""
         if self.dtype == "I8":
-            codes = self._codes.read(first, last).view(np.int8).astype(np.float32).reshape(last - first, -1)
+            codes = self._codes.read(first, last).view(np.int8).astype(np.float32).reshape(last - first, self.shape[-1])
         else:
             codes = floats_of(self._codes, first, last)
         if self._zeros is not None:
@@ -64,4 +63,4 @@ def read_fp8(settings: Config, parts: Parts) -> dict[str, ScaledTensor]:
 def scaled(weight: str, scale: str, dtypes: Sequence[str], blocks: Sequence[int], parts: Parts) -> ScaledTensor:
     """A weight of one of these types, with its scales. blocks: see scales_of. Raises ModelFileError."""
     codes, stored = parts.take(weight, dtypes), parts.take(scale, SCALES)
-    return ScaledTensor(codes, scales_of(scale, partial(all_floats, stored), stored.shape, codes.shape, blocks, parts))
+    return ScaledTensor(codes, stored_scales(stored, codes.shape, blocks, parts))

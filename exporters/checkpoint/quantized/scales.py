@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts
-from edgeinfer.exporters.checkpoint.tensor import Floats
+from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
+from edgeinfer.exporters.checkpoint.tensor import Floats, all_floats
 
-SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # U8: exponents as in F8_E8M0
 
 
 class Scales:
@@ -49,6 +52,12 @@ class Scales:
     def release(self) -> None:
         """Forget the numbers until they are wanted again."""
         self._values = None
+
+
+def stored_scales(stored: StoredTensor, shape: tuple[int, ...], blocks: Sequence[int], parts: Parts) -> Scales:
+    """The scales of a weight as they are stored, in one of SCALES; see scales_of. Raises ModelFileError."""
+    exponents = replace(stored, dtype="F8_E8M0") if stored.dtype == "U8" else stored
+    return scales_of(stored.name, partial(all_floats, exponents), stored.shape, shape, blocks, parts)
 
 
 def scales_of(

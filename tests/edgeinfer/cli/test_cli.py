@@ -340,9 +340,9 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                     variables.setdefault(name, set()).add(text)
                     assert f"env var: {text}" in " ".join(context.get_help().split())
                 monkeypatch.delenv(text)
-    assert set(variables) == {"chat", "generate", "profile", "bench", "distill", "evaluate"}
+    assert set(variables) == {"chat", "generate", "profile", "bench", "imatrix", "distill", "evaluate"}
     assert variables["bench"] == {"EDGEINFER_THREADS", "EDGEINFER_BUDGET"}
-    assert variables["distill"] == variables["evaluate"] == {"EDGEINFER_THREADS"}
+    assert variables["distill"] == variables["evaluate"] == variables["imatrix"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {"EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING"}
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")
@@ -468,7 +468,7 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
         (
             ["run"],
-            "No such command 'run'. There are chat, generate, inspect, profile, bench, pack, export, devices, ",
+            "No such command 'run'. There are chat, generate, inspect, profile, bench, pack, imatrix, export, ",
         ),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),

@@ -309,7 +309,7 @@ def test_in_the_end_it_trains_with_its_weights_as_the_file_has_them(
         return kept(self, *arguments)
 
     monkeypatch.setattr(Objective, "forward", forward)
-    monkeypatch.setattr(rounding, "SCALE_STEPS", np.ones(1, dtype=np.float32))  # so that twice is as once
+    monkeypatch.setattr(rounding, "SCALE_STEPS", [1.0])  # so that twice is as once
     folder = fresh(work, tmp_path / "a")
     types = ["--type", "q4_0", "--gate-type", "q8_0"]
     result = run(given, tmp_path / "a.gguf", "--work", folder, *types, "--rounded-from", "0.5")

@@ -1,4 +1,4 @@
-"""Kernels, packing, decoder, tables of texts and the sampler under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""All native code under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import shutil
@@ -24,6 +24,7 @@ TESTS += ["tests/backends/native/test_native.py", "tests/backends/native/test_si
 TESTS += ["tests/backends/native/test_experts.py", "tests/backends/native/test_disk_experts.py"]
 TESTS += ["tests/backends/test_draft_head.py"]
 TESTS += ["tests/models/test_arrays.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"]
+TESTS += ["tests/models/formats/test_quantising.py"]
 TESTS += ["tests/edgeinfer/test_sampling.py"]
 
 pytestmark = pytest.mark.timeout(1500)  # it compiles the engine, and runs many tests slowly
@@ -48,7 +49,7 @@ def sanitized() -> Path:
     if objects := built_objects():
         configure += [f"-DEI_OTHER_KERNELS={objects[0].parents[1]}"]
     subprocess.run(configure, check=True, capture_output=True)
-    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "_sampler", "-j", "2"]
+    build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "_quantize", "_sampler", "-j", "2"]
     subprocess.run(build, check=True, capture_output=True)
     return BUILD
 
@@ -67,6 +68,7 @@ def test_kernels_and_decoder_run_clean_under_sanitizers(sanitized: Path) -> None
     environment = os.environ | {
         "EDGEINFER_TEST_CORE": str(next(sanitized.glob("native/_core.*.so"))),
         "EDGEINFER_TEST_STRINGS": str(next(sanitized.glob("models/_strings.*.so"))),
+        "EDGEINFER_TEST_QUANTIZE": str(next(sanitized.glob("models/_quantize.*.so"))),
         "EDGEINFER_TEST_SAMPLER": str(next(sanitized.glob("sampling/_sampler.*.so"))),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit

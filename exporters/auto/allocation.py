@@ -1,0 +1,152 @@
+"""The formats with the least loss that fit into a number of bytes and a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BudgetExceeded
+
+_STEPS = 60  # of a bisection
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What each tensor may become: (n_tensors, n_options) each, with infinite losses where there is no such option."""
+
+    losses: Numbers
+    n_bytes: Numbers
+    seconds: Numbers
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """chosen: (n_tensors,), an option of each.  per_byte, per_second: what the last ones were worth, in loss."""
+
+    chosen: NDArray[np.intp]
+    per_byte: float
+    per_second: float
+
+
+def allocate(options: Options, n_bytes: float, seconds: float = np.inf) -> Allocation:
+    """The options with the smallest sum of losses within both limits, as far as two multipliers and then single moves find.
+
+    A Lagrangian of both limits (Everett 1963, doi:10.1287/opre.11.3.399), whose gap greedy moves fill. Raises
+    BudgetExceeded where nothing fits.
+    """
+    _check_possible(options, n_bytes, seconds)
+    per_second, per_byte = 0.0, _byte_multiplier(options, n_bytes, 0.0)
+    chosen = _best(options, per_byte, 0.0)
+    if _sum(options.seconds, chosen) > seconds:
+        low, high = 0.0, _scale(options.losses, options.seconds)
+        for _ in range(_STEPS):
+            per_second = np.sqrt(low * high) if low else high * 1e-9
+            per_byte = _byte_multiplier(options, n_bytes, per_second)
+            chosen = _best(options, per_byte, per_second)
+            if _sum(options.seconds, chosen) > seconds:
+                low = per_second
+            else:
+                high = per_second
+        per_second = high
+        per_byte = _byte_multiplier(options, n_bytes, per_second)
+        chosen = _best(options, per_byte, per_second)
+    chosen = _within(options, chosen, n_bytes, seconds)
+    return Allocation(_filled(options, chosen, n_bytes, seconds), per_byte, per_second)
+
+
+def margins(options: Options, allocation: Allocation) -> tuple[Numbers, NDArray[np.intp]]:
+    """How little another option of each tensor is worse at these multipliers, over the losses of both, and which one."""
+    costs = _costs(options, allocation.per_byte, allocation.per_second)
+    rows = np.arange(len(costs))
+    own = costs[rows, allocation.chosen]
+    others = costs.copy()
+    others[rows, allocation.chosen] = np.inf
+    second = others.argmin(axis=1)
+    gaps = np.abs(others[rows, second] - own)
+    scale = options.losses[rows, allocation.chosen] + options.losses[rows, second] + 1e-30
+    return np.where(np.isfinite(gaps), gaps / scale, np.inf), second
+
+
+def _check_possible(options: Options, n_bytes: float, seconds: float) -> None:
+    possible = np.isfinite(options.losses)
+    least = [float(np.where(possible, each, np.inf).min(axis=1).sum()) for each in (options.n_bytes, options.seconds)]
+    if least[0] > n_bytes:
+        raise BudgetExceeded(f"the smallest formats take {least[0]:.0f} bytes: {n_bytes:.0f} are wanted")
+    if least[1] > seconds:
+        raise BudgetExceeded(f"the fastest formats take {1e3 * least[1]:.3f} ms: {1e3 * seconds:.3f} are wanted")
+
+
+def _costs(options: Options, per_byte: float, per_second: float) -> Numbers:
+    return options.losses + per_byte * options.n_bytes + per_second * options.seconds
+
+
+def _best(options: Options, per_byte: float, per_second: float) -> NDArray[np.intp]:
+    return _costs(options, per_byte, per_second).argmin(axis=1)
+
+
+def _sum(values: Numbers, chosen: NDArray[np.intp]) -> float:
+    return float(values[np.arange(len(values)), chosen].sum())
+
+
+def _scale(losses: Numbers, of: Numbers) -> float:
+    """A multiplier at which losses do not count any more."""
+    finite = np.isfinite(losses)
+    steps = np.diff(np.unique(of[finite]))
+    smallest = float(steps[steps > 0].min()) if (steps > 0).any() else 1.0
+    return float(losses[finite].max()) / smallest * 2 + 1e-30
+
+
+def _byte_multiplier(options: Options, n_bytes: float, per_second: float) -> float:
+    """The smallest one with which the best options fit."""
+    if _sum(options.n_bytes, _best(options, 0.0, per_second)) <= n_bytes:
+        return 0.0
+    high = _scale(options.losses, options.n_bytes)
+    low = high * 1e-18
+    for _ in range(_STEPS):
+        middle = float(np.sqrt(low * high))
+        if _sum(options.n_bytes, _best(options, middle, per_second)) > n_bytes:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _within(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds: float) -> NDArray[np.intp]:
+    """Where both multipliers still leave too much: moves that save the most of it for the least loss."""
+    chosen = chosen.copy()
+    rows = np.arange(len(chosen))
+    while True:
+        over_bytes = max(0.0, _sum(options.n_bytes, chosen) / n_bytes - 1)
+        over_time = max(0.0, _sum(options.seconds, chosen) / seconds - 1) if np.isfinite(seconds) else 0.0
+        if over_bytes <= 0 and over_time <= 0:
+            return chosen
+        saved = (over_bytes > 0) * (options.n_bytes[rows, chosen][:, None] - options.n_bytes) / n_bytes
+        if over_time > 0:
+            saved = saved + (options.seconds[rows, chosen][:, None] - options.seconds) / seconds
+        lost = options.losses - options.losses[rows, chosen][:, None]
+        rate = np.where((saved > 0) & np.isfinite(lost), saved / np.maximum(lost, 1e-12), -np.inf)
+        tensor, option = np.unravel_index(int(rate.argmax()), rate.shape)
+        if not np.isfinite(rate[tensor, option]):
+            raise BudgetExceeded("no mix of formats was found that fits into both the bytes and the time")
+        chosen[tensor] = option
+
+
+def _filled(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds: float) -> NDArray[np.intp]:
+    """The best single moves that still fit, until there is none."""
+    chosen = chosen.copy()
+    rows = np.arange(len(chosen))
+    while True:
+        bytes_left, time_left = n_bytes - _sum(options.n_bytes, chosen), seconds - _sum(options.seconds, chosen)
+        gained = options.losses[rows, chosen][:, None] - options.losses
+        fits = (options.n_bytes - options.n_bytes[rows, chosen][:, None] <= bytes_left) & (
+            options.seconds - options.seconds[rows, chosen][:, None] <= time_left
+        )
+        gained = np.where(fits, gained, -np.inf)
+        tensor, option = np.unravel_index(int(gained.argmax()), gained.shape)
+        if gained[tensor, option] <= 0:
+            return chosen
+        chosen[tensor] = option

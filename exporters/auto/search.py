@@ -1,0 +1,191 @@
+"""The search for the formats of a model: measure, allocate, measure the closest decisions again, compare with the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
+from edgeinfer.exporters.auto.calibration import Window
+from edgeinfer.exporters.auto.candidates import Subject
+from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
+from edgeinfer.exporters.auto.objective import Divergence, Objective
+from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.sensitivity import all_errors, held_types, loss_table, measured_losses
+from edgeinfer.exporters.auto.speed import Speeds
+from edgeinfer.exporters.auto.state import State, fingerprint_of
+from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.exporters.source import Source
+from edgeinfer.models.gguf import GGMLType
+from edgeinfer.types import Device
+
+_ROUNDS, _MARGINAL = 2, 20  # how often how many tensors are measured again in the mix
+_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a loss in the mix to what it was alone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
+
+    None for seconds is the time of uniform formats with as many bytes: a mix is not slower than these.
+    """
+
+    n_bytes: int
+    n_tokens: int = 1
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass, by the kernels' times."""
+
+    types: Mapping[str, GGMLType]
+    predicted: float
+    n_bytes: int
+    seconds: float
+
+
+class Search:
+    """Losses, bytes and times of each tensor of a source in each format.
+
+    importance: see Importance.  windows: of calibration.  state: a file that measurements are added to as they come.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        subjects: Sequence[Subject],
+        importance: Importance,
+        windows: Sequence[Window],
+        device: Device,
+        objective: Objective | None = None,
+        state: Path | None = None,
+    ) -> None:
+        self._source, self._subjects, self._importance = source, subjects, importance
+        self._windows, self._device = windows, device
+        self._objective = Divergence() if objective is None else objective
+        self._state = State(state, fingerprint_of(subjects, windows, importance))
+        self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)
+        self._speeds = Speeds(device.n_threads, device.isa)
+        self._losses: Numbers = np.empty((0, 0))
+
+    def measure(self, progress: Callable[[float], None]) -> None:
+        """Measure the loss of every tensor, one forward pass or a part of it each."""
+        errors = all_errors(self._subjects, self._importance, self._state)
+        with self._base() as model:
+            traces = model.traces(self._windows)
+            self._objective.begin([trace.logits for trace in traces])
+            measured = measured_losses(model, traces, self._subjects, self._objective, self._state, progress)
+        self._losses = loss_table(self._subjects, self.formats, measured, errors)
+
+    def allocate(self, limits: Limits) -> Mix:
+        """The mix with the least loss. Raises BudgetExceeded."""
+        return self._mix(self._allocation(limits), limits)
+
+    def refine(self, limits: Limits, progress: Callable[[float], None]) -> Mix:
+        """The same, with the closest decisions measured again in the mix, twice. Raises BudgetExceeded."""
+        with self._base() as model:
+            for i in range(_ROUNDS):
+                self._measure_again(model, limits, lambda share, i=i: progress((i + share) / _ROUNDS))
+        return self.allocate(limits)
+
+    def seconds(self, types: Mapping[str, GGMLType], n_tokens: int) -> float:
+        """Of the products of a pass."""
+        return sum(self._speeds.of(subject, types[subject.name], n_tokens) for subject in self._subjects)
+
+    def n_bytes(self, types: Mapping[str, GGMLType]) -> int:
+        """Of the tensors that are chosen for."""
+        return sum(subject.n_bytes(types[subject.name]) for subject in self._subjects)
+
+    def _base(self) -> TrialModel:
+        held = held_types(self._subjects)
+        return TrialModel(self._source, held, self._importance, _longest(self._windows), self._device)
+
+    def _allocation(self, limits: Limits) -> Allocation:
+        seconds = limits.seconds if limits.seconds is not None else self._uniform_seconds(limits)
+        return allocate(self._options(limits.n_tokens), limits.n_bytes, seconds)
+
+    def _options(self, n_tokens: int) -> Options:
+        n_bytes, seconds = np.zeros_like(self._losses), np.zeros_like(self._losses)
+        for i, subject in enumerate(self._subjects):
+            for j, type in enumerate(self.formats):
+                if type in subject.formats:
+                    n_bytes[i, j] = subject.n_bytes(type)
+                    seconds[i, j] = self._speeds.of(subject, type, n_tokens)
+        return Options(self._losses, n_bytes, seconds)
+
+    def _uniform_seconds(self, limits: Limits) -> float:
+        """What uniform formats with as many bytes take, between the two nearest ones."""
+        options = self._options(limits.n_tokens)
+        points = []
+        for j in range(len(self.formats)):
+            fits = np.isfinite(options.losses[:, j])
+            if fits.all():
+                points.append((float(options.n_bytes[:, j].sum()), float(options.seconds[:, j].sum())))
+        if not points:
+            return float("inf")
+        n_bytes, seconds = zip(*sorted(points), strict=True)
+        return max(float(np.interp(limits.n_bytes, n_bytes, np.maximum.accumulate(seconds))), 1.001 * _least(options))
+
+    def _mix(self, allocation: Allocation, limits: Limits) -> Mix:
+        types = {
+            subject.name: self.formats[option] for subject, option in zip(self._subjects, allocation.chosen, strict=True)
+        }
+        loss = float(self._losses[np.arange(len(self._subjects)), allocation.chosen].sum())
+        return Mix(types, loss, self.n_bytes(types), self.seconds(types, limits.n_tokens))
+
+    def _measure_again(self, model: TrialModel, limits: Limits, progress: Callable[[float], None]) -> None:
+        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen."""
+        allocation = self._allocation(limits)
+        chosen = [self.formats[option] for option in allocation.chosen]
+        for subject, type in zip(self._subjects, chosen, strict=True):
+            model.round(subject.name, type)
+        traces = model.traces(self._windows)
+        before = self._objective.loss([trace.logits for trace in traces])
+        gaps, others = margins(Options(*self._tables(limits)), allocation)
+        closest = np.argsort(gaps, kind="stable")[:_MARGINAL]
+        for done, i in enumerate(closest):
+            subject, other = self._subjects[i], self.formats[others[i]]
+            model.round(subject.name, other)
+            change = self._objective.loss(model.logits(traces, subject.name)) - before
+            model.round(subject.name, chosen[i])
+            expected = self._losses[i, others[i]] - self._losses[i, allocation.chosen[i]]
+            if expected != 0:
+                self._losses[i] *= min(max(change / expected, _LEAST_RATIO), _MOST_RATIO)
+            progress((done + 1) / len(closest))
+
+    def _tables(self, limits: Limits) -> tuple[Numbers, Numbers, Numbers]:
+        options = self._options(limits.n_tokens)
+        return options.losses, options.n_bytes, options.seconds
+
+
+def distances(
+    source: Source,
+    mixes: Sequence[Mapping[str, GGMLType]],
+    importance: Importance,
+    windows: Sequence[Window],
+    device: Device,
+) -> list[Distance]:
+    """How far the source is from itself with tensors in other formats, as the engine runs these."""
+    with TrialModel(source, {}, importance, _longest(windows), device) as model:
+        references = [Reference(trace.logits) for trace in model.traces(windows)]
+    found = []
+    for types in mixes:
+        with TrialModel(source, types, importance, _longest(windows), device) as model:
+            found.append(mean_distance(references, [trace.logits for trace in model.traces(windows)]))
+    return found
+
+
+def _longest(windows: Sequence[Window]) -> int:
+    return max(len(window.tokens) for window in windows)
+
+
+def _bits(type: GGMLType) -> float:
+    return type.block_bytes / type.block_elements
+
+
+def _least(options: Options) -> float:
+    return float(np.where(np.isfinite(options.losses), options.seconds, np.inf).min(axis=1).sum())

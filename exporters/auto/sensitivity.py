@@ -1,0 +1,82 @@
+"""The loss of each tensor in each format: one of them measured, the others from the ratio of weighted errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from edgeinfer.backends.native.repacking import Trace
+from edgeinfer.exporters.auto.allocation import Numbers
+from edgeinfer.exporters.auto.candidates import Subject
+from edgeinfer.exporters.auto.objective import Objective
+from edgeinfer.exporters.auto.rounding import Importance, errors_of
+from edgeinfer.exporters.auto.state import State
+from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.models.gguf import GGMLType
+
+# Losses are measured in the first of these that a tensor may have: large enough to be seen above the noise of float
+# arithmetic, and small enough to be quadratic in the error, so that the ratio of errors holds.
+_MEASURED = (GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_0)
+_HELD = GGMLType.Q8_0  # in which a model is measured: its products take half of the time of those in floats
+
+
+def held_types(subjects: Sequence[Subject]) -> dict[str, GGMLType]:
+    """The types in which a model is measured; what tensors are rounded to is held in them again, as nearly the same."""
+    return {subject.name: _HELD for subject in subjects if _HELD in subject.formats}
+
+
+def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> list[Mapping[GGMLType, float]]:
+    """The weighted error of each tensor in each of its formats; see rounding.errors_of."""
+    found = []
+    for subject in subjects:
+        known = {type: state.get(_error_name(subject, type)) for type in subject.formats}
+        errors = {type: error for type, error in known.items() if error is not None}
+        missing = [type for type in subject.formats if type not in errors]
+        for type, error in errors_of(subject.tensor, missing, importance).items() if missing else ():
+            errors[type] = state.add(_error_name(subject, type), error)
+        found.append(errors)
+    return found
+
+
+def _error_name(subject: Subject, type: GGMLType) -> str:
+    return f"error {subject.name} {type.name}"
+
+
+def measured_losses(
+    model: TrialModel,
+    traces: Sequence[Trace],
+    subjects: Sequence[Subject],
+    objective: Objective,
+    state: State,
+    progress: Callable[[float], None],
+) -> list[tuple[GGMLType, float]]:
+    """The loss of each tensor alone in one format, and that format."""
+    found = []
+    for i, subject in enumerate(subjects):
+        type = next((each for each in _MEASURED if each in subject.formats), subject.formats[0])
+        name = f"loss {subject.name} {type.name}"
+        loss = state.get(name)
+        if loss is None:
+            model.round(subject.name, type)
+            loss = state.add(name, objective.loss(model.logits(traces, subject.name)))
+            model.round(subject.name, None)
+        found.append((type, loss))
+        progress((i + 1) / len(subjects))
+    return found
+
+
+def loss_table(
+    subjects: Sequence[Subject],
+    formats: Sequence[GGMLType],
+    measured: Sequence[tuple[GGMLType, float]],
+    errors: Sequence[Mapping[GGMLType, float]],
+) -> Numbers:
+    """(n_tensors, n_formats) losses, infinite where a tensor may not have the format."""
+    table = np.full((len(subjects), len(formats)), np.inf)
+    for i, (subject, (type, loss)) in enumerate(zip(subjects, measured, strict=True)):
+        per_error = max(loss, 0.0) / max(errors[i][type], 1e-30)
+        for j, each in enumerate(formats):
+            if each in subject.formats:
+                table[i, j] = per_error * errors[i][each]
+    return table

@@ -1,0 +1,78 @@
+"""Importance matrices from passes of the native engine over calibration texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.exporters import prompts
+from edgeinfer.exporters.calibration import (
+    ANSWER_TOKENS,
+    CHUNK_TOKENS,
+    DEFAULT,
+    answer_context,
+    own_answers,
+    texts_of_file,
+)
+from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
+from edgeinfer.exporters.manifest import sha256_of, tool_version
+from edgeinfer.exporters.running import model_file_of, native_model, read_text
+from edgeinfer.exporters.source import Source
+
+Progress = Callable[[float], None]
+
+
+def imatrix_of(
+    source: Source, calibration: Path | None, n_threads: int | None = None, progress: Progress | None = None
+) -> Imatrix:
+    """The importance matrix of a model on a text, or on its own answers to the built-in prompts.
+
+    progress: called with the share of the texts that is done.
+    Raises UnsupportedModel for a model that the native engine does not run, BudgetExceeded, InvalidArgument, OSError.
+    """
+    with model_file_of(source) as file:
+        texts = None if calibration is None else texts_of_file(calibration, file)
+        n_ctx = answer_context(file) if texts is None else max(map(len, texts))
+        with native_model(file, n_ctx, n_threads) as model:
+            texts = own_answers(model, file) if texts is None else texts
+            of = _squares(model, texts, progress)
+    n_chunks = -(-sum(map(len, texts)) // CHUNK_TOKENS)
+    return Imatrix(of, [DEFAULT if calibration is None else calibration.name], n_chunks, CHUNK_TOKENS)
+
+
+def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
+    """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
+    path = out.with_name(f"{out.name}.imatrix.gguf")
+    made_of = _made_of(source, calibration)
+    if path.exists() and read_imatrix(path).made_of == made_of:
+        return path
+    imatrix = imatrix_of(source, calibration)
+    write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
+    return path
+
+
+def _squares(model: NativeModel, texts: Sequence[Sequence[int]], progress: Progress | None) -> dict[str, Squares]:
+    model.record_inputs(True)
+    for n, text in enumerate(texts):
+        session = model.session(len(text))
+        read_text(session, text)
+        session.close()
+        if progress is not None:
+            progress((n + 1) / len(texts))
+    summed = model.input_squares()
+    model.record_inputs(False)
+    return {
+        name: Squares(sums.astype(np.float32), counts.astype(np.float32)) for name, (sums, counts) in summed.items()
+    }
+
+
+def _made_of(source: Source, calibration: Path | None) -> str:
+    """A hash of all that an importance matrix is a function of."""
+    text: object = [prompts.PROMPTS, ANSWER_TOKENS] if calibration is None else sha256_of(calibration)
+    parts = [[sha256_of(path) for path in source.files], text, CHUNK_TOKENS, tool_version()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,107 @@
+"""The whole chain for every architecture: a checkpoint, its GGUF file, native logits, transformers' logits.
+
+Transformers loads the tiny checkpoints without a missing or an unknown tensor. The tolerance is what a KV cache in
+float16 costs; the numpy backend, which rounds the same way, has the same error.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import write_safetensors
+from parts import missing
+from tiny_checkpoints import CASES, N_VOCAB, to_gguf, write
+
+from edgeinfer.backends.base import run_text
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.huggingface import open_folder
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device
+
+TOKENS = np.random.default_rng(3).integers(0, N_VOCAB, 20, dtype=np.int32)
+TOLERANCE = 1e-3  # of the largest logit
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        missing("transformers", "transformers and torch are not installed: pip install torch transformers")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def theirs(transformers: Any, folder: Path) -> np.ndarray:
+    """Logits of all tokens."""
+    import torch
+
+    torch.set_num_threads(1)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info  # missing, unexpected and mismatched names
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor(TOKENS[None].astype(np.int64))).logits[0])
+
+
+def ours(path: Path) -> np.ndarray:
+    with ModelFile.open(path) as file:
+        spec, backend = read_spec(file), NativeBackend()
+        session = backend.load(file, spec, backend.plan(file, spec, len(TOKENS), len(TOKENS)), Device(1)).session()
+        logits = run_text(session, TOKENS, logits="all").logits
+        session.close()
+    return logits
+
+
+def as_floats(folder: Path) -> Path:
+    """A checkpoint in MXFP4 with the weights that transformers makes of it."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source, tensors = Checkpoint.open(folder), {}
+    for name in source.names:
+        if name.endswith("_blocks"):
+            scales = name.removesuffix("_blocks") + "_scales"
+            packed = (torch.tensor(source.data(each).reshape(source.shape(each))) for each in (name, scales))
+            floats = convert_moe_packed_tensors(*packed, dtype=torch.float32)
+            tensors[name.removesuffix("_blocks")] = ("F32", floats.numpy())
+        elif not name.endswith("_scales"):
+            tensors[name] = ("F32", source.floats(name))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    found = folder.with_name("floats")
+    found.mkdir()
+    (found / "config.json").write_text(json.dumps(config))
+    write_safetensors(found / "model.safetensors", tensors)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, transformers: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, case)
+    to_gguf(open_folder(folder, vocabulary=False), tmp_path / "model.gguf")
+    found = ours(tmp_path / "model.gguf")
+    expected = theirs(transformers, as_floats(folder) if case.endswith("mxfp4") else folder)
+    assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()
+    assert (found.argmax(axis=-1) == expected.argmax(axis=-1)).all()
+
+
+def test_a_rotation_that_is_a_little_off_would_be_seen(transformers: Any, tmp_path: Path) -> None:
+    """That the tolerance is small enough: a rotation with a base that is 20 % larger fails."""
+    for name in ("model", "other"):
+        write(tmp_path / name, "mistral")
+    path = tmp_path / "other" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] *= 1.2
+    path.write_text(json.dumps(config))
+    to_gguf(open_folder(tmp_path / "other", vocabulary=False), tmp_path / "other.gguf")
+    expected = theirs(transformers, tmp_path / "model")
+    assert np.abs(ours(tmp_path / "other.gguf") - expected).max() > 2 * TOLERANCE * np.abs(expected).max()
