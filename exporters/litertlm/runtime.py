@@ -11,11 +11,11 @@ NAME = "litert-lm-api"
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Run a file: question has path, prompt (a text), n_tokens, messages or None, texts.
+    """Run a file: question has path, folder, prompt (a text), n_tokens, messages or None, texts.
 
-    Gives version, text: what follows the prompt, the most likely token each time; tokens: prompt and text cut into ids
-    by the runtime, those of the prompt left out; rendered: the messages by the template; ids of each text; peak_bytes;
-    or the error.
+    folder: for packed weights, which the runtime shares between its graphs by a file. Gives version, text: what follows
+    the prompt, the most likely token each time; tokens: prompt and text cut into ids by the runtime, those of the
+    prompt left out; rendered: the messages by the template; ids of each text; peak_bytes; or the error.
     """
     runtime = open_runtime()
     try:
@@ -25,8 +25,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(runtime: Any, question: dict[str, Any]) -> dict[str, Any]:
-    # Without a cache of packed weights, which would be a file beside the model.
-    engine = runtime.Engine(question["path"], backend=runtime.Backend.CPU(), cache_dir=":nocache")
+    engine = runtime.Engine(question["path"], backend=runtime.Backend.CPU(), cache_dir=question["folder"])
     try:
         prompt = question["prompt"]
         text = _generated(runtime, engine, prompt, question["n_tokens"])

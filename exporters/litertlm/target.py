@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
 from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, stable_uuid, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
 from edgeinfer.exporters.litertlm.library import open_runtime, versions
@@ -20,7 +20,7 @@ from edgeinfer.exporters.litertlm.sections import MIN_RUNTIME, executor_section,
 from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, compare_tokens, run_greedily
+from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.models import ModelSpec, read_spec
@@ -51,7 +51,8 @@ class LitertlmTarget:
         with _opened(request) as package:
             out = behind_links(request.out)
             n_bytes = package.n_bytes
-            return Plan(package.planned(), {out: n_bytes}, package.writing_bytes, n_bytes, list(package.notes()))
+            disk = n_bytes + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
+            return Plan(package.planned(), {out: n_bytes}, package.writing_bytes, disk, list(package.notes()))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable too, without the packages of LiteRT."""
@@ -225,14 +226,20 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
-    run = run_greedily(package.file, min(N_TOKENS, package.n_ctx // 2))
+    n_tokens = min(N_TOKENS, package.n_ctx - len(check_prompt(package.file)[1]) - 1)
+    if n_tokens < 1:
+        raise InvalidArgument(
+            f"the prompt of the check does not fit into {package.n_ctx} tokens (-c): take more, or --no-check"
+        )
+    run = run_greedily(package.file, n_tokens)
     wanted = _renderings(package)
     bos = b"" if package.tokenizer.bos_id is None else package.tokenizer.token_bytes(package.tokenizer.bos_id)
     prompt = run.text.removeprefix(bos.decode(errors="replace")) if package.adds_bos else run.text
     question = {
         "path": str(path),
+        "folder": str(path.parent),
         "prompt": prompt,
-        "n_tokens": len(run.tokens) + (len(run.tokens) < min(N_TOKENS, package.n_ctx // 2)),
+        "n_tokens": min(n_tokens, len(run.tokens) + 1),
         "messages": _CONVERSATION if wanted else None,
         "texts": PROBES,
     }

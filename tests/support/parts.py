@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
+    "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),
     "opencl": (("pyopencl",), ()),
     "clang": ((), ()),  # comes with the driver for OpenCL
     "qemu": ((), ("aarch64-linux-gnu-g++", "qemu-aarch64")),
