@@ -33,7 +33,8 @@ class HuggingFaceSource:
         return self._checkpoint.files
 
     def release(self, name: str) -> None:
-        """See Source.release. Rows are read into memory of their own, which goes with them."""
+        """See Source.release. Of all tensors: what one is made of is known to its recipe alone."""
+        self._checkpoint.release_all()
 
 
 def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
