@@ -1,7 +1,9 @@
 """Folders of Hugging Face as GGUF: each trap of the formats, and what is refused as it would be written wrongly."""
 
 import json
+import random
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -455,3 +457,41 @@ def test_the_keys_of_granite_without_mamba_layers_are_those_of_granite(make: Any
         0.5,
         2,
     ]
+
+
+ODD = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    1e9,
+    10**18,
+    0.5,
+    -2.5,
+    "",
+    "x",
+    "yarn",
+    [],
+    [1],
+    [None],
+    [FULL] * 2,
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_odd_values_in_config_json_give_a_model_or_a_typed_error(case: str, tmp_path: Path) -> None:
+    write(tmp_path, case)
+    config, rng = CASES[case].full_config(), random.Random(case)
+    for _ in range(6):
+        changed = json.loads(json.dumps(config))
+        at = rng.choice([changed, *(value for value in changed.values() if isinstance(value, dict))])
+        at[rng.choice(list(at))] = rng.choice(ODD)
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with suppress(ModelFileError, UnsupportedModel):
+            source = open_folder(tmp_path, vocabulary=False)
+            assert all(len(tensor.rows(0, 1)) == 1 for tensor in source.tensors)
