@@ -385,6 +385,7 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_written(make: A
     "case, config, message",
     [
         ("llama", {"hidden_act": "gelu"}, 'hidden_act must be absent or "silu" in llama'),
+        ("llama", {"is_causal": False}, "is_causal must be absent or true in llama: found false"),
         ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5, which is not known in llama and may change"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be absent in olmoe: found 8.0"),
         ("qwen2moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be absent or \[\] in qwen2moe"),
@@ -412,6 +413,29 @@ def test_a_key_that_asks_for_another_model_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         make(case, **config)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json of published models, beyond those of the cases
+    "llama": {"pretraining_tp": 1, "mlp_bias": False, "unsloth_fixed": True, "is_llama_config": True,
+              "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "qwen2": {"use_mrope": False, "max_window_layers": 28, "sliding_window": 131072},
+    "qwen2moe": {"max_window_layers": 21, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "olmoe": {"clip_qkv": None, "output_router_logits": False, "router_aux_loss_coef": 0.01},
+    "granitehybrid": {"init_method": "mup", "normalization_function": "rmsnorm", "mamba_chunk_size": 256,
+                      "mamba_conv_bias": True, "embedding_dropout": 0.1, "router_aux_loss_coef": 0.01},
+    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096},
+    "gemma3": {"sliding_window_pattern": 6, "mm_tokens_per_image": 256, "image_token_index": 262144},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "embd_pdrop": 0.0, "auto_map": {}},
+    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False, "max_window_layers": 28},
+    "glm4moe": {"use_qk_norm": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0},
+    "ernie4_5_moe": {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_keys_of_published_models_are_known(case: str, make: Any) -> None:
+    assert make(case, **PUBLISHED[case]).source.notes == []
 
 
 def test_keys_that_are_not_known_and_sound_harmless_are_said(make: Any) -> None:
