@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tiny_checkpoints import CASES, GATED, HEAD_DIM, N_EMBD, N_FF, Change, Stored, write
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.models.gguf import GGMLType
@@ -90,6 +91,26 @@ def test_floats_of_16_bits_are_kept_and_small_tensors_become_f32(make: Any) -> N
     tensor, bits = made.tensors["blk.0.attn_q.weight"], made.stored["model.layers.0.self_attn.q_proj.weight"][1]
     assert_array_equal(tensor.stored(1, 2).view(np.uint16), bits[4])
     assert_array_equal(tensor.rows(1, 2)[0], (bits[4].astype(np.uint32) << 16).view(np.float32))
+
+
+def test_quantised_weights_are_permuted_as_floats_and_their_scales_given_back(make: Any) -> None:
+    name = "self_attn.q_proj.weight"
+    bytes_of = np.random.default_rng(0).integers(0, 120, (32, N_EMBD)).astype(np.uint8)
+
+    def as_fp8(tensors: Stored) -> Stored:
+        found = dict(tensors)
+        for layer in range(2):
+            found[f"model.layers.{layer}.{name}"] = ("F8_E4M3", bytes_of)
+            found[f"model.layers.{layer}.{name}_scale_inv"] = ("F32", np.full((1, 1), 0.5))
+        return found
+
+    made = make("llama", as_fp8, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    tensor = made.tensors["blk.0.attn_q.weight"]
+    assert tensor.stored is None and "quantised by fp8" in made.source.notes[0]
+    plain = Checkpoint.open(made.source.path).floats(f"model.layers.0.{name}")
+    assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
+    made.source.release(tensor.name)
+    assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
 
 
 # ---- Norms -----------------------------------------------------------------------------------------------------------
