@@ -21,7 +21,7 @@ class HuggingFaceSource:
     """The model of a folder, see Source."""
 
     def __init__(self, model: Model, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
-        self._checkpoint = model.checkpoint
+        self._model = model
         self.path = model.checkpoint.path
         self.metadata = metadata
         self.tensors = tensors
@@ -30,11 +30,11 @@ class HuggingFaceSource:
     @property
     def files(self) -> Sequence[Path]:
         """See Source."""
-        return self._checkpoint.files
+        return self._model.checkpoint.files
 
     def release(self, name: str) -> None:
-        """See Source.release. Of all tensors: what one is made of is known to its recipe alone."""
-        self._checkpoint.release_all()
+        """See Source.release."""
+        self._model.release()
 
 
 def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
