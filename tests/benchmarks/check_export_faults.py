@@ -38,7 +38,6 @@ class Export:
     model: Path
     type: str
     sha256: str = ""
-    seconds: float = 0.0
     n_bytes: int = 0
 
     def command(self, out: Path, *more: str) -> list[str]:
@@ -48,12 +47,10 @@ class Export:
 
 
 def undisturbed(export: Export, folder: Path) -> Export:
-    """The same with hash, size and duration of its output."""
+    """The same with hash and size of its output."""
     out = folder / "whole.gguf"
-    started = time.perf_counter()
     subprocess.run(export.command(out), check=True, capture_output=True)
-    seconds = time.perf_counter() - started
-    found = Export(export.model, export.type, hash_of(out), seconds, out.stat().st_size)
+    found = Export(export.model, export.type, hash_of(out), out.stat().st_size)
     out.unlink()
     return found
 
@@ -80,20 +77,24 @@ def what_is_wrong(export: Export, out: Path) -> str | None:
     return f"{left} are left over" if left else None
 
 
-def killed(export: Export, folder: Path, seconds: float) -> tuple[str, str | None]:
-    """Kill an export after so many seconds; gives how far it was, and what is wrong."""
-    out = folder / "out.gguf"
+def killed(export: Export, folder: Path, n_bytes: int) -> tuple[str, str | None]:
+    """Kill an export when it has written so many bytes; gives how far it was, and what is wrong."""
+    out, partial, journal = (folder / f"out.gguf{ending}" for ending in ("", ".partial", ".partial.journal"))
     out.write_bytes(_OLD)
     process = subprocess.Popen(export.command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        process.wait(seconds)
-        state = "done before"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        journal = folder / "out.gguf.partial.journal"
-        state = f"{len(journal.read_bytes().splitlines()) - 1} tensors done" if journal.exists() else "not begun"
+    while process.poll() is None and not _is_as_large(partial, n_bytes):
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+    state = f"{len(journal.read_bytes().splitlines()) - 1} tensors done" if journal.exists() else "renamed"
     return state, what_is_wrong(export, out)
+
+
+def _is_as_large(path: Path, n_bytes: int) -> bool:
+    try:
+        return path.stat().st_size >= n_bytes
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -160,12 +161,12 @@ def main() -> int:
         runs: list[dict[str, Any]] = []
         for index in range(options.kills + options.full):
             if is_kill := index < options.kills:
-                at = rng.uniform(0, export.seconds)
+                at = rng.randint(0, export.n_bytes)
                 state, wrong = killed(export, folder, at)
             else:
                 at = rng.randrange(export.n_bytes // 50, export.n_bytes * 49 // 50)
                 state, wrong = filled(export, folder, at)
-            runs.append({"fault": "kill" if is_kill else "full", "at": round(at, 3), "state": state, "wrong": wrong})
+            runs.append({"fault": "kill" if is_kill else "full", "at": at, "state": state, "wrong": wrong})
             print(runs[-1], file=sys.stderr, flush=True)
     n_wrong = sum(run["wrong"] is not None for run in runs)
     of_export = {"model": options.model.name, "type": options.type, "n_bytes": export.n_bytes}
