@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
-from edgeinfer.arguments import shown
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import Keys
-from edgeinfer.exporters.conversion.rope import rope_keys
+from edgeinfer.exporters.conversion.rope import check_rope, rope_keys
 
+_SIZED = re.compile(r"(?P<base>.+?)-(?P<size>\d+(\.\d+)?[BbMm](-[Aa]\d+(\.\d+)?[BbMm])?)(-(?P<rest>.+))?")
 _QUANTIZATION_VERSION = 2  # of ggml's formats, the same since 2023
 _READ = frozenset(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
@@ -42,27 +43,48 @@ _WORDS = re.compile(
 
 
 def metadata(model: Model, folder: Folder, n_vocab: int) -> Keys:
-    """Everything but the vocabulary. Raises UnsupportedModel, ModelFileError."""
-    check_known(model)
+    """Everything but the vocabulary, of a model that passed check_config. Raises ModelFileError."""
     name = model.recipe.name
     keys = {f"{name}.{key}": value for key, value in (_common(model, n_vocab) | model.recipe.keys(model)).items()}
-    general: Keys = {
-        "general.architecture": name,
+    return _general(folder, name) | _sampling(folder) | keys
+
+
+def _general(folder: Folder, architecture: str) -> Keys:
+    """What a file is called: by the name of the folder, of which "Name-1.7B-Instruct" has a size."""
+    name = folder.path.resolve().name
+    keys: Keys = {
+        "general.architecture": architecture,
         "general.type": "model",
-        "general.name": folder.path.resolve().name,
+        "general.name": name,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
-    return general | _sampling(folder) | keys
+    sized = _SIZED.fullmatch(name)
+    if sized:
+        keys |= {"general.basename": sized["base"], "general.size_label": sized["size"].upper()}
+    if sized and sized["rest"]:
+        keys["general.finetune"] = sized["rest"]
+    return keys
 
 
-def check_known(model: Model) -> None:
+def check_config(model: Model) -> None:
     """Raises UnsupportedModel for a key of config.json that asks for something that is not converted."""
+    _check_fixed(model)
+    _check_known(model)
+    check_rope(model)
+    model.recipe.check(model)
+
+
+def _check_fixed(model: Model) -> None:
     recipe = model.recipe
     for key, values in recipe.fixed.items():
         found = model.config.get(key)
         if found not in values:
-            only = " or ".join("absent" if value is None else shown(value) for value in values)
-            model.refuse(key, f"must be {only} in {recipe.name}: found {shown(found)}")
+            only = " or ".join("absent" if value is None else json.dumps(value) for value in values)
+            model.refuse(key, f"must be {only} in {recipe.name}: found {_shown(found)}")
+
+
+def _check_known(model: Model) -> None:
+    recipe = model.recipe
     read = _READ | recipe.reads | recipe.fixed.keys()
     if recipe.experts is not None:
         read |= {*recipe.experts.count, recipe.experts.used}
@@ -71,11 +93,16 @@ def check_known(model: Model) -> None:
     for key in asking:
         if _WORDS.search(key):
             raise UnsupportedModel(
-                f"{model.config.path}: {model.config.prefix}{key} is {shown(model.given.get(key))}, which is not known "
-                f"in {recipe.name} and may change what it computes; remove the key if it does not"
+                f"{model.config.path}: {model.config.prefix}{key} is {_shown(model.given.get(key))}, which is not "
+                f"known in {recipe.name} and may change what it computes; remove the key if it does not"
             )
     if asking:
         model.note(f"not looked at in config.json: {', '.join(asking)}")
+
+
+def _shown(value: object) -> str:
+    """As it stands in config.json, cut short."""
+    return f"{json.dumps(value):.80}"
 
 
 def _common(model: Model, n_vocab: int) -> Keys:

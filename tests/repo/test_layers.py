@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "loading"}]),
+    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "load_fit", "loading"}]),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
@@ -62,6 +62,7 @@ HEAVY = {  # and their owners, a module or a package
     "matplotlib": "edgeinfer.cli.plotting",
     "onnx": "edgeinfer.backends.onnx.library",
     "onnxruntime": "edgeinfer.backends.onnx.library",
+    "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
     "torch": "edgeinfer.training",
 }

@@ -58,6 +58,7 @@ SIGNS = {
     "opencl": "pyopencl>",
     "litert": "litert-lm-api==",
     "onnx": "onnxruntime>",
+    "genai": "onnxruntime-genai==",
     "train": "torch==",
 }
 
@@ -70,6 +71,7 @@ SIGNS = {
         (["ARGS=-k tokenizer"], "demo", {"model"}),
         (["ARGS=-k tokenizer"], "llama", {"llama"}),
         ([], "opencl,onnx", {"model", "opencl", "onnx"}),
+        (["ARGS=-x"], "genai", {"onnx", "genai"}),
         ([], "transformers,qemu", {"model", "train"}),
         ([], "all", SIGNS.keys() - ALWAYS),
         (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),

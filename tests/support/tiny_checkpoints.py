@@ -22,9 +22,12 @@ from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType
 
 Shapes = dict[str, tuple[int, ...]]
+Stored = dict[str, tuple[str, np.ndarray]]
+Change = Callable[[Stored], Stored]
 
 N_VOCAB, N_EMBD, N_FF, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 2, 8, 64
 N_EXPERTS, N_FF_EXPERT, N_FF_SHARED = 4, 16, 24
+GATED = ("gate_proj", "up_proj", "down_proj")
 COMMON = {
     "vocab_size": N_VOCAB,
     "hidden_size": N_EMBD,
@@ -89,9 +92,7 @@ def norms(*names: str) -> Shapes:
     return {f"{name}.weight": (N_EMBD,) for name in names or ("input_layernorm", "post_attention_layernorm")}
 
 
-def network(
-    module: str = "mlp", n_ff: int = N_FF, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-) -> Shapes:
+def network(module: str = "mlp", n_ff: int = N_FF, names: tuple[str, ...] = GATED) -> Shapes:
     shapes = ((n_ff, N_EMBD), (n_ff, N_EMBD), (N_EMBD, n_ff))
     return {f"{module}.{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
 
@@ -106,9 +107,9 @@ def router(name: str = "mlp.gate") -> Shapes:
 
 def model(config: dict[str, Any], layer: Callable[[int], Shapes]) -> Shapes:
     """Of a whole model."""
-    found: Shapes = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,)}
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], N_EMBD), "model.norm.weight": (N_EMBD,)}
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (N_VOCAB, N_EMBD)
+        found["lm_head.weight"] = (config["vocab_size"], N_EMBD)
     for n in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{n}.{name}": shape for name, shape in layer(n).items()}
     return found
@@ -395,14 +396,16 @@ CASES = {
 }
 
 
-def write(folder: Path, name: str) -> Case:
-    """Write config.json and model.safetensors of a case. The same weights each time, on every machine."""
+def write(folder: Path, name: str, config: dict[str, Any] | None = None, change: Change = dict) -> None:
+    """Write config.json and model.safetensors of a case. The same weights each time, on every machine.
+
+    config: other values.  change: other tensors, of those by name, each (dtype, values).
+    """
     case = CASES[name]
-    config = case.full_config()
+    full = {**case.full_config(), **(config or {})}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    write_safetensors(folder / "model.safetensors", dict(_weights(case, config)))
-    return case
+    (folder / "config.json").write_text(json.dumps(full))
+    write_safetensors(folder / "model.safetensors", change(dict(_weights(case, full))))
 
 
 def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:

@@ -72,21 +72,69 @@ def test_a_vocabulary_of_sentence_piece_gives_the_same_ids(tmp_path: Path) -> No
         assert ours.decode(ours.encode(text), skip_special=True) == text
 
 
-def test_the_chat_template_is_taken_along(tmp_path: Path) -> None:
+def test_added_tokens_have_the_types_that_llama_cpp_gives_them(tmp_path: Path) -> None:
+    """Control tokens by their look, and unused ones for ids without a token."""
     byte_level(tmp_path)
-    templates = [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ yes }}"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert read_vocabulary(tmp_path, CONFIG, 600)["tokenizer.chat_template"] == "{{ yes }}"
-    (tmp_path / "chat_template.jinja").write_text("{{ newer }}")
-    assert read_vocabulary(tmp_path, CONFIG, 600)["tokenizer.chat_template"] == "{{ newer }}"
+    more = {"<|a|>": 3, "<unused7>": 3, "<pad>": 3, "\u2581\u2581": 4, "<think>": 4}
+    added(tmp_path, 601, *more)
+    keys = read_vocabulary(tmp_path, CONFIG, 608)
+    assert keys["tokenizer.ggml.tokens"][600:] == ["[PAD600]", *more, "[PAD606]", "[PAD607]"]  # type: ignore[index]
+    assert keys["tokenizer.ggml.token_type"][600:] == [5, *more.values(), 5, 5]  # type: ignore[index]
+    with pytest.warns(RuntimeWarning, match="'<unused7>' and 3 more tokens have no row of embeddings"):
+        assert len(read_vocabulary(tmp_path, CONFIG, 602)["tokenizer.ggml.tokens"]) == 602  # type: ignore[arg-type]
+
+
+def test_added_tokens_of_sentence_piece_have_spaces(tmp_path: Path) -> None:
+    n = sentence_piece(tmp_path).get_vocab_size()
+    added(tmp_path, n, "[a\u2581b]", "<|\u2581|>")
+    keys = read_vocabulary(tmp_path, CONFIG, n + 2)
+    assert keys["tokenizer.ggml.tokens"][n:] == ["[a b]", "<|\u2581|>"]  # type: ignore[index]
+    assert keys["tokenizer.ggml.token_type"][n:] == [4, 3]  # type: ignore[index]
+
+
+def test_a_file_is_read_as_it_cuts_texts(tmp_path: Path) -> None:
+    """transformers 5 writes merges as pairs, and may leave out a step, here the one that cuts digits."""
+    byte_level(tmp_path, None, False)
+    assert read_vocabulary(tmp_path, CONFIG, 600)["tokenizer.ggml.pre"] == "gpt-2"
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    digits = {"type": "Digits", "individual_digits": True}
+    steps = {"type": "Sequence", "pretokenizers": [digits, {"type": "Sequence", "pretokenizers": [bytes_]}]}
+    changed(tmp_path, lambda source: source.update(pre_tokenizer=steps))
+    keys = read_vocabulary(tmp_path, CONFIG, 600)
+    assert keys["tokenizer.ggml.pre"] == "starcoder"
+    as_text = [" ".join(merge) for merge in json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]]
+    changed(tmp_path, lambda source: source["model"].update(merges=as_text))
+    assert read_vocabulary(tmp_path, CONFIG, 600) == keys
+
+
+def test_ends_of_generation_config_stop_an_answer(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 300, 2, 301]}))
+    keys = read_vocabulary(tmp_path, {"eos_token_id": 1, "pad_token_id": 0}, 600)
+    assert keys["tokenizer.ggml.eos_token_id"] == 1 and keys["tokenizer.ggml.padding_token_id"] == 0
+    assert keys["tokenizer.ggml.eot_token_id"] == 300 and keys["tokenizer.ggml.eom_token_id"] == 301
+    assert converted(tmp_path, {"eos_token_id": 1}, 600).stop_ids >= {1, 2, 300, 301}  # 2 by its text, <|eot_id|>
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 300, 301, 302]}))
+    with pytest.warns(RuntimeWarning, match="answers may end with 3 more tokens, of which GGUF can name 2"):
+        read_vocabulary(tmp_path, {"eos_token_id": [1]}, 600)
+    with pytest.warns(RuntimeWarning, match="pad_token_id is 900, and there are 600 tokens: it is left out"):
+        read_vocabulary(tmp_path, {"pad_token_id": 900, "eos_token_id": 1}, 600)
 
 
 def test_begin_and_end_may_be_named_by_their_text_alone(tmp_path: Path) -> None:
     byte_level(tmp_path)
     settings = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ours = converted(tmp_path, {}, 600)
-    assert (ours.bos_id, ours.eos_id, ours.add_bos, ours.add_eos) == (0, 1, True, False)
+    for config in ({}, {"bos_token_id": 9, "eos_token_id": 2}):  # tokenizer_config.json counts first
+        ours = converted(tmp_path, config, 600)
+        assert (ours.bos_id, ours.eos_id, ours.add_bos, ours.add_eos) == (0, 1, True, False)
+
+
+def added(folder: Path, first: int, *texts: str) -> None:
+    """Add tokens that are not marked as special."""
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [{"id": first + n, "content": text, **flags} for n, text in enumerate(texts)]
+    changed(folder, lambda source: source["added_tokens"].extend(tokens))
 
 
 def changed(folder: Path, change: Any) -> None:
