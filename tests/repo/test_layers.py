@@ -46,7 +46,10 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "load_fit", "loading"}]),
+    (
+        "loading",
+        [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "load_fit", "loading"}],
+    ),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
