@@ -58,6 +58,16 @@ class GgufTarget:
         return Result([request.out], checked.sentence if checked else None, facts)
 
 
+def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str, Any]:
+    """Write the file of a request under another name, without a check; gives the facts for the manifest."""
+    with open_source(request.source) as source:
+        job = prepare(source, request)
+        with partial_file(path, job.identity(), job.layout, resume=False) as partial:
+            partial.write(job.tensors, progress)
+            partial.finish()
+    return job.facts
+
+
 @dataclass(frozen=True)
 class Job:
     """A file that is to be written.
