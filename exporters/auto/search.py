@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,12 @@ _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a loss in the mix to what it was alo
 class Limits:
     """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
 
-    None for seconds is the time of uniform formats with as many bytes: a mix is not slower than these.
+    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
     """
 
     n_bytes: int
     n_tokens: int = 1
-    seconds: float | None = None
+    seconds: float | None = math.inf
 
 
 @dataclass(frozen=True)
