@@ -54,10 +54,15 @@ PLACES = {
     name: (layer, part) for layer, (_, parts) in enumerate(LAYERS) for part, names in enumerate(parts) for name in names
 }
 HEAVY = {  # and their owners, a module or a package
+    "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
+    "flatbuffers": "edgeinfer.exporters.litertlm.library",
+    "litert_lm": "edgeinfer.exporters.litertlm.library",
+    "litert_lm_builder": "edgeinfer.exporters.litertlm.library",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
     "matplotlib": "edgeinfer.cli.plotting",
     "onnx": "edgeinfer.backends.onnx.library",
     "onnxruntime": "edgeinfer.backends.onnx.library",
+    "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
     "torch": "edgeinfer.training",
 }
