@@ -13,10 +13,9 @@ from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.trials import Trials
 from edgeinfer.models.gguf import GGMLType
 
-# Formats with a scale alone, and with a scale and a minimum. For the same weighted error, those of the first kind have
-# the larger loss: their errors are less alike to noise. So a loss is measured in one format of each kind, the first of
-# these that a tensor may have: large enough to be seen above the noise of float arithmetic, and small enough to be
-# quadratic in the error, so that the ratio of errors holds.
+# Formats with a scale alone, and with a scale and a minimum. Their errors differ in kind: in matrices of values, the
+# same weighted error costs two to four times as much without a minimum. So a loss is measured in one format of each
+# kind, the first of these that a tensor may have; other formats have it by the ratio of errors.
 _KINDS: tuple[frozenset[GGMLType], ...] = (
     frozenset(GGMLType[name] for name in ("Q3_K", "Q4_0", "Q5_0", "Q6_K", "Q8_0", "F16", "BF16", "F32")),
     frozenset(GGMLType[name] for name in ("Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K")),
@@ -26,7 +25,7 @@ _LEAST = 1e-9  # of a loss that is measured: less is noise
 # by about ten times as much as rounding one tensor to four bits does. So its errors are amplified, which the loss is
 # nearly quadratic in, and what no error at all would do is measured too, in some layers, and taken off. Losses above
 # _LARGE are no longer quadratic, and large enough to be measured as they are.
-_GAIN, _NO_GAIN, _FLOORS, _LARGE = 4.0, 0.05, 8, 0.25
+GAIN, _NO_GAIN, _FLOORS, _LARGE = 4.0, 0.05, 8, 0.25
 _MEASURED = (("Q4_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_K", "Q5_1"))
 
 Losses = Mapping[GGMLType, float]
@@ -65,10 +64,10 @@ def floors(trials: Trials, subjects: Sequence[Subject]) -> Callable[[int], float
 
 
 def _loss_alone(trials: Trials, subject: Subject, type: GGMLType, floor: Callable[[int], float]) -> float:
-    loss = trials.loss({}, subject.name, type, _GAIN)
+    loss = trials.loss({}, subject.name, type, GAIN)
     if loss > _LARGE:
         return max(_LEAST, trials.loss({}, subject.name, type) - floor(subject.layer))
-    return max(_LEAST, (loss - floor(subject.layer)) / _GAIN**2)
+    return max(_LEAST, (loss - floor(subject.layer)) / GAIN**2)
 
 
 def measured_formats(subject: Subject) -> list[GGMLType]:
@@ -82,26 +81,29 @@ def measured_formats(subject: Subject) -> list[GGMLType]:
 def loss_table(
     subjects: Sequence[Subject], formats: Sequence[GGMLType], measured: Sequence[Losses], errors: Sequence[Losses]
 ) -> Numbers:
-    """(n_tensors, n_formats) losses, infinite where a tensor may not have the format.
-
-    Losses have much noise, of the texts and of how errors happen to fall. So what an error costs in a tensor is the
-    geometric mean of what was measured, once the usual ratio of the kinds is taken out; a format that was measured has
-    the geometric mean of this estimate and its own loss.
-    """
-    by_kind = [_per_error(kind, measured, errors) for kind in _KINDS]
-    usual = [float(np.exp(np.nanmean(np.log(each)))) if np.isfinite(each).any() else np.nan for each in by_kind]
-    usual = [value if np.isfinite(value) else float(np.nanmax(usual)) for value in usual]
-    relative = np.array([each / value for each, value in zip(by_kind, usual, strict=True)])
-    sensitivity = np.exp(np.nanmean(np.log(relative), axis=0))
+    """(n_tensors, n_formats) losses, infinite where a tensor may not have the format."""
+    by_kind = _sensitivities([_per_error(kind, measured, errors) for kind in _KINDS])
     table = np.full((len(subjects), len(formats)), np.inf)
     for i, subject in enumerate(subjects):
         for j, type in enumerate(formats):
             if type in subject.formats:
-                kind = 0 if type in _KINDS[0] else 1
-                table[i, j] = sensitivity[i] * usual[kind] * errors[i][type]
-                if type in measured[i]:
-                    table[i, j] = np.sqrt(table[i, j] * max(measured[i][type], _LEAST))
+                table[i, j] = by_kind[0 if type in _KINDS[0] else 1][i] * errors[i][type]
     return table
+
+
+def _sensitivities(by_kind: Sequence[Numbers]) -> Sequence[Numbers]:
+    """What an error of each kind costs in each tensor, of what was measured; NaN is what was not.
+
+    A measurement depends on the text and on how the errors happen to fall. So it counts half, and half the geometric
+    mean of the kinds, each over what is usual for it.
+    """
+    usual = [float(np.exp(np.nanmedian(np.log(each)))) if np.isfinite(each).any() else np.nan for each in by_kind]
+    usual = [float(np.nanmean(usual)) if np.isnan(value) else value for value in usual]
+    relative = np.array([each / value for each, value in zip(by_kind, usual, strict=True)])
+    n_measured = np.isfinite(relative).sum(axis=0)
+    common = np.exp(np.where(np.isfinite(relative), np.log(relative), 0.0).sum(axis=0) / np.maximum(n_measured, 1))
+    own = [np.where(np.isfinite(each), each, common) for each in relative]
+    return [value * np.sqrt(common * each) for value, each in zip(usual, own, strict=True)]
 
 
 def _per_error(kind: frozenset[GGMLType], measured: Sequence[Losses], errors: Sequence[Losses]) -> Numbers:
