@@ -54,6 +54,7 @@ PLACES = {
     name: (layer, part) for layer, (_, parts) in enumerate(LAYERS) for part, names in enumerate(parts) for name in names
 }
 HEAVY = {  # and their owners, a module or a package
+    "MNN": "edgeinfer.exporters.mnn",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
     "matplotlib": "edgeinfer.cli.plotting",
     "onnx": "edgeinfer.backends.onnx.library",
