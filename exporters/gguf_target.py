@@ -122,7 +122,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 
@@ -184,7 +184,7 @@ def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, Metad
 
 def _notes(request: Request, source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | None) -> list[str]:
     """What the user should know of the types."""
-    notes, quantised = [], [tensor for tensor in source.tensors if is_quantised(tensor)]
+    notes, quantised = list(source.notes), [tensor for tensor in source.tensors if is_quantised(tensor)]
     lossy = [tensor for tensor in quantised if tensor.type not in _FLOATS and not _is_exact(tensor, types[tensor.name])]
     if lossy:
         names = ", ".join(sorted({tensor.type.name for tensor in lossy}))

@@ -141,9 +141,22 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
     for name, word in (("imatrix", "auto"), ("draft", "ngram")):
         if flags[name] is not None and flags[name] != word:
             fields[name] = FileName().convert(flags[name], None, None)
-    return Request(
-        source, out, size=_bytes(flags["size"], "--size"), fit=_bytes(flags["fit"], "--fit"), more=more, **fields
-    )
+    is_auto = (flags["type"] or "").lower() == "auto"
+    if is_auto and fields["imatrix"] is None:
+        fields["imatrix"] = "auto"  # without one the mix is several times as far from the source
+    fit = _bytes(flags["fit"], "--fit")
+    size = _bytes(flags["size"], "--size") if fit is None else _size_that_fits(source, fit, flags["n_ctx"])
+    return Request(source, out, size=size, fit=fit, more=more, **fields)
+
+
+def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
+    """Bytes of weights with which a load takes no more than that. Raises BudgetExceeded, ModelFileError."""
+    from edgeinfer.exporters.running import model_file_of
+    from edgeinfer.exporters.source import open_source
+    from edgeinfer.load_fit import weight_bytes_that_fit
+
+    with open_source(source) as opened, model_file_of(opened) as file:
+        return weight_bytes_that_fit(file, memory, n_ctx)
 
 
 def _bytes(text: str | None, name: str) -> int | None:

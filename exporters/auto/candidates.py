@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 
 from edgeinfer.backends.native.weights import MATRIX_TYPES
-from edgeinfer.exporters.source import Source, SourceTensor
-from edgeinfer.models import Experts, ExpertRows, ModelSpec, TensorRows
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.models import ExpertRows, Experts, ModelSpec, TensorRows
 from edgeinfer.models import formats as weight_formats
 from edgeinfer.models.gguf import GGMLType
 
@@ -62,7 +62,9 @@ def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
 
 def _products_of(spec: ModelSpec) -> dict[str, int]:
     """How many of its matrices a token is multiplied with, by tensor, without routers."""
-    n_used = {f"layers.{i}.ffn": layer.ffn.n_used for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
+    n_used = {
+        f"layers.{i}.ffn": layer.ffn.n_used for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)
+    }
     products = {}
     for weight in spec.weights():
         if len(weight.shape) < 2 or "router" in weight.role or weight.role.endswith("_bias"):

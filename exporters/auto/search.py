@@ -1,7 +1,8 @@
-"""The search for the formats of a model: measure, allocate, measure the closest decisions again, compare with the source."""
+"""The search for the formats of a model: measure, allocate, and measure the closest decisions again."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
-from edgeinfer.exporters.auto.calibration import Window
 from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
 from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.sensitivity import all_errors, held_types, loss_table, measured_losses
+from edgeinfer.exporters.auto.sensitivity import all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.exporters.auto.trials import Trials, digest_of
+from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import Device
@@ -40,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Mix:
-    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass, by the kernels' times."""
+    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass."""
 
     types: Mapping[str, GGMLType]
     predicted: float
@@ -64,10 +66,10 @@ class Search:
         objective: Objective | None = None,
         state: Path | None = None,
     ) -> None:
-        self._source, self._subjects, self._importance = source, subjects, importance
-        self._windows, self._device = windows, device
-        self._objective = Divergence() if objective is None else objective
+        self._source, self._subjects, self._importance, self._device = source, subjects, importance, device
         self._state = State(state, fingerprint_of(subjects, windows, importance))
+        objective = Divergence() if objective is None else objective
+        self._trials = Trials(source, subjects, importance, windows, device, objective, self._state)
         self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)
         self._speeds = Speeds(device.n_threads, device.isa)
         self._losses: Numbers = np.empty((0, 0))
@@ -75,10 +77,7 @@ class Search:
     def measure(self, progress: Callable[[float], None]) -> None:
         """Measure the loss of every tensor, one forward pass or a part of it each."""
         errors = all_errors(self._subjects, self._importance, self._state)
-        with self._base() as model:
-            traces = model.traces(self._windows)
-            self._objective.begin([trace.logits for trace in traces])
-            measured = measured_losses(model, traces, self._subjects, self._objective, self._state, progress)
+        measured = measured_losses(self._trials, self._subjects, progress)
         self._losses = loss_table(self._subjects, self.formats, measured, errors)
 
     def allocate(self, limits: Limits) -> Mix:
@@ -87,22 +86,38 @@ class Search:
 
     def refine(self, limits: Limits, progress: Callable[[float], None]) -> Mix:
         """The same, with the closest decisions measured again in the mix, twice. Raises BudgetExceeded."""
-        with self._base() as model:
-            for i in range(_ROUNDS):
-                self._measure_again(model, limits, lambda share, i=i: progress((i + share) / _ROUNDS))
+        for i in range(_ROUNDS):
+            self._measure_again(limits)
+            progress((i + 1) / _ROUNDS)
         return self.allocate(limits)
+
+    def compare(self, mix: Mix, windows: Sequence[Window]) -> Distance:
+        """How far a mix is from the source on other texts, as the engine runs it."""
+        key = f"{digest_of(mix.types)} {hashlib.sha256(repr(windows).encode()).hexdigest()[:16]}"
+        known = [self._state.get(f"{kind} {key}") for kind in Distance._fields]
+        if known[0] is not None and known[1] is not None:
+            return Distance(known[0], known[1])
+        found = distances(self._source, [mix.types], self._importance, windows, self._device)[0]
+        for kind, value in found._asdict().items():
+            self._state.add(f"{kind} {key}", value)
+        return found
+
+    def close(self) -> None:
+        """Give the model that was measured back."""
+        self._trials.close()
 
     def seconds(self, types: Mapping[str, GGMLType], n_tokens: int) -> float:
         """Of the products of a pass."""
         return sum(self._speeds.of(subject, types[subject.name], n_tokens) for subject in self._subjects)
 
+    def predicted(self, types: Mapping[str, GGMLType]) -> float:
+        """The loss by the table."""
+        options = [self.formats.index(types[subject.name]) for subject in self._subjects]
+        return float(self._losses[np.arange(len(options)), options].sum())
+
     def n_bytes(self, types: Mapping[str, GGMLType]) -> int:
         """Of the tensors that are chosen for."""
         return sum(subject.n_bytes(types[subject.name]) for subject in self._subjects)
-
-    def _base(self) -> TrialModel:
-        held = held_types(self._subjects)
-        return TrialModel(self._source, held, self._importance, _longest(self._windows), self._device)
 
     def _allocation(self, limits: Limits) -> Allocation:
         seconds = limits.seconds if limits.seconds is not None else self._uniform_seconds(limits)
@@ -132,34 +147,23 @@ class Search:
 
     def _mix(self, allocation: Allocation, limits: Limits) -> Mix:
         types = {
-            subject.name: self.formats[option] for subject, option in zip(self._subjects, allocation.chosen, strict=True)
+            subject.name: self.formats[option]
+            for subject, option in zip(self._subjects, allocation.chosen, strict=True)
         }
-        loss = float(self._losses[np.arange(len(self._subjects)), allocation.chosen].sum())
-        return Mix(types, loss, self.n_bytes(types), self.seconds(types, limits.n_tokens))
+        return Mix(types, self.predicted(types), self.n_bytes(types), self.seconds(types, limits.n_tokens))
 
-    def _measure_again(self, model: TrialModel, limits: Limits, progress: Callable[[float], None]) -> None:
+    def _measure_again(self, limits: Limits) -> None:
         """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen."""
         allocation = self._allocation(limits)
-        chosen = [self.formats[option] for option in allocation.chosen]
-        for subject, type in zip(self._subjects, chosen, strict=True):
-            model.round(subject.name, type)
-        traces = model.traces(self._windows)
-        before = self._objective.loss([trace.logits for trace in traces])
-        gaps, others = margins(Options(*self._tables(limits)), allocation)
+        mix = self._mix(allocation, limits).types
+        before = self._trials.loss(mix)
+        gaps, others = margins(self._options(limits.n_tokens), allocation)
         closest = np.argsort(gaps, kind="stable")[:_MARGINAL]
-        for done, i in enumerate(closest):
-            subject, other = self._subjects[i], self.formats[others[i]]
-            model.round(subject.name, other)
-            change = self._objective.loss(model.logits(traces, subject.name)) - before
-            model.round(subject.name, chosen[i])
+        for i in closest:
+            change = self._trials.loss(mix, self._subjects[i].name, self.formats[others[i]]) - before
             expected = self._losses[i, others[i]] - self._losses[i, allocation.chosen[i]]
             if expected != 0:
                 self._losses[i] *= min(max(change / expected, _LEAST_RATIO), _MOST_RATIO)
-            progress((done + 1) / len(closest))
-
-    def _tables(self, limits: Limits) -> tuple[Numbers, Numbers, Numbers]:
-        options = self._options(limits.n_tokens)
-        return options.losses, options.n_bytes, options.seconds
 
 
 def distances(
@@ -171,11 +175,11 @@ def distances(
 ) -> list[Distance]:
     """How far the source is from itself with tensors in other formats, as the engine runs these."""
     with TrialModel(source, {}, importance, _longest(windows), device) as model:
-        references = [Reference(trace.logits) for trace in model.traces(windows)]
+        references = [Reference(logits) for logits in model.read(windows)]
     found = []
     for types in mixes:
         with TrialModel(source, types, importance, _longest(windows), device) as model:
-            found.append(mean_distance(references, [trace.logits for trace in model.traces(windows)]))
+            found.append(mean_distance(references, model.read(windows)))
     return found
 
 

@@ -6,27 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from edgeinfer.backends.native.repacking import Trace
 from edgeinfer.exporters.auto.allocation import Numbers
 from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.objective import Objective
 from edgeinfer.exporters.auto.rounding import Importance, errors_of
 from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.exporters.auto.trials import Trials
 from edgeinfer.models.gguf import GGMLType
 
 # Losses are measured in the first of these that a tensor may have: large enough to be seen above the noise of float
 # arithmetic, and small enough to be quadratic in the error, so that the ratio of errors holds.
 _MEASURED = (GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_0)
-_HELD = GGMLType.Q8_0  # in which a model is measured: its products take half of the time of those in floats
 
 
-def held_types(subjects: Sequence[Subject]) -> dict[str, GGMLType]:
-    """The types in which a model is measured; what tensors are rounded to is held in them again, as nearly the same."""
-    return {subject.name: _HELD for subject in subjects if _HELD in subject.formats}
-
-
-def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> list[Mapping[GGMLType, float]]:
+def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> Sequence[Mapping[GGMLType, float]]:
     """The weighted error of each tensor in each of its formats; see rounding.errors_of."""
     found = []
     for subject in subjects:
@@ -39,29 +31,14 @@ def all_errors(subjects: Sequence[Subject], importance: Importance, state: State
     return found
 
 
-def _error_name(subject: Subject, type: GGMLType) -> str:
-    return f"error {subject.name} {type.name}"
-
-
 def measured_losses(
-    model: TrialModel,
-    traces: Sequence[Trace],
-    subjects: Sequence[Subject],
-    objective: Objective,
-    state: State,
-    progress: Callable[[float], None],
+    trials: Trials, subjects: Sequence[Subject], progress: Callable[[float], None]
 ) -> list[tuple[GGMLType, float]]:
-    """The loss of each tensor alone in one format, and that format."""
+    """A format of each tensor, and the loss with this tensor alone rounded to it."""
     found = []
     for i, subject in enumerate(subjects):
         type = next((each for each in _MEASURED if each in subject.formats), subject.formats[0])
-        name = f"loss {subject.name} {type.name}"
-        loss = state.get(name)
-        if loss is None:
-            model.round(subject.name, type)
-            loss = state.add(name, objective.loss(model.logits(traces, subject.name)))
-            model.round(subject.name, None)
-        found.append((type, loss))
+        found.append((type, trials.loss({}, subject.name, type)))
         progress((i + 1) / len(subjects))
     return found
 
@@ -80,3 +57,7 @@ def loss_table(
             if each in subject.formats:
                 table[i, j] = per_error * errors[i][each]
     return table
+
+
+def _error_name(subject: Subject, type: GGMLType) -> str:
+    return f"error {subject.name} {type.name}"

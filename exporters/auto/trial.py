@@ -11,8 +11,8 @@ from types import TracebackType
 import numpy as np
 
 from edgeinfer.backends.native.repacking import RepackableModel, Trace
-from edgeinfer.exporters.auto.calibration import Window
 from edgeinfer.exporters.auto.rounding import Importance, rounded_bytes, rounded_rows
+from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.models import formats, read_spec
@@ -69,6 +69,10 @@ class TrialModel:
     def traces(self, windows: Sequence[Window]) -> list[Trace]:
         """Passes of whole windows. Raises Interrupted."""
         return [self._model.trace(window.tokens, window.rows) for window in windows]
+
+    def read(self, windows: Sequence[Window]) -> list[Logits]:
+        """The logits of windows. Raises Interrupted."""
+        return [self._model.read(window.tokens, window.rows) for window in windows]
 
     def logits(self, traces: Sequence[Trace], changed: str) -> list[Logits]:
         """What the windows have for logits where a tensor alone has changed since. Raises Interrupted."""

