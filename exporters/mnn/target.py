@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.runtime import WANTED
 from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
+from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import (
     MESSAGES,
@@ -54,7 +54,8 @@ class MnnTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with _opened(request) as package:
+        with planned_weights(request) as (file, n_made):
+            package = _package(request, file)
             tensors = [
                 PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
                 for name, info in package.file.tensors.items()
@@ -63,14 +64,15 @@ class MnnTarget:
             weights = sum(tensor.n_bytes for tensor in tensors)
             files = {request.out / "llm.mnn.weight": weights}
             largest = max(tensor.n_bytes for tensor in tensors)
-            disk = weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
+            disk = n_made + weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
             return Plan(tensors, files, 6 * largest + (256 << 20), disk, list(_notes(package, weights)))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
-        with _opened(request) as package, whole_folder(request.out, _NAMES) as folder:
-            _write(package, folder, progress)
+        with package_weights(request, progress) as (file, rest), whole_folder(request.out, _NAMES) as folder:
+            package = _package(request, file)
+            _write(package, folder, rest)
             check, facts = _checked(package, folder) if request.check else (None, {})
             runtime = dict(zip(("name", "at_least"), WANTED.split(), strict=True))
             facts |= {"n_ctx": package.n_ctx, "runtime": runtime}
@@ -85,17 +87,15 @@ class _Package:
     n_ctx: int
 
 
-@contextmanager
-def _opened(request: Request) -> Iterator[_Package]:
-    """The package of a request. Raises InvalidArgument, UnsupportedModel, ModelFileError, OSError."""
+def _package(request: Request, file: ModelFile) -> _Package:
+    """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
     if request.draft is not None:
         raise InvalidArgument("packages for MNN have no drafts here: leave --draft out, or take --to genai")
-    with ModelFile.open(request.source) as file:
-        if is_draft_head(file):
-            raise UnsupportedModel(f"{file.path} is a draft head: MNN runs whole models only")
-        spec = read_spec(file)
-        n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
-        yield _Package(file, spec, mnn_graph(file, spec, n_ctx), n_ctx)
+    if is_draft_head(file):
+        raise UnsupportedModel(f"{file.path} is a draft head: MNN runs whole models only")
+    spec = read_spec(file)
+    n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
+    return _Package(file, spec, mnn_graph(file, spec, n_ctx), n_ctx)
 
 
 def _matrix_bytes(file: ModelFile, name: str) -> int:
