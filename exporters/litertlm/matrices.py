@@ -78,8 +78,10 @@ class Part:
         n_rows = n_out if self.order is not None else max(1, PIECE_WEIGHTS // self.n_in)
         for first in range(0, n_out, n_rows):
             last = min(n_out, first + n_rows)
-            data = self.model.data(self.name, (self.first + first) * row_bytes, (self.first + last) * row_bytes)
+            span = (self.first + first) * row_bytes, (self.first + last) * row_bytes
+            data = self.model.data(self.name, *span)
             yield data if self.order is None else data.reshape(n_out, row_bytes)[self.order].reshape(-1)
+            self.model.release(self.name, *span)
 
     def weights(self) -> Iterator[Floats]:
         """The weights of some rows at a time, (n, n_in)."""

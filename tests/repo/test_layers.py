@@ -57,6 +57,7 @@ PLACES = {
     name: (layer, part) for layer, (_, parts) in enumerate(LAYERS) for part, names in enumerate(parts) for name in names
 }
 HEAVY = {  # and their owners, a module or a package
+    "MNN": "edgeinfer.exporters.mnn",
     "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
     "flatbuffers": "edgeinfer.exporters.litertlm.library",
     "litert_lm": "edgeinfer.exporters.litertlm.library",
