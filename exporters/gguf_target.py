@@ -122,7 +122,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 

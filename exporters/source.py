@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +57,12 @@ class Source(Protocol):
     """
 
     path: Path
-    files: Sequence[Path]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """See above."""
+        ...
+
     metadata: Metadata
     tensors: Sequence[SourceTensor]
     notes: Sequence[str]
@@ -72,8 +76,9 @@ class Source(Protocol):
 def open_source(path: Path) -> Iterator[Source]:
     """The model of a GGUF file or of a folder of Hugging Face. Raises ModelFileError."""
     if path.is_dir():
-        folder: Source = importlib.import_module("edgeinfer.exporters.huggingface").open_folder(path)
-        yield folder
+        from edgeinfer.exporters.huggingface import open_folder
+
+        yield open_folder(path)
     else:
         with ModelFile.open(path) as file:
             yield GgufSource(file)
@@ -114,4 +119,6 @@ class GgufSource:
         n_in = info.shape[-1] if info.shape else 1
         if info.type == GGMLType.I2_S:
             return dequantize(info.type, self.file.data(name), info.shape)[first:last]
-        return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        weights = dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        self.file.release(name)
+        return weights

@@ -130,6 +130,11 @@ class Checkpoint:
         """Give back what reading a tensor keeps in memory; it can be read again."""
         self._tensor(name).release()
 
+    def release_all(self) -> None:
+        """Give back what reading any tensor keeps in memory."""
+        for tensor in self._tensors.values():
+            tensor.release()
+
     def refuse(self, name: str, reason: str) -> NoReturn:
         """Raises ModelFileError about a tensor."""
         raise ModelFileError(f"{self.path}: tensor {name} {reason}")

@@ -35,6 +35,7 @@ from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
 
 NAMES = ("model.onnx*", "draft.onnx*", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "manifest.json")
@@ -158,7 +159,7 @@ def _draft_model(file: ModelFile, target: Decoder, n_ctx: int) -> Decoder:
             "with --draft ngram"
         )
     spec = read_spec(file)
-    tokens = [list(each.metadata.get("tokenizer.ggml.tokens", ())) for each in (file, target.file)]
+    tokens = [TokenizerMetadata(each).strings("tokens").tolist() for each in (file, target.file)]
     if spec.n_logits != target.spec.n_logits or tokens[0] != tokens[1]:
         raise InvalidArgument(
             f"{file.path}: a draft model must have the vocabulary of the model, {target.spec.n_logits} logits: found "
