@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.comparison import compare
+from edgeinfer.exporters.comparison import Checked, compare
 from edgeinfer.exporters.file_types import (
     QUANTIZATION_VERSION,
     file_type,
@@ -20,12 +20,14 @@ from edgeinfer.exporters.file_types import (
     tensor_types,
 )
 from edgeinfer.exporters.gguf import Layout, Tensor, layout
+from edgeinfer.exporters.head_check import compare_heads
 from edgeinfer.exporters.imatrix import Imatrix, read_imatrix
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
 from edgeinfer.exporters.partial import partial_file, partial_path
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
 from edgeinfer.exporters.weights import is_copied, peak_bytes, written_tensor
+from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
@@ -43,16 +45,16 @@ class GgufTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
-        with open_source(request.source) as source:
+        with open_source(request.source, _target_of(request)) as source:
             return prepare(source, request).plan()
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write."""
-        with open_source(request.source) as source:
+        with open_source(request.source, _target_of(request)) as source:
             job = prepare(source, request)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
                 partial.write(job.tensors, progress)
-                checked = compare(source, partial.path, job.is_lossless) if request.check else None
+                checked = _checked(job, partial.path) if request.check else None
                 partial.finish()
         facts = {**job.facts, **(checked.facts if checked else {})}
         return Result([request.out], checked.sentence if checked else None, facts)
@@ -66,6 +68,19 @@ def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str,
             partial.write(job.tensors, progress)
             partial.finish()
     return job.facts
+
+
+def _target_of(request: Request) -> Path | None:
+    """The model that a draft head is for."""
+    target: Path | None = request.more.get("model")
+    return target
+
+
+def _checked(job: Job, written: Path) -> Checked:
+    """What running the written file shows."""
+    if job.source.metadata.get("general.architecture") in HEADS:
+        return compare_heads(job.source, written, _target_of(job.request))
+    return compare(job.source, written, job.is_lossless)
 
 
 @dataclass(frozen=True)
