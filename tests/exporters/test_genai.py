@@ -36,8 +36,8 @@ def exported(source: Path, out: Path, draft: Path | str | None = None, check: bo
 
 
 def is_near(facts: Any) -> bool:
-    """Whether most tokens are those of the source, and the others ties."""
-    return bool(facts["n_equal_tokens"] >= 24 and facts["most_apart"] < runtime_check.TIE)
+    """Whether the logits are those of the source but for rounding: a tiny random model has many near ties."""
+    return bool(facts["n_equal_tokens"] >= 24 and facts["kl_divergence"] < 2e-3)
 
 
 def test_the_default_model_gives_the_tokens_of_the_native_engine(default_model: Path, tmp_path: Path) -> None:
