@@ -119,7 +119,7 @@ def _notes(package: _Package, weights: int) -> Iterator[str]:
 
 
 def _peak(package: _Package, weights: int) -> int:
-    """Most memory that MNN takes with a whole context: libraries, the weights as it packs them, the cache in float32."""
+    """Most memory that MNN takes with a whole context: libraries, weights as it packs them, the cache in float32."""
     cache = sum(2 * layer.mixer.n_kv_heads * layer.mixer.head_dim for layer in package.spec.layers)
     return _RUNTIME_BYTES + int(_PACKED * weights) + 4 * cache * package.n_ctx + 8 * package.spec.n_logits
 
