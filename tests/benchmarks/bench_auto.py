@@ -7,7 +7,8 @@ A line of the prompts has "turns", of which the first is asked and answered by t
 tokens. The model is measured on --train, and compared with its source on --held: the divergence of answer tokens, how
 often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice: the
 mix with as many bytes, and the fastest mix of at most as many bytes and the same predicted loss. Milliseconds are
-those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest mix.
+those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest
+mix.
 One JSON line on stdout at the end.
 """
 
