@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -73,15 +76,22 @@ class Source(Protocol):
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[Source]:
-    """The model of a GGUF file or of a folder of Hugging Face. Raises ModelFileError."""
-    if path.is_dir():
-        from edgeinfer.exporters.huggingface import open_folder
+def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
+    """The model or the draft head of a GGUF file or of a folder of Hugging Face.
 
-        yield open_folder(path)
-    else:
-        with ModelFile.open(path) as file:
-            yield GgufSource(file)
+    target: the model that a head drafts for. Raises ModelFileError, UnsupportedModel; InvalidArgument for a target of
+    what is no head, and for none of a head that needs it.
+    """
+    if path.is_dir():
+        from edgeinfer.exporters.folders import open_model_or_head
+
+        with open_model_or_head(path, target) as folder:
+            yield folder
+        return
+    with ModelFile.open(path) as file:
+        if target is not None and not is_draft_head(file):
+            raise InvalidArgument(f"{path} is no draft head, which alone has a target: leave --target out")
+        yield GgufSource(file)
 
 
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")

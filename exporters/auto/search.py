@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,30 +15,30 @@ from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
 from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.sensitivity import all_errors, loss_table, measured_losses
+from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Trials, digest_of
+from edgeinfer.exporters.auto.trials import Trials, Types, digest_of
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import Device
 
 _ROUNDS, _MARGINAL = 2, 20  # how often how many tensors are measured again in the mix
-_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a loss in the mix to what it was alone
+_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 
 @dataclass(frozen=True)
 class Limits:
     """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
 
-    None for seconds is the time of uniform formats with as many bytes: a mix is not slower than these.
+    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
     """
 
     n_bytes: int
     n_tokens: int = 1
-    seconds: float | None = None
+    seconds: float | None = math.inf
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,20 @@ class Search:
             progress((i + 1) / _ROUNDS)
         return self.allocate(limits)
 
-    def compare(self, mix: Mix, windows: Sequence[Window]) -> Distance:
-        """How far a mix is from the source on other texts, as the engine runs it."""
-        key = f"{digest_of(mix.types)} {hashlib.sha256(repr(windows).encode()).hexdigest()[:16]}"
-        known = [self._state.get(f"{kind} {key}") for kind in Distance._fields]
-        if known[0] is not None and known[1] is not None:
-            return Distance(known[0], known[1])
-        found = distances(self._source, [mix.types], self._importance, windows, self._device)[0]
-        for kind, value in found._asdict().items():
-            self._state.add(f"{kind} {key}", value)
-        return found
+    def compare(self, mixes: Sequence[Types], windows: Sequence[Window]) -> list[Distance]:
+        """How far mixes are from the source on other texts, as the engine runs them; each is measured once."""
+        texts = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
+        keys = [f"{digest_of(types)} {texts}" for types in mixes]
+        missing = {key: types for key, types in zip(keys, mixes, strict=True) if self._known(key) is None}
+        found = distances(self._source, list(missing.values()), self._importance, windows, self._device)
+        for key, distance in zip(missing, found, strict=True) if missing else ():
+            for kind, value in distance._asdict().items():
+                self._state.add(f"{kind} {key}", value)
+        return [distance for key in keys if (distance := self._known(key)) is not None]
+
+    def _known(self, key: str) -> Distance | None:
+        divergence, agreement = (self._state.get(f"{kind} {key}") for kind in Distance._fields)
+        return None if divergence is None or agreement is None else Distance(divergence, agreement)
 
     def close(self) -> None:
         """Give the model that was measured back."""
@@ -153,34 +158,35 @@ class Search:
         return Mix(types, self.predicted(types), self.n_bytes(types), self.seconds(types, limits.n_tokens))
 
     def _measure_again(self, limits: Limits) -> None:
-        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen."""
+        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen.
+
+        Their errors are amplified, as in sensitivity.py. All losses are larger in a mix; only what differs from the
+        usual ratio says something of a tensor.
+        """
         allocation = self._allocation(limits)
         mix = self._mix(allocation, limits).types
+        gaps, _ = margins(self._options(limits.n_tokens), allocation)
         before = self._trials.loss(mix)
-        gaps, others = margins(self._options(limits.n_tokens), allocation)
-        closest = np.argsort(gaps, kind="stable")[:_MARGINAL]
-        for i in closest:
-            change = self._trials.loss(mix, self._subjects[i].name, self.formats[others[i]]) - before
-            expected = self._losses[i, others[i]] - self._losses[i, allocation.chosen[i]]
-            if expected != 0:
-                self._losses[i] *= min(max(change / expected, _LEAST_RATIO), _MOST_RATIO)
+        ratios: dict[int, float] = {}
+        for i in np.argsort(gaps, kind="stable")[:_MARGINAL].tolist():
+            name, alone = self._subjects[i].name, float(self._losses[i, allocation.chosen[i]])
+            if alone > 0:
+                change = self._trials.loss(mix, name, mix[name], GAIN) - before
+                ratios[i] = max(change / (GAIN**2 - 1), 0.0) / alone
+        usual = float(np.median(list(ratios.values()))) if ratios else 0.0
+        for i, ratio in ratios.items() if usual > 0 else ():
+            self._losses[i] *= min(max(ratio / usual, _LEAST_RATIO), _MOST_RATIO)
 
 
 def distances(
-    source: Source,
-    mixes: Sequence[Mapping[str, GGMLType]],
-    importance: Importance,
-    windows: Sequence[Window],
-    device: Device,
-) -> list[Distance]:
+    source: Source, mixes: Sequence[Types], importance: Importance, windows: Sequence[Window], device: Device
+) -> Iterator[Distance]:
     """How far the source is from itself with tensors in other formats, as the engine runs these."""
     with TrialModel(source, {}, importance, _longest(windows), device) as model:
         references = [Reference(logits) for logits in model.read(windows)]
-    found = []
     for types in mixes:
         with TrialModel(source, types, importance, _longest(windows), device) as model:
-            found.append(mean_distance(references, model.read(windows)))
-    return found
+            yield mean_distance(references, model.read(windows))
 
 
 def _longest(windows: Sequence[Window]) -> int:

@@ -58,17 +58,15 @@ def different(tensor: SourceTensor, file: ModelFile) -> Iterator[int]:
 def compare(source: Source, file: ModelFile) -> dict[str, Any]:
     """What is not the same."""
     ours = {tensor.name: tensor for tensor in source.tensors}
-    shapes = {
-        name for name, tensor in ours.items() if name in file.tensors and tensor.shape != file.tensors[name].shape
-    }
+    shared = ours.keys() & file.tensors.keys()
+    shapes = {name for name in shared if ours[name].shape != file.tensors[name].shape}
     numbers = {name for name in shared - shapes if any(True for _ in different(ours[name], file))}
     keys = [
         {key.partition(".")[2]: value for key, value in metadata.items() if not key.startswith(APART)}
         for metadata in (source.metadata, file.metadata)
     ]
-    both = {
-        key for key in keys[0].keys() & keys[1].keys() if np.any(np.float32(keys[0][key]) != np.float32(keys[1][key]))
-    }
+    in_both = keys[0].keys() & keys[1].keys()
+    both = {key for key in in_both if np.any(np.float32(keys[0][key]) != np.float32(keys[1][key]))}
     return {
         "tensors": len(ours),
         "other_names": sorted(ours.keys() ^ file.tensors.keys()),

@@ -60,7 +60,8 @@ def compare(ours: Any, theirs: Callable[[str], list[int] | None], strings: Itera
         if wanted is None:
             continue
         figures["strings"] += 1
-        if ours.encode(text, add_special=False, parse_special=True) == wanted:
+        found = ours.encode(text, add_special=False, parse_special=True)
+        if found == wanted:
             continue
         figures["differences"] += 1
         figures["differences_without_u2581"] += SPACE_MARK not in text

@@ -236,6 +236,14 @@ def test_a_rotation_that_gguf_cannot_say_is_refused(case: str, rope: dict[str, A
 # ---- Windows ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_rotation_that_changes_behind_the_context_is_left_out_and_said(make: Any) -> None:
+    made = make("llama", rope_parameters={"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 2.0})
+    assert made.source.notes == ["rope_type dynamic changes the rotation behind 64 tokens only, and is left out"]
+    assert not any("scaling" in key for key in made.keys)
+    yarn = CASES["gpt_oss"].config["rope_parameters"]
+    assert "ramp ends at whole pairs" in make("gpt_oss", rope_parameters=yarn | {"truncate": False}).source.notes[0]
+
+
 def test_a_window_that_gguf_cannot_say_shortens_the_context(make: Any) -> None:
     made = make("mistral", sliding_window=24)
     assert made.keys["context_length"] == 24 and "its context is 24 tokens, not 64" in made.source.notes[0]
@@ -400,6 +408,12 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_written(make: A
     short = {"model.layers.1.self_attn.q_proj.weight": ("F32", np.zeros((24, N_EMBD)))}
     with pytest.raises(UnsupportedModel, match=r"blk.1.attn_q.weight must have 4 heads of 8 rows: found \(24, 32\)"):
         make("llama", lambda tensors: tensors | short)
+
+
+def test_an_expert_of_another_shape_is_refused(make: Any) -> None:
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(ModelFileError, match=rf"tensor {name} must be \(16, 32\): found \(17, 32\)"):
+        make("qwen3moe", lambda tensors: tensors | {name: ("F32", np.zeros((17, N_EMBD)))})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 BITLINEAR = {"quant_method": "bitnet"}
 DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16, "U8": np.uint8, "I8": np.int8}
-DTYPES |= {"I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8}
+DTYPES |= {
+    "BOOL": np.bool_,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F8_E8M0": np.uint8,
+}
 
 TEXT = (Path(__file__).parents[1] / "benchmarks" / "sample.txt").read_text()
 LLAMA3 = (

@@ -61,9 +61,7 @@ def test_added_tokens_have_the_types_that_llama_cpp_gives_them(tmp_path: Path) -
 def test_added_tokens_of_sentence_piece_have_spaces(tmp_path: Path) -> None:
     n = sentence_piece(tmp_path).get_vocab_size()
     added(tmp_path, n, "[a\u2581b]", "<|\u2581|>")
-    with pytest.warns(
-        RuntimeWarning, match=r"'\[a\u2581b\]' are cut out of texts otherwise than"
-    ):  # it is "[a b]" here
+    with pytest.warns(RuntimeWarning, match="are cut out of texts otherwise than"):  # it is "[a b]" here
         keys = read_vocabulary(tmp_path, CONFIG, n + 2)
     assert keys["tokenizer.ggml.tokens"][n:] == ["[a b]", "<|\u2581|>"]  # type: ignore[index]
     assert keys["tokenizer.ggml.token_type"][n:] == [4, 3]  # type: ignore[index]
