@@ -62,6 +62,16 @@ class GgufTarget:
         return Result([request.out], checked.sentence if checked else None, facts)
 
 
+def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str, Any]:
+    """Write the file of a request under another name, without a check; gives the facts for the manifest."""
+    with _opened(request) as source:
+        job = prepare(source, request)
+        with partial_file(path, job.identity(), job.layout, resume=False) as partial:
+            partial.write(job.tensors, progress)
+            partial.finish()
+    return job.facts
+
+
 @contextmanager
 def _opened(request: Request) -> Iterator[Source]:
     """What is written: the source, or the draft model that is made of it."""
@@ -149,7 +159,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 

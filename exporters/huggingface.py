@@ -21,7 +21,7 @@ class HuggingFaceSource:
     """The model of a folder, see Source."""
 
     def __init__(self, model: Model, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
-        self._checkpoint = model.checkpoint
+        self._model = model
         self.path = model.checkpoint.path
         self.metadata = metadata
         self.tensors = tensors
@@ -30,10 +30,11 @@ class HuggingFaceSource:
     @property
     def files(self) -> Sequence[Path]:
         """See Source."""
-        return self._checkpoint.files
+        return self._model.checkpoint.files
 
     def release(self, name: str) -> None:
-        """See Source.release. Rows are read into memory of their own, which goes with them."""
+        """See Source.release."""
+        self._model.release()
 
 
 def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:

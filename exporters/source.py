@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,12 @@ class Source(Protocol):
     """
 
     path: Path
-    files: Sequence[Path]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """See above."""
+        ...
+
     metadata: Metadata
     tensors: Sequence[SourceTensor]
     notes: Sequence[str]
@@ -123,4 +127,6 @@ class GgufSource:
         n_in = info.shape[-1] if info.shape else 1
         if info.type == GGMLType.I2_S:
             return dequantize(info.type, self.file.data(name), info.shape)[first:last]
-        return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        weights = dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        self.file.release(name)
+        return weights

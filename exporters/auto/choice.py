@@ -81,12 +81,13 @@ def limits_of(request: Request, source: Source, subjects: Sequence[Subject]) -> 
 
 
 def parse_cost(cost: str | None) -> tuple[int, float | None]:
-    """The tokens of the pass whose time counts, and the seconds that it may take, None where that is not said.
+    """The tokens of the pass whose time counts, and the seconds that its products may take; see Limits.
 
-    "verify:4", or "verify:4:12.5ms". Raises InvalidArgument.
+    "verify:4", which is not to be slower than uniform formats of that size, or "verify:4:12.5ms". Without either, time
+    does not count. Raises InvalidArgument.
     """
     if cost is None:
-        return 1, None
+        return 1, math.inf
     found = _COST.fullmatch(cost)
     if found is None or not 1 <= int(found[1]) <= 32:
         raise InvalidArgument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
 from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.sensitivity import all_errors, loss_table, measured_losses
+from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
@@ -25,19 +26,19 @@ from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import Device
 
 _ROUNDS, _MARGINAL = 2, 20  # how often how many tensors are measured again in the mix
-_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a loss in the mix to what it was alone
+_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 
 @dataclass(frozen=True)
 class Limits:
     """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
 
-    None for seconds is the time of uniform formats with as many bytes: a mix is not slower than these.
+    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
     """
 
     n_bytes: int
     n_tokens: int = 1
-    seconds: float | None = None
+    seconds: float | None = math.inf
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,24 @@ class Search:
         return Mix(types, self.predicted(types), self.n_bytes(types), self.seconds(types, limits.n_tokens))
 
     def _measure_again(self, limits: Limits) -> None:
-        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen."""
+        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen.
+
+        Their errors are amplified, as in sensitivity.py. All losses are larger in a mix; only what differs from the
+        usual ratio says something of a tensor.
+        """
         allocation = self._allocation(limits)
         mix = self._mix(allocation, limits).types
+        gaps, _ = margins(self._options(limits.n_tokens), allocation)
         before = self._trials.loss(mix)
-        gaps, others = margins(self._options(limits.n_tokens), allocation)
-        closest = np.argsort(gaps, kind="stable")[:_MARGINAL]
-        for i in closest:
-            change = self._trials.loss(mix, self._subjects[i].name, self.formats[others[i]]) - before
-            expected = self._losses[i, others[i]] - self._losses[i, allocation.chosen[i]]
-            if expected != 0:
-                self._losses[i] *= min(max(change / expected, _LEAST_RATIO), _MOST_RATIO)
+        ratios: dict[int, float] = {}
+        for i in np.argsort(gaps, kind="stable")[:_MARGINAL].tolist():
+            name, alone = self._subjects[i].name, float(self._losses[i, allocation.chosen[i]])
+            if alone > 0:
+                change = self._trials.loss(mix, name, mix[name], GAIN) - before
+                ratios[i] = max(change / (GAIN**2 - 1), 0.0) / alone
+        usual = float(np.median(list(ratios.values()))) if ratios else 0.0
+        for i, ratio in ratios.items() if usual > 0 else ():
+            self._losses[i] *= min(max(ratio / usual, _LEAST_RATIO), _MOST_RATIO)
 
 
 def distances(

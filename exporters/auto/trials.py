@@ -40,20 +40,24 @@ class Trials:
         self._held = {subject.name: _HELD for subject in subjects if _HELD in subject.formats}
         self._objective, self._state = objective, state
         self._model: TrialModel | None = None
+        self._mix: Types = {}
         self._traces: list[Trace] = []  # of the model as it is now
 
-    def loss(self, mix: Types, name: str = "", type: GGMLType | None = None) -> float:
-        """The loss with some tensors rounded, and one of them to another format than in the mix. Raises Interrupted."""
-        key = f"loss {digest_of(mix)} {name} {'' if type is None else type.name}"
-        known = self._state.get(key)
-        return self._state.add(key, self._measured(mix, name, type)) if known is None else known
+    def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
+        """The loss with some tensors rounded, and one of them to another format than in the mix.
 
-    def _measured(self, mix: Types, name: str, type: GGMLType | None) -> float:
+        gain: that the errors of this one are multiplied by. Raises Interrupted.
+        """
+        key = f"loss {digest_of(mix)} {name} {'' if type is None else type.name} {gain:g}"
+        known = self._state.get(key)
+        return self._state.add(key, self._measured(mix, name, type, gain)) if known is None else known
+
+    def _measured(self, mix: Types, name: str, type: GGMLType | None, gain: float) -> float:
         model = self._model or self._loaded()
         self._set(model, mix)
         if not name:
             return self._objective.loss([trace.logits for trace in self._traces])
-        model.round(name, type)
+        model.round(name, type, gain)
         try:
             return self._objective.loss(model.logits(self._traces, name))
         finally:
@@ -68,8 +72,8 @@ class Trials:
 
     def _set(self, model: TrialModel, mix: Types) -> None:
         """Round the model as the mix is."""
-        rounded = model.rounded
-        changed = [name for name in {**rounded, **mix} if rounded.get(name) != mix.get(name)]
+        changed = [name for name in {**self._mix, **mix} if self._mix.get(name) != mix.get(name)]
+        self._mix = dict(mix)
         for name in changed:
             model.round(name, mix.get(name))
         if changed:
@@ -80,7 +84,7 @@ class Trials:
         """Give the model back; it is loaded again where it is needed."""
         if self._model is not None:
             self._model.close()
-        self._model, self._traces = None, []
+        self._model, self._mix, self._traces = None, {}, []
 
 
 def digest_of(mix: Types) -> str:

@@ -22,19 +22,17 @@ _READ = frozenset(
 )
 # What concerns training, loading and generating, and parts for images.
 _WITHOUT_EFFECT = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset attn_implementation attention_dropout auto_map "
-    "bos_token_id boi_token_id boi_token_index cache_implementation classifier_dropout compression_config dtype "
-    "embd_pdrop eoi_token_id eoi_token_index eos_token_id experts_per_token hidden_dropout image_token_id "
-    "image_token_index initializer_context_length initializer_range keys_to_ignore_at_inference mm_tokens_per_image "
-    "multimodal_projector_bias norm_router_init output_router_logits pad_token_id pretraining_tp projector_hidden_act "
-    "resid_pdrop router_aux_loss_coef router_jitter_noise sep_token_id spatial_merge_size text_config torch_dtype "
-    "transformers_version unk_token_id unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer "
-    "_flash_attn_2_enabled transformers.js_config task_specific_params top_k num_beam_groups chunk_size_feed_forward "
-    "repetition_penalty length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size "
-    "exponential_decay_length_penalty cross_attention_hidden_size forced_bos_token_id forced_eos_token_id "
-    "router_z_loss_coef return_dict id2label "
-    "label2id temperature top_p typical_p diversity_penalty finetuning_task".split()
+    "_name_or_path auto_map boi_token_index chunk_size_feed_forward compression_config "
+    "cross_attention_hidden_size diversity_penalty dtype embd_pdrop encoder_no_repeat_ngram_size eoi_token_index "
+    "experts_per_token exponential_decay_length_penalty finetuning_task id2label image_token_index "
+    "keys_to_ignore_at_inference label2id length_penalty mm_tokens_per_image multimodal_projector_bias "
+    "no_repeat_ngram_size num_beam_groups output_router_logits pretraining_tp "
+    "projector_hidden_act repetition_penalty resid_pdrop return_dict router_jitter_noise spatial_merge_size "
+    "task_specific_params temperature text_config top_k top_p torch_dtype transformers.js_config "
+    "transformers_version typical_p unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer".split()
 )
+_HARMLESS = re.compile(r".*(dropout|loss|flash|implementation|_token_id|initial).*|is_.*|mamba_.*")
+_FIXED = {"is_causal": (None, True)}  # in every architecture; others are encoders
 # A key that is not known, with such a word in it, would probably change what the model computes.
 _WORDS = re.compile(
     r"scal|multipl|factor|cap(?!acity)|window|norm|(^|_)act|activation|rope|rotary|temperature|clip|bias|eps|sink|"
@@ -76,7 +74,7 @@ def check_config(model: Model) -> None:
 
 def _check_fixed(model: Model) -> None:
     recipe = model.recipe
-    for key, values in recipe.fixed.items():
+    for key, values in {**_FIXED, **recipe.fixed}.items():
         found = model.config.get(key)
         if found not in values:
             only = " or ".join("absent" if value is None else json.dumps(value) for value in values)
@@ -85,10 +83,10 @@ def _check_fixed(model: Model) -> None:
 
 def _check_known(model: Model) -> None:
     recipe = model.recipe
-    read = _READ | recipe.reads | recipe.fixed.keys()
+    read = _READ | recipe.reads | recipe.fixed.keys() | _FIXED.keys()
     if recipe.experts is not None:
         read |= {*recipe.experts.count, recipe.experts.used}
-    unknown = sorted(model.given.values.keys() - read - _WITHOUT_EFFECT)
+    unknown = sorted(key for key in model.given.values.keys() - read - _WITHOUT_EFFECT if not _HARMLESS.fullmatch(key))
     asking = [key for key in unknown if model.given.get(key) not in (False, 0, "", [], {})]
     for key in asking:
         if _WORDS.search(key):

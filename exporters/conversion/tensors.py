@@ -82,13 +82,13 @@ def _experts(model: Model, layer: int) -> list[SourceTensor]:
     module, ours = f"model.layers.{layer}.{names.module}", f"blk.{layer}.ffn_{{}}_exps.weight"
     if f"{module}.gate_up_proj" in model:
         return _joined_experts(model, f"{module}.gate_up_proj", f"{module}.down_proj", ours)
-    return [
-        replace(
-            rows.stacked([model.take(f"{module}.{expert}.{theirs}.weight") for expert in range(model.n_experts)]),
-            name=ours.format(kind),
-        )
-        for theirs, kind in names.matrices.items()
-    ]
+    found = []
+    for theirs, kind in names.matrices.items():
+        each = [model.take(f"{module}.{expert}.{theirs}.weight") for expert in range(model.n_experts)]
+        for tensor in each:
+            model.checkpoint.check_shape(tensor.name, each[0].shape)
+        found.append(replace(rows.stacked(each), name=ours.format(kind)))
+    return found
 
 
 def _joined_experts(model: Model, gate_up: str, down: str, ours: str) -> list[SourceTensor]:

@@ -20,6 +20,7 @@ from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
+from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import (
     MESSAGES,
@@ -35,6 +36,7 @@ from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
 
 NAMES = ("model.onnx*", "draft.onnx*", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "manifest.json")
@@ -53,7 +55,7 @@ class GenaiTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, NAMES)
-        with _opened(request) as package:
+        with planned_weights(request) as (file, n_made), _opened(request, file) as package:
             files: dict[Path, int] = {}
             for decoder in package.decoders:
                 constants = list(decoder.graph.constants.values())
@@ -62,16 +64,17 @@ class GenaiTarget:
                     files[request.out / name] = n_bytes
             tensors = [tensor for decoder in package.decoders for tensor in _planned(decoder)]
             largest = max(each.n_bytes for decoder in package.decoders for each in decoder.graph.constants.values())
-            disk = sum(files.values()) + _text_bytes(package.decoders[0].file)
+            disk = sum(files.values()) + _text_bytes(file) + n_made
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
-        with _opened(request) as package:
+        weights = package_weights(request, progress)
+        with weights as (file, rest), _opened(request, file) as package:
             with whole_folder(request.out, NAMES) as folder:
-                names = _write(package, folder, progress)
+                names = _write(package, folder, rest)
                 check, facts = _checked(package, folder) if request.check else (None, {})
             facts |= {
                 "n_ctx": package.n_ctx,
@@ -133,10 +136,9 @@ def _scores(spec: ModelSpec, n_ctx: int) -> int:
 
 
 @contextmanager
-def _opened(request: Request) -> Iterator[Package]:
-    """The package of a request. Raises InvalidArgument, UnsupportedModel, ModelFileError, OSError."""
+def _opened(request: Request, file: ModelFile) -> Iterator[Package]:
+    """What a request makes of a model. Raises InvalidArgument, UnsupportedModel, ModelFileError, OSError."""
     with ExitStack() as opened:
-        file = opened.enter_context(ModelFile.open(request.source))
         if is_draft_head(file):
             raise UnsupportedModel(f"{file.path} is a draft head: ONNX Runtime GenAI runs whole models only")
         ngrams = request.draft == "ngram"
@@ -158,7 +160,7 @@ def _draft_model(file: ModelFile, target: Decoder, n_ctx: int) -> Decoder:
             "with --draft ngram"
         )
     spec = read_spec(file)
-    tokens = [list(each.metadata.get("tokenizer.ggml.tokens", ())) for each in (file, target.file)]
+    tokens = [TokenizerMetadata(each).strings("tokens").tolist() for each in (file, target.file)]
     if spec.n_logits != target.spec.n_logits or tokens[0] != tokens[1]:
         raise InvalidArgument(
             f"{file.path}: a draft model must have the vocabulary of the model, {target.spec.n_logits} logits: found "

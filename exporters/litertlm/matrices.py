@@ -78,8 +78,10 @@ class Part:
         n_rows = n_out if self.order is not None else max(1, PIECE_WEIGHTS // self.n_in)
         for first in range(0, n_out, n_rows):
             last = min(n_out, first + n_rows)
-            data = self.model.data(self.name, (self.first + first) * row_bytes, (self.first + last) * row_bytes)
+            span = (self.first + first) * row_bytes, (self.first + last) * row_bytes
+            data = self.model.data(self.name, *span)
             yield data if self.order is None else data.reshape(n_out, row_bytes)[self.order].reshape(-1)
+            self.model.release(self.name, *span)
 
     def weights(self) -> Iterator[Floats]:
         """The weights of some rows at a time, (n, n_in)."""
@@ -107,7 +109,8 @@ def by_halves(n_rows: int, head_dim: int, n_dims: int) -> Rows:
     the pairs before all second ones."""
     turned = np.arange(n_dims).reshape(-1, 2).T.reshape(-1)
     head = np.concatenate([turned, np.arange(n_dims, head_dim)])
-    return (np.arange(0, n_rows, head_dim)[:, None] + head).reshape(-1)
+    rows: Rows = (np.arange(0, n_rows, head_dim)[:, None] + head).reshape(-1)
+    return rows
 
 
 def vector_of(part: Part) -> Floats:
@@ -189,9 +192,9 @@ def _int4(part: Part) -> Matrix:
 def _packed(codes: Codes) -> NDArray[np.uint8]:
     """Two codes in a byte, around 0 and for scales above 0: -1 - code is ~code."""
     centred = codes.values if codes.minimums is None else codes.values - _MIDDLE
-    raw = np.where(codes.scales < 0, ~centred, centred).reshape(-1).view(np.uint8)
-    packed: NDArray[np.uint8] = raw[0::2] & 15 | (raw[1::2] & 15) << 4
-    return packed
+    raw: NDArray[np.uint8] = np.where(codes.scales < 0, ~centred, centred).reshape(-1).view(np.uint8)
+    low, high = raw[0::2] & np.uint8(15), raw[1::2] << np.uint8(4)
+    return low | high
 
 
 def _scales(codes: Codes) -> NDArray[np.float16]:

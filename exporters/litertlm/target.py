@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +18,7 @@ from edgeinfer.exporters.litertlm.matrices import PIECE_WEIGHTS, is_rounded_agai
 from edgeinfer.exporters.litertlm.sections import MIN_RUNTIME, executor_section, language_section
 from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
+from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
@@ -48,10 +48,11 @@ class LitertlmTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
-        with _opened(request) as package:
+        with planned_weights(request) as (file, n_made):
+            package = _package(request, file)
             out = behind_links(request.out)
             n_bytes = package.n_bytes
-            disk = n_bytes + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
+            disk = n_bytes + n_made + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
             return Plan(package.planned(), {out: n_bytes}, package.writing_bytes, disk, list(package.notes()))
 
     def write(self, request: Request, progress: Progress) -> Result:
@@ -59,10 +60,11 @@ class LitertlmTarget:
         if request.check:
             open_runtime()
         path = behind_links(request.out)
-        with _opened(request) as package, folder_beside(path) as folder:
+        with package_weights(request, progress) as (source, rest), folder_beside(path) as folder:
+            package = _package(request, source)
             written = folder / path.name
             with written.open("wb") as file:
-                package.write(file, progress)
+                package.write(file, rest)
                 file.flush()
                 os.fsync(file.fileno())
             check, facts = _checked(package, written) if request.check else (None, {})
@@ -157,12 +159,12 @@ class Package:
 
     def write(self, file: BinaryIO, progress: Progress) -> None:
         """Write the whole file. Raises OSError."""
-        total, done = max(1, self.model.constant_bytes), 0
+        total, done = max(1, sum(each.n_bytes for each in self.model.constants.values())), 0
 
         def count(n_bytes: int) -> None:
             nonlocal done
             done += n_bytes
-            progress(min(1.0, done / total))
+            progress(done / total)
 
         tokenizer = json.dumps(tokenizer_json(self.file), ensure_ascii=False, separators=(",", ":")).encode()
         begins_with = self.tokenizer.bos_id if self.adds_bos else None
@@ -177,22 +179,19 @@ class Package:
         write_container(file, texts, sections)
 
 
-@contextmanager
-def _opened(request: Request) -> Iterator[Package]:
-    """The package of a request. Raises UnsupportedModel, ModelFileError, TemplateError, OSError."""
-    with ModelFile.open(request.source) as file:
-        if is_draft_head(file) or request.draft is not None:
-            raise UnsupportedModel(f"{file.path}: LiteRT-LM runs one model alone: --to genai has drafts")
-        spec, tokenizer = read_spec(file), Tokenizer.from_file(file)
-        n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
-        is_fine = request.more.get("activations", 16) == 16
-        model = build_model(file, spec, n_ctx, is_fine)
-        _check_sizes(file, model.constants.values())
-        template, adds_bos = _template(file, tokenizer)
-        yield Package(file, spec, tokenizer, model, template, adds_bos, n_ctx)
+def _package(request: Request, file: ModelFile) -> Package:
+    """What a request makes of a model. Raises UnsupportedModel, ModelFileError, TemplateError."""
+    if is_draft_head(file) or request.draft is not None:
+        raise UnsupportedModel(f"{file.path}: LiteRT-LM runs one model alone: --to genai has drafts")
+    spec, tokenizer = read_spec(file), Tokenizer.from_file(file)
+    n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
+    model = build_model(file, spec, n_ctx, request.more.get("activations", 16) == 16)
+    _check_sizes(file, model.constants.values())
+    template, adds_bos = _template(file, tokenizer)
+    return Package(file, spec, tokenizer, model, template, adds_bos, n_ctx)
 
 
-def _check_sizes(file: ModelFile, constants: Sequence[Constant] | Any) -> None:
+def _check_sizes(file: ModelFile, constants: Iterable[Constant]) -> None:
     """Raises UnsupportedModel for a tensor that the runtime cannot address."""
     for constant in constants:
         if constant.n_bytes > _MAX_CONSTANT_BYTES:

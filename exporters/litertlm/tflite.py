@@ -307,8 +307,8 @@ def _subgraph(graph: Graph, codes: list[str], places: Mapping[str, int]) -> Any:
 def _quantization(graph: Graph, constant: Constant) -> Any:
     schema = open_schema()
     if constant.block_scales is not None:
-        scales = graph.index_of(constant.block_scales)
-        details = schema.BlockwiseQuantizationT(scales=scales, zeroPoints=-1, blockSize=constant.block_size)
+        place = graph.index_of(constant.block_scales)
+        details = schema.BlockwiseQuantizationT(scales=place, zeroPoints=-1, blockSize=constant.block_size)
         return schema.QuantizationParametersT(
             detailsType=schema.QuantizationDetails.BlockwiseQuantization, details=details
         )

@@ -56,15 +56,23 @@ EI_INLINE Floats rounded(Floats v) {
 // Rounded, then into low..high. What is no number becomes low.
 EI_INLINE Floats code(Floats v, float low, float high) { return least(most(all(low), rounded(v)), all(high)); }
 
-// To the nearest float16 that is finite. What is no number becomes 0.
-EI_INLINE Floats as_half(Floats v) {
+// The bits of the nearest float16 that is finite, of two as near the even one. What is no number becomes 0.
+EI_INLINE Ints half_bits(Floats v) {
     constexpr float kLargest = 65504, kLeastNormal = 0x1p-14f;
-    const Ints sign = reinterpret_cast<Ints>(v) & static_cast<int32_t>(0x80000000);
+    const Ints sign = reinterpret_cast<Ints>(v) >> 16 & 0x8000;
     const Floats size = least(most(all(0), magnitude(v)), all(kLargest));
     const Ints bits = reinterpret_cast<Ints>(size);
-    const Floats normal = reinterpret_cast<Floats>((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fff);
-    const Floats tiny = (size + 0.5f) - 0.5f;  // the adder rounds to 2^-24
-    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(choose(size < kLeastNormal, tiny, normal)) | sign);
+    const Ints normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+    const Ints tiny = reinterpret_cast<Ints>(size + 0.5f) - 0x3f000000;  // the adder rounds to 2^-24
+    return sign | (size < kLeastNormal ? tiny : normal);
+}
+
+// The same as a float.
+EI_INLINE Floats as_half(Floats v) {
+    const Ints bits = half_bits(v), size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+    const Floats normal = reinterpret_cast<Floats>((size << 13) + 0x38000000);
+    const Floats tiny = __builtin_convertvector(size, Floats) * 0x1p-24f;
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(choose(size < 0x400, tiny, normal)) | sign);
 }
 
 // Number k of each run.

@@ -26,12 +26,12 @@ void q8_0(const Rows& rows) {
         const float scale = size / 127, inverse = 1 / scale;
         const bool is_zero = !(inverse <= kLargestFloat);  // or too small for float16 by far
         write_half(to, scale);
+        int32_t codes[kBlock];
         for (int part = 0; part < kParts; part++) {
-            const Ints codes = __builtin_convertvector(rounded_away(x[part] * (is_zero ? 0 : inverse)), Ints);
-            for (int lane = 0; lane < kLanes; lane++) {
-                to[2 + kLanes * part + lane] = static_cast<uint8_t>(codes[lane]);
-            }
+            const Ints of = __builtin_convertvector(rounded_away(x[part] * (is_zero ? 0 : inverse)), Ints);
+            std::memcpy(codes + kLanes * part, &of, sizeof of);
         }
+        for (int k = 0; k < kBlock; k++) to[2 + k] = static_cast<uint8_t>(codes[k]);
     }
 }
 

@@ -24,8 +24,8 @@ class _Search(Enum):
     OWN = "own"  # a better one of ours
 
 
-# How weights are quantised without importance: where the error is smaller, not as llama.cpp does it. docs/exporting.md
-# has the errors. WEIGHTED is with an importance that is the same for all columns.
+# How weights are quantised without importance: where the error is smaller, not as llama.cpp does it. docs/models.md has
+# the errors. WEIGHTED is with an importance that is the same for all columns.
 _WITHOUT_IMPORTANCE = {
     GGMLType.F16: _Search.PLAIN,
     GGMLType.BF16: _Search.PLAIN,

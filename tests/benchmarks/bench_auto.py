@@ -4,10 +4,10 @@
         [--windows 3] [--threads 2] [--state FILE] [--cost verify:4]
 
 A line of the prompts has "turns", of which the first is asked and answered by the model, or "prompt" and "answer" in
-tokens. The model is measured on --train and compared with its source on --held: the divergence of answer tokens and how
-often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice: the mix
-with as many bytes, and the fastest mix whose predicted loss is as small as that of the plain one was found to be.
-Milliseconds are those of the products of a pass, by the kernels' times; --timed also measures passes of the models.
+tokens. The model is measured on --train and compared with its source on --held: the divergence of answer tokens and
+how often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice:
+the mix with as many bytes, and the fastest mix whose predicted loss is as small as that of the plain one was found to
+be. Milliseconds are those of the products of a pass, by the kernels' times; --timed also measures passes of the models.
 One JSON line on stdout at the end.
 """
 

@@ -58,9 +58,8 @@ def different(tensor: SourceTensor, file: ModelFile) -> Iterator[int]:
 def compare(source: Source, file: ModelFile) -> dict[str, Any]:
     """What is not the same."""
     ours = {tensor.name: tensor for tensor in source.tensors}
-    shapes = {
-        name for name, tensor in ours.items() if name in file.tensors and tensor.shape != file.tensors[name].shape
-    }
+    shared = ours.keys() & file.tensors.keys()
+    shapes = {name for name in shared if ours[name].shape != file.tensors[name].shape}
     numbers = {name for name in shared - shapes if any(True for _ in different(ours[name], file))}
     keys = [
         {key.partition(".")[2]: value for key, value in metadata.items() if not key.startswith(APART)}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import write_safetensors
 from parts import missing
-from tiny_checkpoints import CASES, N_VOCAB, to_gguf, write
+from tiny_checkpoints import CASES, N_VOCAB, VARIED, to_gguf, write
 
 from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend
@@ -28,6 +28,8 @@ from edgeinfer.types import Device
 TOKENS = np.random.default_rng(3).integers(0, N_VOCAB, 20, dtype=np.int32)
 RECIPES = [recipe for recipe in all_recipes() if recipe.classes]  # else it is a part of a model
 TOLERANCE = 1e-3  # of the largest logit
+# Rounding grows with the layers; another window or scale gives 0.5 and more in these.
+DEEP = {"gemma2_27b": 1e-2, "exaone4_32b": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +88,14 @@ def as_floats(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | VARIED)
 def test_logits_are_those_of_transformers(case: str, transformers: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, case)
     to_gguf(open_folder(folder, vocabulary=False), tmp_path / "model.gguf")
     found = ours(tmp_path / "model.gguf")
     expected = theirs(transformers, as_floats(folder) if case.endswith("mxfp4") else folder)
-    assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max()
+    assert np.abs(found - expected).max() < DEEP.get(case, TOLERANCE) * np.abs(expected).max()
     assert (found.argmax(axis=-1) == expected.argmax(axis=-1)).all()
 
 

@@ -23,8 +23,8 @@ if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxrun
 FILES = ["genai_config.json", "model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"]
 
 
-def exported(source: Path, out: Path, draft: Path | str | None = None, check: bool = True) -> Result:
-    request = Request(source, out, draft=draft, n_ctx=128, check=check)
+def exported(source: Path, out: Path, draft: Path | str | None = None, check: bool = True, **more: Any) -> Result:
+    request = Request(source, out, draft=draft, n_ctx=128, check=check, **more)
     plan = GenaiTarget().plan(request)
     shares: list[float] = []
     result = GenaiTarget().write(request, shares.append)
@@ -64,12 +64,12 @@ def test_a_draft_model_takes_fewer_passes_of_the_target(tmp_path: Path) -> None:
 
 
 def test_ngrams_give_the_same_text(tmp_path: Path) -> None:
-    source = write_tiny_model(tmp_path / "a.gguf", "qwen2", "Q5_0")
-    result = exported(source, tmp_path / "out", draft="ngram")
+    source = write_tiny_model(tmp_path / "a.gguf", "qwen2", "F16")
+    result = exported(source, tmp_path / "out", draft="ngram", type="Q5_0")  # made first
     assert is_near(result.facts), result.check
     config = json.loads((tmp_path / "out" / "genai_config.json").read_text())
     assert config["speculative"]["ngram_size"] == 3
-    notes = " ".join(GenaiTarget().plan(Request(source, tmp_path / "out")).notes)
+    notes = " ".join(GenaiTarget().plan(Request(source, tmp_path / "out", type="Q5_0")).notes)
     assert "are Q5_0 and get codes of 8 bits" in notes and "onnxruntime-genai 0.18.0 or newer" in notes
 
 

@@ -1,7 +1,9 @@
 """Folders of Hugging Face as GGUF: each trap of the formats, and what is refused as it would be written wrongly."""
 
 import json
+import random
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tiny_checkpoints import CASES, GATED, HEAD_DIM, N_EMBD, N_FF, Change, Stored, write
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.models.gguf import GGMLType
@@ -88,6 +91,26 @@ def test_floats_of_16_bits_are_kept_and_small_tensors_become_f32(make: Any) -> N
     tensor, bits = made.tensors["blk.0.attn_q.weight"], made.stored["model.layers.0.self_attn.q_proj.weight"][1]
     assert_array_equal(tensor.stored(1, 2).view(np.uint16), bits[4])
     assert_array_equal(tensor.rows(1, 2)[0], (bits[4].astype(np.uint32) << 16).view(np.float32))
+
+
+def test_quantised_weights_are_permuted_as_floats_and_their_scales_given_back(make: Any) -> None:
+    name = "self_attn.q_proj.weight"
+    bytes_of = np.random.default_rng(0).integers(0, 120, (32, N_EMBD)).astype(np.uint8)
+
+    def as_fp8(tensors: Stored) -> Stored:
+        found = dict(tensors)
+        for layer in range(2):
+            found[f"model.layers.{layer}.{name}"] = ("F8_E4M3", bytes_of)
+            found[f"model.layers.{layer}.{name}_scale_inv"] = ("F32", np.full((1, 1), 0.5))
+        return found
+
+    made = make("llama", as_fp8, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    tensor = made.tensors["blk.0.attn_q.weight"]
+    assert tensor.stored is None and "quantised by fp8" in made.source.notes[0]
+    plain = Checkpoint.open(made.source.path).floats(f"model.layers.0.{name}")
+    assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
+    made.source.release(tensor.name)
+    assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
 
 
 # ---- Norms -----------------------------------------------------------------------------------------------------------
@@ -211,6 +234,14 @@ def test_a_rotation_that_gguf_cannot_say_is_refused(case: str, rope: dict[str, A
 
 
 # ---- Windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rotation_that_changes_behind_the_context_is_left_out_and_said(make: Any) -> None:
+    made = make("llama", rope_parameters={"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 2.0})
+    assert made.source.notes == ["rope_type dynamic changes the rotation behind 64 tokens only, and is left out"]
+    assert not any("scaling" in key for key in made.keys)
+    yarn = CASES["gpt_oss"].config["rope_parameters"]
+    assert "ramp ends at whole pairs" in make("gpt_oss", rope_parameters=yarn | {"truncate": False}).source.notes[0]
 
 
 def test_a_window_that_gguf_cannot_say_shortens_the_context(make: Any) -> None:
@@ -379,10 +410,17 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_written(make: A
         make("llama", lambda tensors: tensors | short)
 
 
+def test_an_expert_of_another_shape_is_refused(make: Any) -> None:
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(ModelFileError, match=rf"tensor {name} must be \(16, 32\): found \(17, 32\)"):
+        make("qwen3moe", lambda tensors: tensors | {name: ("F32", np.zeros((17, N_EMBD)))})
+
+
 @pytest.mark.parametrize(
     "case, config, message",
     [
         ("llama", {"hidden_act": "gelu"}, 'hidden_act must be absent or "silu" in llama'),
+        ("llama", {"is_causal": False}, "is_causal must be absent or true in llama: found false"),
         ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5, which is not known in llama and may change"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be absent in olmoe: found 8.0"),
         ("qwen2moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be absent or \[\] in qwen2moe"),
@@ -410,6 +448,29 @@ def test_a_key_that_asks_for_another_model_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         make(case, **config)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json of published models, beyond those of the cases
+    "llama": {"pretraining_tp": 1, "mlp_bias": False, "unsloth_fixed": True, "is_llama_config": True,
+              "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "qwen2": {"use_mrope": False, "max_window_layers": 28, "sliding_window": 131072},
+    "qwen2moe": {"max_window_layers": 21, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "olmoe": {"clip_qkv": None, "output_router_logits": False, "router_aux_loss_coef": 0.01},
+    "granitehybrid": {"init_method": "mup", "normalization_function": "rmsnorm", "mamba_chunk_size": 256,
+                      "mamba_conv_bias": True, "embedding_dropout": 0.1, "router_aux_loss_coef": 0.01},
+    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096},
+    "gemma3": {"sliding_window_pattern": 6, "mm_tokens_per_image": 256, "image_token_index": 262144},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "embd_pdrop": 0.0, "auto_map": {}},
+    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False, "max_window_layers": 28},
+    "glm4moe": {"use_qk_norm": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0},
+    "ernie4_5_moe": {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_keys_of_published_models_are_known(case: str, make: Any) -> None:
+    assert make(case, **PUBLISHED[case]).source.notes == []
 
 
 def test_keys_that_are_not_known_and_sound_harmless_are_said(make: Any) -> None:
@@ -455,3 +516,41 @@ def test_the_keys_of_granite_without_mamba_layers_are_those_of_granite(make: Any
         0.5,
         2,
     ]
+
+
+ODD = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    1e9,
+    10**18,
+    0.5,
+    -2.5,
+    "",
+    "x",
+    "yarn",
+    [],
+    [1],
+    [None],
+    [FULL] * 2,
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_odd_values_in_config_json_give_a_model_or_a_typed_error(case: str, tmp_path: Path) -> None:
+    write(tmp_path, case)
+    config, rng = CASES[case].full_config(), random.Random(case)
+    for _ in range(6):
+        changed = json.loads(json.dumps(config))
+        at = rng.choice([changed, *(value for value in changed.values() if isinstance(value, dict))])
+        at[rng.choice(list(at))] = rng.choice(ODD)
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with suppress(ModelFileError, UnsupportedModel):
+            source = open_folder(tmp_path, vocabulary=False)
+            assert all(len(tensor.rows(0, 1)) == 1 for tensor in source.tensors)

@@ -129,7 +129,7 @@ def test_the_command_writes_a_file_that_others_read(tmp_path: Path) -> None:
     assert_array_equal(same.of["blk.0.ffn_down_exps.weight"].sums, tensors["blk.0.ffn_down_exps.weight.in_sum2"])
 
 
-def test_llama_cpp_takes_the_values_and_writes_other_bytes_with_them(tmp_path: Path) -> None:
+def test_llama_cpp_writes_the_same_bytes_with_an_importance_matrix_of_ours(tmp_path: Path) -> None:
     if not is_there("llama"):
         missing("llama", "llama-cpp-python is not installed")
     source = write_tiny_experts(tmp_path / "a.gguf", "qwen3moe", "F16", n_embd=256, n_ff=256)
@@ -139,11 +139,24 @@ def test_llama_cpp_takes_the_values_and_writes_other_bytes_with_them(tmp_path: P
     assert CliRunner().invoke(cli.main, arguments).exit_code == 0
     imatrix = read_imatrix(out)
     values = {name: imatrix.means(name, len(imatrix.of[name].counts)) for name in imatrix.of}
-    with_it = quantized(source, tmp_path / "with.gguf", 15, values)
-    without = quantized(source, tmp_path / "without.gguf", 15)
-    with ModelFile.open(with_it) as one, ModelFile.open(without) as other:
-        for name in ("blk.0.ffn_up_exps.weight", "blk.1.attn_output.weight"):
-            assert (one.data(name) != other.data(name)).any()
+    theirs = quantized(source, tmp_path / "theirs.gguf", 15, values)
+    arguments = ["export", str(source), "--to", "gguf", "--type", "Q4_K_M", "--no-check", "--imatrix", str(out)]
+    for name, more in (("ours", arguments), ("without", arguments[:-2])):
+        assert CliRunner().invoke(cli.main, [*more, "-o", str(tmp_path / f"{name}.gguf")]).exit_code == 0
+    with ModelFile.open(theirs) as one, ModelFile.open(tmp_path / "ours.gguf") as other:
+        for name, info in one.tensors.items():
+            assert info.type == other.tensors[name].type
+            assert_array_equal(one.data(name), other.data(name), name)
+        keys = {key: value for key, value in other.metadata.items() if key.startswith("quantize.imatrix.")}
+        assert keys == {
+            "quantize.imatrix.file": "i.gguf",
+            "quantize.imatrix.dataset": "text.txt",
+            "quantize.imatrix.entries_count": len(imatrix.of),
+            "quantize.imatrix.chunks_count": imatrix.n_chunks,
+        }
+        with ModelFile.open(tmp_path / "without.gguf") as plain:
+            for name in ("blk.0.ffn_up_exps.weight", "blk.1.attn_output.weight"):
+                assert (other.data(name) != plain.data(name)).any()
 
 
 def test_the_old_form_is_read_with_its_experts(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parts import is_there, missing
-from tiny_models import write_tiny_model
+from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm import target as module
+from edgeinfer.exporters.litertlm.graph import ARCHITECTURES
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.runtime_check import GreedyRun
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -44,7 +45,15 @@ def leave_printable(source: Path) -> None:
     rows.flush()
 
 
-def test_a_checked_file_gives_the_text_of_its_source(request_of_tiny: Request) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_gives_the_text_of_its_source(architecture: Architecture, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model.gguf", architecture, "F32")
+    leave_printable(source)
+    result = LitertlmTarget().write(Request(source, tmp_path / "out.litertlm", n_ctx=320), no_progress)
+    assert result.check is not None and "greedy tokens equal the source in LiteRT-LM" in result.check
+
+
+def test_a_checked_file_is_as_planned(request_of_tiny: Request) -> None:
     target = LitertlmTarget()
     plan = target.plan(request_of_tiny)
     result = target.write(request_of_tiny, no_progress)
@@ -90,6 +99,17 @@ def test_another_text_than_the_source_is_no_export(request_of_tiny: Request, mon
     with pytest.raises(ModelFileError, match="another text than its source"):
         LitertlmTarget().write(request_of_tiny, no_progress)
     assert not request_of_tiny.out.exists()
+
+
+def test_another_type_is_made_first_and_leaves_nothing(request_of_tiny: Request) -> None:
+    request = replace(request_of_tiny, type="Q4_0")
+    plan = LitertlmTarget().plan(request)
+    written = {tensor.name: tensor.written for tensor in plan.tensors}
+    assert written["blk.0.attn_q.weight"] == GGMLType.Q4_0 and plan.disk_bytes > 2 * request.source.stat().st_size / 8
+    shares: list[float] = []
+    result = LitertlmTarget().write(request, shares.append)
+    assert result.check is not None and shares == sorted(shares) and shares[-1] == 1.0
+    assert sorted(request.out.parent.iterdir()) == [request.source, request.out]
 
 
 def test_drafts_are_refused(request_of_tiny: Request) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import sentence_piece
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
@@ -139,6 +140,16 @@ def test_a_vocabulary_that_is_not_read_says_what_to_do(tmp_path: Path) -> None:
             read_vocabulary(Folder(tmp_path), Config({}, tmp_path / "config.json"), 9)
         if name != "config":
             (tmp_path / f"{name}.json").unlink()
+
+
+def test_a_model_that_differs_from_tokenizer_json_is_left_aside(tmp_path: Path) -> None:
+    """As one of another version, or a pointer of Git LFS, does."""
+    n_rows = max(N_PIECES, sentence_piece(tmp_path).get_vocab_size())
+    config = Config({}, tmp_path / "config.json")
+    alone = read_vocabulary(Folder(tmp_path), config, n_rows)
+    for model in (MODEL, b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "tokenizer.model").write_bytes(model)
+        assert read_vocabulary(Folder(tmp_path), config, n_rows) == alone
 
 
 def test_fields_of_a_message() -> None:
