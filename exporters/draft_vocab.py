@@ -71,7 +71,6 @@ class DraftVocabSource:
         self._source, self._output = source, output.name
         self.digest = hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
         self.path = source.path
-        self.files: Sequence[Path] = source.files
         self.metadata: Metadata = source.metadata
         some = rows.arranged(output, (len(ids), output.n_in), lambda wanted: ids[wanted].astype(np.int64))
         others = [tensor for tensor in source.tensors if tensor.name != _OUTPUT]
@@ -80,6 +79,11 @@ class DraftVocabSource:
             *source.notes,
             f"it has logits for {len(ids)} of {output.shape[0]} tokens ({text}), so it can only draft (-md)",
         ]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """See Source."""
+        return self._source.files
 
     def release(self, name: str) -> None:
         """See Source.release."""

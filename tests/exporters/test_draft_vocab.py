@@ -109,6 +109,5 @@ def test_wrong_numbers_are_refused(model: Path, tmp_path: Path, wanted: str) -> 
 def test_a_cut_model_is_not_cut_again_and_runs_on_the_cpu(model: Path, cut: Path, tmp_path: Path) -> None:
     result = run(cut, "--draft-vocab", "40", "-o", tmp_path / "o.gguf")
     assert "must be a whole language model for --draft-vocab" in result.output
-    with edgeinfer.load(model, draft=[str(cut)], draft_device="onnx:0") as engine:
-        completion = engine.generate("text", max_tokens=2)
-    assert "which runs on the CPU, not on onnx:0" in str(completion.timings.speculation.dropped)
+    with pytest.warns(RuntimeWarning, match="which runs on the CPU, not on onnx:0"):
+        edgeinfer.load(model, draft=[str(cut)], draft_device="onnx:0").close()
