@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,8 +83,9 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
     what is no head, and for none of a head that needs it.
     """
     if path.is_dir():
-        folders = importlib.import_module("edgeinfer.exporters.folders")
-        with folders.open_model_or_head(path, target) as folder:
+        from edgeinfer.exporters.folders import open_model_or_head
+
+        with open_model_or_head(path, target) as folder:
             yield folder
         return
     with ModelFile.open(path) as file:

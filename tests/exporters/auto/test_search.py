@@ -11,7 +11,7 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.exporters.auto import choice, trials
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
 from edgeinfer.exporters.auto.divergence import Reference, mean_distance
-from edgeinfer.exporters.auto.search import Limits, Search, distances
+from edgeinfer.exporters.auto.search import Limits, Search
 from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
@@ -54,14 +54,15 @@ def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(source:
     search.measure(lambda share: None)
     limits = Limits(search.n_bytes(flat), 4, 1.0)
     mix = search.refine(limits, lambda share: None)
+    found = search.compare([flat, mix.types], windows)
     search.close()
-    found = distances(source, [flat, mix.types], {}, windows, Device(2))
     assert mix.n_bytes <= limits.n_bytes and found[1].divergence < found[0].divergence
     again = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
     trials.TrialModel, model = None, trials.TrialModel  # type: ignore[assignment, misc]
     try:
         again.measure(lambda share: None)
         assert again.refine(limits, lambda share: None) == mix  # all of it is known
+        assert again.compare([mix.types], windows) == found[1:]
     finally:
         trials.TrialModel = model  # type: ignore[misc]
 
