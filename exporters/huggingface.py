@@ -16,15 +16,12 @@ from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.gguf import MetadataValue
 
-_OF_TOKENS = ("tokens", "token_type", "scores")
-_UNUSED = 5  # in tokenizer.ggml.token_type
-
 
 class HuggingFaceSource:
     """The model of a folder, see Source."""
 
     def __init__(self, model: Model, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
-        self._checkpoint = model.checkpoint
+        self._model = model
         self.path = model.checkpoint.path
         self.metadata = metadata
         self.tensors = tensors
@@ -33,10 +30,11 @@ class HuggingFaceSource:
     @property
     def files(self) -> Sequence[Path]:
         """See Source."""
-        return self._checkpoint.files
+        return self._model.checkpoint.files
 
     def release(self, name: str) -> None:
-        """See Source.release. Rows are read into memory of their own, which goes with them."""
+        """See Source.release."""
+        self._model.release()
 
 
 def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
@@ -48,7 +46,8 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     checkpoint = Checkpoint.open(path)
     recipe = recipe_of(checkpoint)
     model = Model(recipe, checkpoint.language())
-    recipe.check(model)
+    _note_parts(checkpoint, model)
+    keys.check_config(model)
     found = tensors(model)
     words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0]) if vocabulary else {}
     if recipe.cuts_vocabulary and words:
@@ -58,12 +57,23 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     return HuggingFaceSource(model, metadata, found)
 
 
+def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
+    n_others = len(checkpoint.names) - len(model.checkpoint.names)
+    if n_others:
+        model.note(f"the language model alone is converted: {n_others} tensors of other parts are left out")
+    if checkpoint.quantization not in ("", "mxfp4"):
+        model.note(f"the weights are quantised by {checkpoint.quantization}; what is written is made of their floats")
+
+
 def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
     """Without the rows of the embeddings, and of the output, behind the last token of the vocabulary."""
-    of_tokens = {key: words[f"tokenizer.ggml.{key}"] for key in _OF_TOKENS if f"tokenizer.ggml.{key}" in words}
-    kinds = list(of_tokens["token_type"])  # type: ignore[arg-type]
-    n = max(id for id, kind in enumerate(kinds) if kind != _UNUSED) + 1
-    cut: dict[str, MetadataValue] = {f"tokenizer.ggml.{key}": list(each)[:n] for key, each in of_tokens.items()}
+    tokens = words["tokenizer.ggml.tokens"]
+    texts = tokens if isinstance(tokens, list) else []
+    n = len(texts)
+    while n and texts[n - 1] == f"[PAD{n - 1}]":
+        n -= 1
+    keys_of = {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores")}
+    cut = {key: value[:n] for key, value in words.items() if key in keys_of and isinstance(value, list)}
     rows_of = ("token_embd.weight", "output.weight")
     found = [rows.part(tensor, 0, n) if tensor.name in rows_of else tensor for tensor in tensors]
     return {**words, **cut}, found

@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,12 @@ def journal_path(out: Path) -> Path:
     return path.with_name(f"{path.name}.journal")
 
 
+def discard(out: Path) -> None:
+    """Take a partial file and its journal away."""
+    journal_path(out).unlink(missing_ok=True)
+    partial_path(out).unlink(missing_ok=True)
+
+
 @contextmanager
 def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume: bool) -> Iterator[PartialFile]:
     """A file to write, which is kept for --resume where the system ends the work, and else gone if it is not finished.
@@ -48,23 +55,23 @@ def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume:
     if out.exists() and not out.is_file():
         raise InvalidArgument(f"{out}: must be a regular file, since it is written in parts")
     path = partial_path(out)
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b") as file:
+    with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:
         _lock(file, path)
-        partial = PartialFile(out, file, layout, identity, resume)
         try:
+            partial = PartialFile(out, file, layout, identity, resume)
             yield partial
-        except (OSError, KeyboardInterrupt, MemoryError) as error:
+        except (OSError, KeyboardInterrupt, MemoryError, InvalidArgument) as error:
             _tell_how_to_go_on(error, out)
             raise
         except BaseException:
-            partial.discard()
+            discard(out)
             raise
 
 
 class PartialFile:
     """See partial_file.  done: the hash of each tensor that is written."""
 
-    def __init__(self, out: Path, file: BinaryIO, layout: Layout, identity: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, out: Path, file: RawIOBase, layout: Layout, identity: Mapping[str, Any], resume: bool) -> None:
         self.done: dict[str, str] = {}
         self._out = out
         self._file = file
@@ -84,7 +91,6 @@ class PartialFile:
             at += tensor.n_bytes
             progress(at / max(1, sum(each.n_bytes for each in tensors)))
         self._file.truncate(self._layout.n_bytes)
-        self._file.flush()
 
     @property
     def path(self) -> Path:
@@ -98,17 +104,11 @@ class PartialFile:
         self.path.replace(behind_links(self._out))
         journal_path(self._out).unlink(missing_ok=True)
 
-    def discard(self) -> None:
-        """Take the file and its journal away."""
-        journal_path(self._out).unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
     def _begin(self) -> None:
         journal_path(self._out).unlink(missing_ok=True)  # before the bytes that it speaks of
         self._file.truncate(0)
         self._file.seek(0)
-        self._file.write(self._layout.header)
-        self._file.flush()
+        _write_all(self._file, memoryview(self._layout.header))
         self._append(self._first)
 
     def _write(self, tensor: Tensor) -> None:
@@ -117,8 +117,7 @@ class PartialFile:
         for piece in tensor.pieces():
             data = np.ascontiguousarray(piece).data
             digest.update(data)
-            self._file.write(data)
-        self._file.flush()
+            _write_all(self._file, data)
         if (n_bytes := self._file.tell() - start) != tensor.n_bytes:
             raise ValueError(f"tensor {tensor.name} must have {tensor.n_bytes} bytes: found {n_bytes}")
         record = {"name": tensor.name, "type": tensor.type.name, "offset": start, "n_bytes": n_bytes}
@@ -186,7 +185,13 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
     return [key for key in wanted if found.get(key) != wanted[key]]
 
 
-def _hash(file: BinaryIO, n_bytes: int) -> str | None:
+def _write_all(file: RawIOBase, data: memoryview) -> None:
+    """Write all of it: the system may take less at a time."""
+    while len(data):
+        data = data[file.write(data) or 0 :]
+
+
+def _hash(file: RawIOBase, n_bytes: int) -> str | None:
     digest = hashlib.sha256()
     while n_bytes > 0:
         piece = file.read(min(n_bytes, _PIECE_BYTES))
@@ -197,7 +202,7 @@ def _hash(file: BinaryIO, n_bytes: int) -> str | None:
     return digest.hexdigest()
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: RawIOBase, path: Path) -> None:
     """Keep other processes from writing the file. The system gives the lock up with the process."""
     with suppress(ImportError):  # not on Windows
         import fcntl

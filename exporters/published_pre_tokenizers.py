@@ -1,16 +1,16 @@
 """Pre-tokenisers as the makers of models publish them in tokenizer.json.
 
-Phone runtimes know these expressions, some of them by heart. Those of models.tokenization cut the same words but for
-characters that llama.cpp's tables have otherwise: letters of Unicode 16, and the case of letters beyond ASCII. They
-use possessive quantifiers and intersections, which only the library `tokenizers` knows; a pre-tokeniser without a
-published form here is written so.
+Phone runtimes know these expressions, some of them by heart, and not what those of models.tokenization are written
+with: possessive quantifiers, intersections, code points. Both cut the same words but for characters that llama.cpp's
+tables have otherwise: letters of Unicode 16 and, in LOOSE ones, the case of letters beyond ASCII and marks.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, expressions
+from edgeinfer.models.tokenization.pre_tokenizers import LINE_ENDS, PRE_TOKENIZERS, expressions
 
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -37,8 +37,13 @@ _PUBLISHED: dict[str, tuple[str, ...]] = {
         "|".join((_ASCII_WORD, r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", _SPACE)),
     ),
 }
+LOOSE = {PRE_TOKENIZERS["gpt-4o"], PRE_TOKENIZERS["tekken"]}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _DIGITS = {"type": "Digits", "individual_digits": True}
+_AT_END, _NOT_SPACE = (
+    r"(?<!\s)\s++\z",
+    r"&&[^\s]",
+)  # deepseek's, as llama.cpp reads "\s+$" and a range with spaces in it
 
 
 def pre_tokenizer_of(pre: str) -> dict[str, Any]:
@@ -49,8 +54,23 @@ def pre_tokenizer_of(pre: str) -> dict[str, Any]:
     if patterns == PRE_TOKENIZERS["starcoder"]:
         return {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES | {"use_regex": True}]}
     published = next((cut for name, cut in _PUBLISHED.items() if PRE_TOKENIZERS[name] == patterns), None)
-    cuts = published or expressions(pre)
+    cuts = published or _in_plain_terms(patterns) or expressions(pre)
     return {"type": "Sequence", "pretokenizers": [*map(split, cuts), _BYTES | {"use_regex": False}]}
+
+
+def _in_plain_terms(patterns: tuple[str, ...]) -> list[str] | None:
+    """The expressions with what all engines know; None for those that need more."""
+    written = [pattern.replace(LINE_ENDS, r"\s*[\r\n]+").replace(_AT_END, r"\s+$") for pattern in patterns]
+    written = [pattern.replace(_NOT_SPACE, "") for pattern in written]
+    if any(sign in pattern for pattern in written for sign in ("&&", "++", "*+")):
+        return None
+    return [re.sub(r"\\x\{([0-9A-F]+)\}", _character, pattern) for pattern in written]
+
+
+def _character(code_point: re.Match[str]) -> str:
+    """The character itself, as it stands in a class of characters."""
+    char = chr(int(code_point[1], 16))
+    return f"\\{char}" if char in "[]\\^-" else char
 
 
 def split(pattern: str) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -58,7 +60,12 @@ class Source(Protocol):
     """
 
     path: Path
-    files: Sequence[Path]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """See above."""
+        ...
+
     metadata: Metadata
     tensors: Sequence[SourceTensor]
     notes: Sequence[str]
@@ -69,14 +76,22 @@ class Source(Protocol):
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[Source]:
-    """The model of a GGUF file or of a folder of Hugging Face. Raises ModelFileError."""
+def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
+    """The model or the draft head of a GGUF file or of a folder of Hugging Face.
+
+    target: the model that a head drafts for. Raises ModelFileError, UnsupportedModel; InvalidArgument for a target of
+    what is no head, and for none of a head that needs it.
+    """
     if path.is_dir():
-        folder: Source = importlib.import_module("edgeinfer.exporters.huggingface").open_folder(path)
-        yield folder
-    else:
-        with ModelFile.open(path) as file:
-            yield GgufSource(file)
+        from edgeinfer.exporters.folders import open_model_or_head
+
+        with open_model_or_head(path, target) as folder:
+            yield folder
+        return
+    with ModelFile.open(path) as file:
+        if target is not None and not is_draft_head(file):
+            raise InvalidArgument(f"{path} is no draft head, which alone has a target: leave --target out")
+        yield GgufSource(file)
 
 
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
@@ -114,4 +129,6 @@ class GgufSource:
         n_in = info.shape[-1] if info.shape else 1
         if info.type == GGMLType.I2_S:
             return dequantize(info.type, self.file.data(name), info.shape)[first:last]
-        return dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        weights = dequantize(info.type, self._stored(name, first, last), (last - first, n_in))
+        self.file.release(name)
+        return weights

@@ -12,6 +12,7 @@ from pathlib import Path
 from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.request import Plan, Request, Target
 from edgeinfer.files import behind_links, check_writable
 
@@ -21,21 +22,23 @@ class Entry:
     """Where a target is, and what it writes.
 
     module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
-    one is written beside it, or into its folder.
+    one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
+    are wanted: such a file is made where it is not.
     """
 
     module: str
     name: str
     writes: str
     has_manifest: bool = True
+    takes_gguf: bool = False
 
 
 TARGETS = {  # in the order of --help
     "gguf": Entry("edgeinfer.exporters.gguf_target", "GgufTarget", "a GGUF file"),
-    "genai": Entry("edgeinfer.exporters.genai", "GenaiTarget", "a folder for ONNX Runtime GenAI"),
-    "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file"),
-    "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN"),
-    "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch"),
+    "genai": Entry("edgeinfer.exporters.genai", "GenaiTarget", "a folder for ONNX Runtime GenAI", takes_gguf=True),
+    "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file", takes_gguf=True),
+    "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN", takes_gguf=True),
+    "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch", takes_gguf=True),
     "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False),
     "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
 }
@@ -49,7 +52,7 @@ def open_target(name: str) -> Target:
     if importlib.util.find_spec(entry.module) is None:
         raise UnsupportedModel(f"this version of edgeinfer cannot write {entry.writes} (--to {name})")
     target: Target = getattr(importlib.import_module(entry.module), entry.name)()
-    return target
+    return FromGguf(target) if entry.takes_gguf else target
 
 
 def check_places(request: Request) -> None:

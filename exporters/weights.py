@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ Floats = NDArray[np.float32]
 
 PIECE_WEIGHTS = 4 << 20  # are in memory as float32 at once
 _MOST_PIECE_BYTES = 8  # a weight of a piece takes, in the source, as float32 and written, when it is quantised
-_quantize: Any = quantize
 
 
 def written_tensor(source: Source, tensor: SourceTensor, type: GGMLType, importance: Floats | None = None) -> Tensor:
@@ -40,10 +38,10 @@ def written_tensor(source: Source, tensor: SourceTensor, type: GGMLType, importa
 
 
 def peak_bytes(tensor: SourceTensor, type: GGMLType) -> int:
-    """Most memory that writing a tensor takes: what the source keeps of it, and a piece in all its forms."""
+    """Most memory that writing a tensor takes: a piece in all its forms, and what a source that makes rows keeps."""
     n_weights = tensor.n_rows * tensor.n_in
-    kept = tensor.type.n_bytes(n_weights)
-    return kept if is_copied(tensor, type) else kept + _MOST_PIECE_BYTES * 4 * min(n_weights, _piece(tensor))
+    kept = 0 if tensor.stored is not None else tensor.type.n_bytes(n_weights)
+    return kept + _MOST_PIECE_BYTES * 4 * min(n_weights, _piece(tensor))
 
 
 def is_copied(tensor: SourceTensor, type: GGMLType) -> bool:
@@ -62,6 +60,7 @@ def _pieces(source: Source, tensor: SourceTensor, type: GGMLType, importance: Fl
         if is_copied(tensor, type) and tensor.stored is not None:
             for first in range(0, tensor.n_rows, n_rows):
                 yield tensor.stored(first, min(tensor.n_rows, first + n_rows))
+                source.release(tensor.name)
             return
         rows_of_matrix = tensor.shape[-2] if len(tensor.shape) > 1 else 1
         for start in range(0, tensor.n_rows, rows_of_matrix):
@@ -76,7 +75,6 @@ def _pieces(source: Source, tensor: SourceTensor, type: GGMLType, importance: Fl
 def _quantized(name: str, type: GGMLType, rows: Floats, importance: Floats | None) -> Bytes:
     """Raises UnsupportedModel for weights that the type cannot hold."""
     try:
-        data: Bytes = quantize(type, rows) if importance is None else _quantize(type, rows, importance)
+        return quantize(type, rows, importance)
     except ShapeError as error:
-        raise UnsupportedModel(f"tensor {name}: {error}; --type F32 or BF16 holds larger ones") from error
-    return data
+        raise UnsupportedModel(f"tensor {name}: {error}") from error

@@ -24,7 +24,7 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader, each_mixer
 from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file, weights_of
 
-ARCHITECTURE, EAGLE3 = "draft-head", "eagle3"
+ARCHITECTURE, EAGLE3 = HEADS = "draft-head", "eagle3"  # values of general.architecture
 KINDS = ("dgf",)  # dynamic gating fusion
 DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
 TARGET_LAYERS, MATCHES, OUTPUT_TYPE = "target_layers", "matches", "output_type"
@@ -177,7 +177,7 @@ class HeadSpec:
 
 def is_draft_head(file: ModelFile) -> bool:
     """Whether a file says that it is a draft head."""
-    return file.metadata.get("general.architecture") in (ARCHITECTURE, EAGLE3)
+    return file.metadata.get("general.architecture") in HEADS
 
 
 def read_head(file: ModelFile) -> HeadSpec:

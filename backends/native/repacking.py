@@ -85,6 +85,10 @@ class RepackableModel:
         others = config.kv_bytes(_core.KvType.f16, n_tokens) + config.activation_bytes(_core.FrontConfig(), n_threads)
         return packed_bytes(parts) + experts.n_bytes + (0 if rows is None else rows.n_bytes) + others
 
+    def read(self, tokens: Sequence[int], rows: Sequence[int]) -> Logits:
+        """The logits of some rows of a text. Raises Interrupted."""
+        return self._read(np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32))
+
     def trace(self, tokens: Sequence[int], rows: Sequence[int]) -> Trace:
         """A pass through all layers. Raises Interrupted."""
         ids, wanted = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
@@ -99,8 +103,7 @@ class RepackableModel:
         first_layer: n_layers for the output matrix alone. Raises Interrupted.
         """
         if first_layer == 0:
-            nothing = np.empty((0, len(trace.tokens), self.spec.n_embd), dtype=np.float32)
-            return self._run(trace.tokens, trace.rows, np.empty(0, dtype=np.int32), nothing)
+            return self._read(trace.tokens, trace.rows)
         logits = np.empty((len(trace.rows), self.spec.n_logits), dtype=np.float32)
         self._state.truncate(0)
         x = trace.residuals[first_layer - 1]
@@ -142,8 +145,13 @@ class RepackableModel:
         info = rows.info
         held = np.empty(info.n_bytes, np.uint8)
         _copy(self._file, info.name, held)
-        self._weights.set_embedding(int(info.type), *info.shape, held)
+        n_vocab, n_embd = info.shape
+        self._weights.set_embedding(int(info.type), n_vocab, n_embd, held)
         return held
+
+    def _read(self, ids: TokenIds, wanted: NDArray[np.int32]) -> Logits:
+        nothing = np.empty((0, len(ids), self.spec.n_embd), dtype=np.float32)
+        return self._run(ids, wanted, np.empty(0, dtype=np.int32), nothing)
 
     def _run(
         self, ids: TokenIds, wanted: NDArray[np.int32], layers: NDArray[np.int32], taps: NDArray[np.float32]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,37 +122,44 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file, or some of its rows, (n_out, n_in) or (n,), and its bytes."""
+    """A tensor of a file, or some of its rows, (n_out, n_in) or (n,), whose bytes are read when they are used."""
 
     type: GGMLType
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
+    read: Callable[[], NDArray[np.uint8]]
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The bytes."""
+        return self.read()
 
     def pieces(self) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
         """(first row, last row, bytes) of some rows at a time."""
         n_out, n_in = self.shape
         n_rows = n_out if self.type == GGMLType.I2_S else max(1, PIECE_WEIGHTS // n_in)
-        row_bytes = self.data.nbytes // n_out
+        data = self.data
+        row_bytes = data.nbytes // n_out
         for first in range(0, n_out, n_rows):
             last = min(n_out, first + n_rows)
             whole = last - first == n_out
-            yield first, last, self.data if whole else self.data[first * row_bytes : last * row_bytes]
+            yield first, last, data if whole else data[first * row_bytes : last * row_bytes]
 
 
 def part_of(model: ModelFile, ref: TensorRef) -> Part:
     """What a reference to a tensor means. Raises UnsupportedModel for a type without a rule."""
     name = ref.name if isinstance(ref, TensorRows) else ref
-    info, data = model.tensors[name], model.data(name)
+    info = model.tensors[name]
     try:
         check_type(info.type)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{model.path}: tensor {name}: {error}") from None
     if not isinstance(ref, TensorRows):
-        return Part(info.type, info.shape, data)
+        return Part(info.type, info.shape, partial(model.data, name))
     if info.type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {name} is I2_S, which cannot be cut into several matrices")
     row_bytes = info.n_bytes // info.shape[0]
-    return Part(info.type, (ref.last - ref.first, *info.shape[1:]), data[ref.first * row_bytes : ref.last * row_bytes])
+    shape = ref.last - ref.first, *info.shape[1:]
+    return Part(info.type, shape, partial(model.data, name, ref.first * row_bytes, ref.last * row_bytes))
 
 
 def weights_of(part: Part) -> Floats | Blocks:

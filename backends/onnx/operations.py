@@ -13,6 +13,7 @@ from edgeinfer.models import Activation, TensorRef, TensorRows
 from edgeinfer.models.gguf import ModelFile
 
 FLOAT, INT32 = 1, 6  # onnx.TensorProto.DataType
+_FLOAT32 = np.dtype(np.float32)
 _INT8_ACTIVATIONS = 4  # of MatMulNBits: inputs may be rounded to 8 bits by block
 
 
@@ -76,7 +77,8 @@ class Operations:
 
     def vector(self, ref: TensorRef) -> str:
         """A norm or a bias."""
-        return self.graph.constant(_name(ref), vector_of(part_of(self.model, ref)))
+        part = part_of(self.model, ref)
+        return self.graph.constant(_name(ref), Constant(_FLOAT32, part.shape, lambda: vector_of(part)))
 
     def slice(self, x: str, first: int, last: int) -> str:
         """Elements first..last - 1 along the last axis."""

@@ -51,10 +51,15 @@ RECIPES = (
         classes=("Ernie4_5_MoeForCausalLM",),
         model_types=("ernie4_5_moe",),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
-        fixed={"hidden_act": (None, "silu"), "moe_norm_min": (None, 1e-12), "moe_use_aux_free": (None, True)},
+        fixed={
+            "hidden_act": (None, "silu"),
+            "moe_norm_min": (None, 1e-12),
+            "moe_gate": (None, "topk"),
+            "moe_gate_act": (None, "softmax"),
+        },
         reads=frozenset(
             {"moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index", "moe_intermediate_size"}
-            | {"moe_num_shared_experts", "num_nextn_predict_layers"}
+            | {"moe_num_shared_experts", "num_nextn_predict_layers", "moe_use_aux_free", "moe_capacity"}
         ),
         experts=ExpertNames(
             count=("moe_num_experts",),

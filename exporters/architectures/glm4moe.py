@@ -62,6 +62,7 @@ RECIPES = (
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
         },
         fixed={"hidden_act": (None, "silu"), "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
         reads=frozenset(

@@ -18,12 +18,6 @@ FACTORS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
-# Of Mamba layers and of experts, of which there are none.
-_MAMBA = frozenset(
-    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
-    "mamba_conv_bias mamba_proj_bias normalization_function init_method num_experts_per_tok embedding_dropout "
-    "ffn_hidden_act".split()
-)
 
 
 def factors(model: Model) -> Keys:
@@ -77,8 +71,10 @@ HYBRID = replace(
     GRANITE,
     classes=("GraniteMoeHybridForCausalLM",),
     model_types=("granitemoehybrid",),
-    fixed={"hidden_act": (None, "silu"), "num_local_experts": (0,)},
-    reads=frozenset(FACTORS) | {"shared_intermediate_size", "position_embedding_type"} | _MAMBA,
+    fixed={"hidden_act": (None, "silu"), "num_local_experts": (0,), "normalization_function": (None, "rmsnorm")},
+    reads=frozenset(FACTORS)
+    | {"shared_intermediate_size", "position_embedding_type"}
+    | {"num_experts_per_tok", "init_method"},
     dense={},
     special=_hybrid_dense,
     check=_check_hybrid,

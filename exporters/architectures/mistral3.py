@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import BIASES, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import context_within_window
@@ -19,17 +21,19 @@ def _keys(model: Model) -> Keys:
     return keys
 
 
-RECIPES = (
-    Recipe(
-        name="mistral3",
-        classes=("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM", "Ministral3Model"),
-        model_types=("mistral3", "ministral3"),
-        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128},
-        fixed={"hidden_act": (None, "silu")},
-        reads=frozenset({"sliding_window", "mscale_all_dim", "llama_4_scaling_beta"}),
-        optional=BIASES,
-        interleaved=True,
-        rope_kinds=frozenset({"llama3"}),
-        keys=_keys,
-    ),
+MINISTRAL3 = Recipe(
+    name="mistral3",
+    classes=("Ministral3ForCausalLM", "Ministral3Model"),
+    model_types=("ministral3", "mistral3/ministral3"),
+    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128},
+    fixed={"hidden_act": (None, "silu")},
+    reads=frozenset({"sliding_window", "mscale_all_dim", "llama_4_scaling_beta"}),
+    optional=BIASES,
+    interleaved=True,
+    rope_kinds=frozenset({"llama3"}),
+    keys=_keys,
 )
+MISTRAL3 = replace(
+    MINISTRAL3, classes=(), model_types=("mistral3", "mistral3/mistral"), defaults={"sliding_window": 4096}
+)
+RECIPES = (MINISTRAL3, MISTRAL3)

@@ -4,3 +4,7 @@ sensitivity.py measures what rounding one tensor does to the logits of the nativ
 speed.py what a weight of each format costs in a pass; allocation.py takes the formats with the least loss that fit, and
 search.py measures the closest of these decisions again where they were taken.
 """
+
+from edgeinfer.exporters.auto.choice import choose_types
+
+__all__ = ["choose_types"]

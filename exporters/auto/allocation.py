@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +32,7 @@ class Allocation:
 
 
 def allocate(options: Options, n_bytes: float, seconds: float = np.inf) -> Allocation:
-    """The options with the smallest sum of losses within both limits, as far as two multipliers and then single moves find.
+    """The options with the smallest sum of losses within both limits, as far as multipliers and single moves find.
 
     A Lagrangian of both limits (Everett 1963, doi:10.1287/opre.11.3.399), whose gap greedy moves fill. Raises
     BudgetExceeded where nothing fits.
@@ -59,7 +58,7 @@ def allocate(options: Options, n_bytes: float, seconds: float = np.inf) -> Alloc
 
 
 def margins(options: Options, allocation: Allocation) -> tuple[Numbers, NDArray[np.intp]]:
-    """How little another option of each tensor is worse at these multipliers, over the losses of both, and which one."""
+    """How little another option of each tensor is worse, at these multipliers and over both losses; and which one."""
     costs = _costs(options, allocation.per_byte, allocation.per_second)
     rows = np.arange(len(costs))
     own = costs[rows, allocation.chosen]
@@ -85,7 +84,7 @@ def _costs(options: Options, per_byte: float, per_second: float) -> Numbers:
 
 
 def _best(options: Options, per_byte: float, per_second: float) -> NDArray[np.intp]:
-    return _costs(options, per_byte, per_second).argmin(axis=1)
+    return np.asarray(_costs(options, per_byte, per_second).argmin(axis=1), dtype=np.intp)
 
 
 def _sum(values: Numbers, chosen: NDArray[np.intp]) -> float:

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 
 from edgeinfer.backends.native.weights import MATRIX_TYPES
-from edgeinfer.exporters.source import Source, SourceTensor
-from edgeinfer.models import Experts, ExpertRows, ModelSpec, TensorRows
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.models import ExpertRows, Experts, ModelSpec, TensorRows
 from edgeinfer.models import formats as weight_formats
 from edgeinfer.models.gguf import GGMLType
 
@@ -25,7 +25,8 @@ class Subject:
     """A tensor whose format is chosen.
 
     formats: from the smallest on.  shape: (n_out, n_in) of each matrix in it.  n_matrices: more than one for experts.
-    n_used: of these a token wants so many; 0 for embeddings that no product reads.
+    n_used: of these a token wants so many; 0 for embeddings that no product reads.  layer: the first one that reads
+    it; for the output matrix the number of layers.
     """
 
     tensor: SourceTensor
@@ -33,6 +34,7 @@ class Subject:
     shape: tuple[int, int]
     n_matrices: int
     n_used: int
+    layer: int
 
     @property
     def name(self) -> str:
@@ -46,7 +48,7 @@ class Subject:
 
 def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
     """The tensors that are chosen for: matrices in floats, without routers. The others stay as the source has them."""
-    products = _products_of(spec)
+    products, layers = _products_of(spec), _layers_of(spec)
     found = []
     for tensor in source.tensors:
         if tensor.name not in products and tensor.name != spec.token_embd:
@@ -56,13 +58,15 @@ def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
             continue
         n_matrices = tensor.n_rows // tensor.shape[-2]
         shape = (tensor.shape[-2], tensor.n_in)
-        found.append(Subject(tensor, formats, shape, n_matrices, products.get(tensor.name, 0)))
+        found.append(Subject(tensor, formats, shape, n_matrices, products.get(tensor.name, 0), layers[tensor.name]))
     return found
 
 
 def _products_of(spec: ModelSpec) -> dict[str, int]:
     """How many of its matrices a token is multiplied with, by tensor, without routers."""
-    n_used = {f"layers.{i}.ffn": layer.ffn.n_used for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
+    n_used = {
+        f"layers.{i}.ffn": layer.ffn.n_used for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)
+    }
     products = {}
     for weight in spec.weights():
         if len(weight.shape) < 2 or "router" in weight.role or weight.role.endswith("_bias"):
@@ -71,6 +75,16 @@ def _products_of(spec: ModelSpec) -> dict[str, int]:
         name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref
         products[name] = n_used[weight.block] if len(weight.shape) == 3 else 1
     return products
+
+
+def _layers_of(spec: ModelSpec) -> dict[str, int]:
+    """The first layer that reads a tensor."""
+    layers: dict[str, int] = {} if spec.token_embd is None else {spec.token_embd: 0}
+    for weight in spec.weights():
+        ref = weight.tensor
+        name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref
+        layers.setdefault(name, int(weight.block.split(".")[1]) if weight.block else spec.n_layers)
+    return layers
 
 
 def _formats_of(tensor: SourceTensor) -> tuple[GGMLType, ...]:

@@ -12,7 +12,7 @@ from edgeinfer.types import Logits
 
 
 class Distance(NamedTuple):
-    """Means over tokens. divergence: Kullback-Leibler, in nats.  agreement: how often the likeliest token is the same."""
+    """Means over tokens. divergence: Kullback-Leibler, in nats.  agreement: share with the same likeliest token."""
 
     divergence: float
     agreement: float

@@ -38,6 +38,14 @@ def rounded_rows(tensor: SourceTensor, type: GGMLType, importance: Importance, f
     return formats.dequantize(type, data, (last - first, tensor.n_in))
 
 
+def amplified_rows(
+    tensor: SourceTensor, type: GGMLType, gain: float, importance: Importance, first: int, last: int
+) -> Floats:
+    """Rows first..last-1 with the error of a format times a gain, (last - first, n_in)."""
+    weights = tensor.rows(first, last)
+    return weights + np.float32(gain) * (rounded_rows(tensor, type, importance, first, last) - weights)
+
+
 def errors_of(tensor: SourceTensor, types: Iterable[GGMLType], importance: Importance) -> dict[GGMLType, float]:
     """Sum of the squared errors of some rows in each format, each weighted by the importance of its column.
 

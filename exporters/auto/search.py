@@ -1,46 +1,49 @@
-"""The search for the formats of a model: measure, allocate, measure the closest decisions again, compare with the source."""
+"""The search for the formats of a model: measure, allocate, and measure the closest decisions again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
-from edgeinfer.exporters.auto.calibration import Window
 from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
 from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.sensitivity import all_errors, held_types, loss_table, measured_losses
+from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.exporters.auto.trials import Trials, Types, digest_of
+from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import Device
 
 _ROUNDS, _MARGINAL = 2, 20  # how often how many tensors are measured again in the mix
-_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a loss in the mix to what it was alone
+_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 
 @dataclass(frozen=True)
 class Limits:
     """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
 
-    None for seconds is the time of uniform formats with as many bytes: a mix is not slower than these.
+    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
     """
 
     n_bytes: int
     n_tokens: int = 1
-    seconds: float | None = None
+    seconds: float | None = math.inf
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass, by the kernels' times."""
+    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass."""
 
     types: Mapping[str, GGMLType]
     predicted: float
@@ -64,10 +67,10 @@ class Search:
         objective: Objective | None = None,
         state: Path | None = None,
     ) -> None:
-        self._source, self._subjects, self._importance = source, subjects, importance
-        self._windows, self._device = windows, device
-        self._objective = Divergence() if objective is None else objective
+        self._source, self._subjects, self._importance, self._device = source, subjects, importance, device
         self._state = State(state, fingerprint_of(subjects, windows, importance))
+        objective = Divergence() if objective is None else objective
+        self._trials = Trials(source, subjects, importance, windows, device, objective, self._state)
         self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)
         self._speeds = Speeds(device.n_threads, device.isa)
         self._losses: Numbers = np.empty((0, 0))
@@ -75,10 +78,7 @@ class Search:
     def measure(self, progress: Callable[[float], None]) -> None:
         """Measure the loss of every tensor, one forward pass or a part of it each."""
         errors = all_errors(self._subjects, self._importance, self._state)
-        with self._base() as model:
-            traces = model.traces(self._windows)
-            self._objective.begin([trace.logits for trace in traces])
-            measured = measured_losses(model, traces, self._subjects, self._objective, self._state, progress)
+        measured = measured_losses(self._trials, self._subjects, progress)
         self._losses = loss_table(self._subjects, self.formats, measured, errors)
 
     def allocate(self, limits: Limits) -> Mix:
@@ -87,22 +87,42 @@ class Search:
 
     def refine(self, limits: Limits, progress: Callable[[float], None]) -> Mix:
         """The same, with the closest decisions measured again in the mix, twice. Raises BudgetExceeded."""
-        with self._base() as model:
-            for i in range(_ROUNDS):
-                self._measure_again(model, limits, lambda share, i=i: progress((i + share) / _ROUNDS))
+        for i in range(_ROUNDS):
+            self._measure_again(limits)
+            progress((i + 1) / _ROUNDS)
         return self.allocate(limits)
+
+    def compare(self, mixes: Sequence[Types], windows: Sequence[Window]) -> list[Distance]:
+        """How far mixes are from the source on other texts, as the engine runs them; each is measured once."""
+        texts = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
+        keys = [f"{digest_of(types)} {texts}" for types in mixes]
+        missing = {key: types for key, types in zip(keys, mixes, strict=True) if self._known(key) is None}
+        found = distances(self._source, list(missing.values()), self._importance, windows, self._device)
+        for key, distance in zip(missing, found, strict=True) if missing else ():
+            for kind, value in distance._asdict().items():
+                self._state.add(f"{kind} {key}", value)
+        return [distance for key in keys if (distance := self._known(key)) is not None]
+
+    def _known(self, key: str) -> Distance | None:
+        divergence, agreement = (self._state.get(f"{kind} {key}") for kind in Distance._fields)
+        return None if divergence is None or agreement is None else Distance(divergence, agreement)
+
+    def close(self) -> None:
+        """Give the model that was measured back."""
+        self._trials.close()
 
     def seconds(self, types: Mapping[str, GGMLType], n_tokens: int) -> float:
         """Of the products of a pass."""
         return sum(self._speeds.of(subject, types[subject.name], n_tokens) for subject in self._subjects)
 
+    def predicted(self, types: Mapping[str, GGMLType]) -> float:
+        """The loss by the table."""
+        options = [self.formats.index(types[subject.name]) for subject in self._subjects]
+        return float(self._losses[np.arange(len(options)), options].sum())
+
     def n_bytes(self, types: Mapping[str, GGMLType]) -> int:
         """Of the tensors that are chosen for."""
         return sum(subject.n_bytes(types[subject.name]) for subject in self._subjects)
-
-    def _base(self) -> TrialModel:
-        held = held_types(self._subjects)
-        return TrialModel(self._source, held, self._importance, _longest(self._windows), self._device)
 
     def _allocation(self, limits: Limits) -> Allocation:
         seconds = limits.seconds if limits.seconds is not None else self._uniform_seconds(limits)
@@ -132,51 +152,41 @@ class Search:
 
     def _mix(self, allocation: Allocation, limits: Limits) -> Mix:
         types = {
-            subject.name: self.formats[option] for subject, option in zip(self._subjects, allocation.chosen, strict=True)
+            subject.name: self.formats[option]
+            for subject, option in zip(self._subjects, allocation.chosen, strict=True)
         }
-        loss = float(self._losses[np.arange(len(self._subjects)), allocation.chosen].sum())
-        return Mix(types, loss, self.n_bytes(types), self.seconds(types, limits.n_tokens))
+        return Mix(types, self.predicted(types), self.n_bytes(types), self.seconds(types, limits.n_tokens))
 
-    def _measure_again(self, model: TrialModel, limits: Limits, progress: Callable[[float], None]) -> None:
-        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen."""
+    def _measure_again(self, limits: Limits) -> None:
+        """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen.
+
+        Their errors are amplified, as in sensitivity.py. All losses are larger in a mix; only what differs from the
+        usual ratio says something of a tensor.
+        """
         allocation = self._allocation(limits)
-        chosen = [self.formats[option] for option in allocation.chosen]
-        for subject, type in zip(self._subjects, chosen, strict=True):
-            model.round(subject.name, type)
-        traces = model.traces(self._windows)
-        before = self._objective.loss([trace.logits for trace in traces])
-        gaps, others = margins(Options(*self._tables(limits)), allocation)
-        closest = np.argsort(gaps, kind="stable")[:_MARGINAL]
-        for done, i in enumerate(closest):
-            subject, other = self._subjects[i], self.formats[others[i]]
-            model.round(subject.name, other)
-            change = self._objective.loss(model.logits(traces, subject.name)) - before
-            model.round(subject.name, chosen[i])
-            expected = self._losses[i, others[i]] - self._losses[i, allocation.chosen[i]]
-            if expected != 0:
-                self._losses[i] *= min(max(change / expected, _LEAST_RATIO), _MOST_RATIO)
-            progress((done + 1) / len(closest))
-
-    def _tables(self, limits: Limits) -> tuple[Numbers, Numbers, Numbers]:
-        options = self._options(limits.n_tokens)
-        return options.losses, options.n_bytes, options.seconds
+        mix = self._mix(allocation, limits).types
+        gaps, _ = margins(self._options(limits.n_tokens), allocation)
+        before = self._trials.loss(mix)
+        ratios: dict[int, float] = {}
+        for i in np.argsort(gaps, kind="stable")[:_MARGINAL].tolist():
+            name, alone = self._subjects[i].name, float(self._losses[i, allocation.chosen[i]])
+            if alone > 0:
+                change = self._trials.loss(mix, name, mix[name], GAIN) - before
+                ratios[i] = max(change / (GAIN**2 - 1), 0.0) / alone
+        usual = float(np.median(list(ratios.values()))) if ratios else 0.0
+        for i, ratio in ratios.items() if usual > 0 else ():
+            self._losses[i] *= min(max(ratio / usual, _LEAST_RATIO), _MOST_RATIO)
 
 
 def distances(
-    source: Source,
-    mixes: Sequence[Mapping[str, GGMLType]],
-    importance: Importance,
-    windows: Sequence[Window],
-    device: Device,
-) -> list[Distance]:
+    source: Source, mixes: Sequence[Types], importance: Importance, windows: Sequence[Window], device: Device
+) -> Iterator[Distance]:
     """How far the source is from itself with tensors in other formats, as the engine runs these."""
     with TrialModel(source, {}, importance, _longest(windows), device) as model:
-        references = [Reference(trace.logits) for trace in model.traces(windows)]
-    found = []
+        references = [Reference(logits) for logits in model.read(windows)]
     for types in mixes:
         with TrialModel(source, types, importance, _longest(windows), device) as model:
-            found.append(mean_distance(references, [trace.logits for trace in model.traces(windows)]))
-    return found
+            yield mean_distance(references, model.read(windows))
 
 
 def _longest(windows: Sequence[Window]) -> int:

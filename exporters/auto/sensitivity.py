@@ -6,27 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from edgeinfer.backends.native.repacking import Trace
 from edgeinfer.exporters.auto.allocation import Numbers
 from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.objective import Objective
 from edgeinfer.exporters.auto.rounding import Importance, errors_of
 from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.trial import TrialModel
+from edgeinfer.exporters.auto.trials import Trials
 from edgeinfer.models.gguf import GGMLType
 
-# Losses are measured in the first of these that a tensor may have: large enough to be seen above the noise of float
-# arithmetic, and small enough to be quadratic in the error, so that the ratio of errors holds.
-_MEASURED = (GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_0)
-_HELD = GGMLType.Q8_0  # in which a model is measured: its products take half of the time of those in floats
+# Formats with a scale alone, and with a scale and a minimum. Their errors differ in kind: in matrices of values, the
+# same weighted error costs two to four times as much without a minimum. So a loss is measured in one format of each
+# kind, the first of these that a tensor may have; other formats have it by the ratio of errors.
+_KINDS: tuple[frozenset[GGMLType], ...] = (
+    frozenset(GGMLType[name] for name in ("Q3_K", "Q4_0", "Q5_0", "Q6_K", "Q8_0", "F16", "BF16", "F32")),
+    frozenset(GGMLType[name] for name in ("Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K")),
+)
+_LEAST = 1e-9  # of a loss that is measured: less is noise
+# Whatever changes in a model, the int8 codes of activations behind it change here and there, and with them the logits:
+# by about ten times as much as rounding one tensor to four bits does. So its errors are amplified, which the loss is
+# nearly quadratic in, and what no error at all would do is measured too, in some layers, and taken off. Losses above
+# _LARGE are no longer quadratic, and large enough to be measured as they are.
+GAIN, _NO_GAIN, _FLOORS, _LARGE = 4.0, 0.05, 8, 0.25
+_MEASURED = (("Q4_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_K", "Q5_1"))
+
+Losses = Mapping[GGMLType, float]
 
 
-def held_types(subjects: Sequence[Subject]) -> dict[str, GGMLType]:
-    """The types in which a model is measured; what tensors are rounded to is held in them again, as nearly the same."""
-    return {subject.name: _HELD for subject in subjects if _HELD in subject.formats}
-
-
-def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> list[Mapping[GGMLType, float]]:
+def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> Sequence[Mapping[GGMLType, float]]:
     """The weighted error of each tensor in each of its formats; see rounding.errors_of."""
     found = []
     for subject in subjects:
@@ -39,44 +44,77 @@ def all_errors(subjects: Sequence[Subject], importance: Importance, state: State
     return found
 
 
-def _error_name(subject: Subject, type: GGMLType) -> str:
-    return f"error {subject.name} {type.name}"
-
-
-def measured_losses(
-    model: TrialModel,
-    traces: Sequence[Trace],
-    subjects: Sequence[Subject],
-    objective: Objective,
-    state: State,
-    progress: Callable[[float], None],
-) -> list[tuple[GGMLType, float]]:
-    """The loss of each tensor alone in one format, and that format."""
-    found = []
+def measured_losses(trials: Trials, subjects: Sequence[Subject], progress: Callable[[float], None]) -> Sequence[Losses]:
+    """The losses with each tensor alone rounded, to a format of each kind."""
+    floor, found = floors(trials, subjects), []
     for i, subject in enumerate(subjects):
-        type = next((each for each in _MEASURED if each in subject.formats), subject.formats[0])
-        name = f"loss {subject.name} {type.name}"
-        loss = state.get(name)
-        if loss is None:
-            model.round(subject.name, type)
-            loss = state.add(name, objective.loss(model.logits(traces, subject.name)))
-            model.round(subject.name, None)
-        found.append((type, loss))
+        found.append({type: _loss_alone(trials, subject, type, floor) for type in measured_formats(subject)})
         progress((i + 1) / len(subjects))
     return found
 
 
+def floors(trials: Trials, subjects: Sequence[Subject]) -> Callable[[int], float]:
+    """The loss that any change before a layer has, however small, by layer; 0 for the output matrix."""
+    first = {subject.layer: subject for subject in reversed(subjects) if subject.n_used}
+    last = max(subject.layer for subject in subjects)
+    inside = sorted(layer for layer in first if layer < last or len(first) == 1)
+    some = inside[:: max(1, len(inside) // _FLOORS)]
+    found = [trials.loss({}, first[layer].name, measured_formats(first[layer])[0], _NO_GAIN) for layer in some]
+    return lambda layer: float(np.interp(layer, some, found)) if layer <= inside[-1] else 0.0
+
+
+def _loss_alone(trials: Trials, subject: Subject, type: GGMLType, floor: Callable[[int], float]) -> float:
+    loss = trials.loss({}, subject.name, type, GAIN)
+    if loss > _LARGE:
+        return max(_LEAST, trials.loss({}, subject.name, type) - floor(subject.layer))
+    return max(_LEAST, (loss - floor(subject.layer)) / GAIN**2)
+
+
+def measured_formats(subject: Subject) -> list[GGMLType]:
+    """The formats in which the loss of a tensor is measured."""
+    found = []
+    for names in _MEASURED:
+        found += [GGMLType[name] for name in names if GGMLType[name] in subject.formats][:1]
+    return found or [subject.formats[0]]
+
+
 def loss_table(
-    subjects: Sequence[Subject],
-    formats: Sequence[GGMLType],
-    measured: Sequence[tuple[GGMLType, float]],
-    errors: Sequence[Mapping[GGMLType, float]],
+    subjects: Sequence[Subject], formats: Sequence[GGMLType], measured: Sequence[Losses], errors: Sequence[Losses]
 ) -> Numbers:
     """(n_tensors, n_formats) losses, infinite where a tensor may not have the format."""
+    by_kind = _sensitivities([_per_error(kind, measured, errors) for kind in _KINDS])
     table = np.full((len(subjects), len(formats)), np.inf)
-    for i, (subject, (type, loss)) in enumerate(zip(subjects, measured, strict=True)):
-        per_error = max(loss, 0.0) / max(errors[i][type], 1e-30)
-        for j, each in enumerate(formats):
-            if each in subject.formats:
-                table[i, j] = per_error * errors[i][each]
+    for i, subject in enumerate(subjects):
+        for j, type in enumerate(formats):
+            if type in subject.formats:
+                table[i, j] = by_kind[0 if type in _KINDS[0] else 1][i] * errors[i][type]
     return table
+
+
+def _sensitivities(by_kind: Sequence[Numbers]) -> Sequence[Numbers]:
+    """What an error of each kind costs in each tensor, of what was measured; NaN is what was not.
+
+    A measurement depends on the text and on how the errors happen to fall. So it counts half, and half the geometric
+    mean of the kinds, each over what is usual for it.
+    """
+    usual = [float(np.exp(np.nanmedian(np.log(each)))) if np.isfinite(each).any() else np.nan for each in by_kind]
+    usual = [float(np.nanmean(usual)) if np.isnan(value) else value for value in usual]
+    relative = np.array([each / value for each, value in zip(by_kind, usual, strict=True)])
+    n_measured = np.isfinite(relative).sum(axis=0)
+    common = np.exp(np.where(np.isfinite(relative), np.log(relative), 0.0).sum(axis=0) / np.maximum(n_measured, 1))
+    own = [np.where(np.isfinite(each), each, common) for each in relative]
+    return [value * np.sqrt(common * each) for value, each in zip(usual, own, strict=True)]
+
+
+def _per_error(kind: frozenset[GGMLType], measured: Sequence[Losses], errors: Sequence[Losses]) -> Numbers:
+    """(n_tensors,) loss of a weighted error of one, NaN where none of the kind was measured."""
+    found = np.full(len(measured), np.nan)
+    for i, losses in enumerate(measured):
+        for type, loss in losses.items():
+            if type in kind and errors[i][type] > 0:
+                found[i] = max(loss, _LEAST) / errors[i][type]
+    return found
+
+
+def _error_name(subject: Subject, type: GGMLType) -> str:
+    return f"error {subject.name} {type.name}"

@@ -20,7 +20,7 @@ _FILL = 0x55  # scales that are usual numbers
 
 
 class Speeds:
-    """Seconds of products with matrices of some shapes, kept on disk by machine and build. n_threads: that share one."""
+    """Seconds of products with matrices of some shapes, kept on disk by machine and build. n_threads: of a pass."""
 
     def __init__(self, n_threads: int, isa: str | None = None) -> None:
         self._n_threads, self._isa = n_threads, isa or best_isa()

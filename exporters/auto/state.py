@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.exporters.auto.calibration import Window
 from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.windows import Window
 
 _VERSION = 1
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
 from edgeinfer.backends.native.repacking import RepackableModel, Trace
-from edgeinfer.exporters.auto.calibration import Window
-from edgeinfer.exporters.auto.rounding import Importance, rounded_bytes, rounded_rows
+from edgeinfer.exporters.auto.rounding import Importance, amplified_rows, rounded_bytes
+from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.models import formats, read_spec
@@ -20,11 +21,18 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device, Logits
 
 
+class Rounding(NamedTuple):
+    """A format, and what its errors are multiplied by."""
+
+    type: GGMLType
+    gain: float
+
+
 class TrialModel:
     """The model of a source. A context manager.
 
-    held: the type in which each tensor is in memory; those that are not in it are as the source has them.  rounded:
-    formats that some of them are rounded to before; see `round`.  n_tokens: of a window at most.
+    held: the type in which each tensor is in memory; those that are not in it are as the source has them.
+    n_tokens: of a window at most.
     Raises UnsupportedModel, ModelFileError.
     """
 
@@ -35,12 +43,11 @@ class TrialModel:
         importance: Importance,
         n_tokens: int,
         device: Device,
-        rounded: Mapping[str, GGMLType] | None = None,
     ) -> None:
         self._source, self._importance = source, importance
         self._tensors = {tensor.name: tensor for tensor in source.tensors}
         self._held = {name: held.get(name, tensor.type) for name, tensor in self._tensors.items()}
-        self._rounded = dict(rounded or {})
+        self._rounded: dict[str, Rounding] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="edgeinfer-auto-")
         try:
             self._file = self._opened(Path(self._folder.name))
@@ -51,24 +58,24 @@ class TrialModel:
             self.close()
             raise
 
-    def round(self, name: str, type: GGMLType | None) -> None:
-        """Round a tensor to a format from now on, None to have it as it was."""
-        if self._rounded.get(name) == type:
+    def round(self, name: str, type: GGMLType | None, gain: float = 1.0) -> None:
+        """Round a tensor to a format from now on, None to have it as it was.  gain: of its errors."""
+        wanted = None if type is None else Rounding(type, gain)
+        if self._rounded.get(name) == wanted:
             return
-        if type is None:
+        if wanted is None:
             del self._rounded[name]
         else:
-            self._rounded[name] = type
+            self._rounded[name] = wanted
         self._model.repack(name)
-
-    @property
-    def rounded(self) -> Mapping[str, GGMLType]:
-        """What is rounded now."""
-        return dict(self._rounded)
 
     def traces(self, windows: Sequence[Window]) -> list[Trace]:
         """Passes of whole windows. Raises Interrupted."""
         return [self._model.trace(window.tokens, window.rows) for window in windows]
+
+    def read(self, windows: Sequence[Window]) -> list[Logits]:
+        """The logits of windows. Raises Interrupted."""
+        return [self._model.read(window.tokens, window.rows) for window in windows]
 
     def logits(self, traces: Sequence[Trace], changed: str) -> list[Logits]:
         """What the windows have for logits where a tensor alone has changed since. Raises Interrupted."""
@@ -94,9 +101,9 @@ class TrialModel:
         held, rounded = self._held[tensor.name], self._rounded.get(tensor.name)
         row_bytes = held.n_bytes(tensor.n_in)
         first, last = first // row_bytes, last // row_bytes
-        if rounded is None or rounded == held:
+        if rounded is None or rounded == (held, 1.0):
             return rounded_bytes(tensor, held, self._importance, first, last)
-        rows = rounded_rows(tensor, rounded, self._importance, first, last)
+        rows = amplified_rows(tensor, *rounded, self._importance, first, last)
         return np.ascontiguousarray(formats.quantize(held, rows))
 
     def __enter__(self) -> TrialModel:

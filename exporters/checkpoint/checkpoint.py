@@ -55,9 +55,12 @@ class Checkpoint:
         Keys of text_config come before those of the whole. Names are "model.layers.0.…", "model.embed_tokens.weight",
         "model.norm.weight" and "lm_head.weight", whatever stands in front of them; other parts are left out.
         """
-        names = language_names(self._tensors)
+        return self.renamed(language_names(self._tensors), self.config.language())
+
+    def renamed(self, names: Mapping[str, str], config: Config) -> Checkpoint:
+        """The tensors that are named alone. names: those that are stored by those that they get."""
         tensors = {name: self._tensors[stored] for name, stored in names.items()}
-        return Checkpoint(self.folder, self.config.language(), tensors, self.quantization)
+        return Checkpoint(self.folder, config, tensors, self.quantization)
 
     @property
     def path(self) -> Path:

@@ -85,7 +85,7 @@ class Folder:
         path = self.file(name)
         try:
             with open(path, "rb") as file:
-                found = file.read(most_bytes + 1)
+                found = file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)  # allocates as much
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
         if len(found) > most_bytes:

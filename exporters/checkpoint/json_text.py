@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from edgeinfer.errors import ModelFileError
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:
     """The object in a text in UTF-8. where: begins the message of an error. Raises ModelFileError."""
     try:
         found = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_constant)
+        if _HALF.search(text):  # half a character, as "\\ud800", which no file can have
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{where}: no JSON: {error!s:.200}") from error
     if not isinstance(found, dict):

@@ -25,6 +25,7 @@ from edgeinfer.models.gguf_reader.mapping import MappedFile
 Bytes = NDArray[np.uint8]
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library of the format
+_LFS = b"version "  # with which such a pointer begins
 _MOST_AXES = 8
 _MOST_ELEMENTS = 1 << 62
 _BITS = {
@@ -77,6 +78,8 @@ class _Header:
     def __init__(self, file: MappedFile) -> None:
         self._file = file
         prefix = file.read(0, min(8, file.size))
+        if prefix == _LFS:
+            self._refuse("is a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`")
         self._length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else file.size
         if self._length > min(file.size - 8, MAX_HEADER_BYTES):
             self._refuse(f"no safetensors file, or cut short: its header is to have {self._length} bytes")

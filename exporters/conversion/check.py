@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.gguf import Metadata, write_gguf
+from edgeinfer.exporters.gguf import Metadata, layout
 from edgeinfer.exporters.source import Bytes, SourceTensor
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.formats import quantize
@@ -22,7 +22,8 @@ def check_runs(path: Path, metadata: Metadata, tensors: Sequence[SourceTensor]) 
     """
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
-        write_gguf(header, {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}, [])
+        of_model = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
+        header.write_bytes(layout(of_model, []).header)
         with ModelFile.open(header) as file:
             for tensor in tensors:
                 file.define(tensor.name, tensor.type, tensor.shape, partial(_bytes, tensor))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
-from edgeinfer.arguments import shown
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import Keys
-from edgeinfer.exporters.conversion.rope import rope_keys
+from edgeinfer.exporters.conversion.rope import check_rope, rope_keys
 
+_SIZED = re.compile(r"(?P<base>.+?)-(?P<size>\d+(\.\d+)?[BbMm](-[Aa]\d+(\.\d+)?[BbMm])?)(-(?P<rest>.+))?")
 _QUANTIZATION_VERSION = 2  # of ggml's formats, the same since 2023
 _READ = frozenset(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
@@ -21,19 +22,17 @@ _READ = frozenset(
 )
 # What concerns training, loading and generating, and parts for images.
 _WITHOUT_EFFECT = frozenset(
-    "_name_or_path _attn_implementation _attn_implementation_autoset attn_implementation attention_dropout auto_map "
-    "bos_token_id boi_token_id boi_token_index cache_implementation classifier_dropout compression_config dtype "
-    "embd_pdrop eoi_token_id eoi_token_index eos_token_id experts_per_token hidden_dropout image_token_id "
-    "image_token_index initializer_context_length initializer_range keys_to_ignore_at_inference mm_tokens_per_image "
-    "multimodal_projector_bias norm_router_init output_router_logits pad_token_id pretraining_tp projector_hidden_act "
-    "resid_pdrop router_aux_loss_coef router_jitter_noise sep_token_id spatial_merge_size text_config torch_dtype "
-    "transformers_version unk_token_id unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer "
-    "_flash_attn_2_enabled transformers.js_config task_specific_params top_k num_beam_groups chunk_size_feed_forward "
-    "repetition_penalty length_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size "
-    "exponential_decay_length_penalty cross_attention_hidden_size forced_bos_token_id forced_eos_token_id "
-    "router_z_loss_coef return_dict id2label "
-    "label2id temperature top_p typical_p diversity_penalty finetuning_task".split()
+    "_name_or_path auto_map boi_token_index chunk_size_feed_forward compression_config "
+    "cross_attention_hidden_size diversity_penalty dtype embd_pdrop encoder_no_repeat_ngram_size eoi_token_index "
+    "experts_per_token exponential_decay_length_penalty finetuning_task id2label image_token_index "
+    "keys_to_ignore_at_inference label2id length_penalty mm_tokens_per_image multimodal_projector_bias "
+    "no_repeat_ngram_size num_beam_groups output_router_logits pretraining_tp "
+    "projector_hidden_act repetition_penalty resid_pdrop return_dict router_jitter_noise spatial_merge_size "
+    "task_specific_params temperature text_config top_k top_p torch_dtype transformers.js_config "
+    "transformers_version typical_p unsloth_fixed unsloth_version use_cache vision_config vision_feature_layer".split()
 )
+_HARMLESS = re.compile(r".*(dropout|loss|flash|implementation|_token_id|initial).*|is_.*|mamba_.*")
+_FIXED = {"is_causal": (None, True)}  # in every architecture; others are encoders
 # A key that is not known, with such a word in it, would probably change what the model computes.
 _WORDS = re.compile(
     r"scal|multipl|factor|cap(?!acity)|window|norm|(^|_)act|activation|rope|rotary|temperature|clip|bias|eps|sink|"
@@ -42,40 +41,66 @@ _WORDS = re.compile(
 
 
 def metadata(model: Model, folder: Folder, n_vocab: int) -> Keys:
-    """Everything but the vocabulary. Raises UnsupportedModel, ModelFileError."""
-    check_known(model)
+    """Everything but the vocabulary, of a model that passed check_config. Raises ModelFileError."""
     name = model.recipe.name
     keys = {f"{name}.{key}": value for key, value in (_common(model, n_vocab) | model.recipe.keys(model)).items()}
-    general: Keys = {
-        "general.architecture": name,
+    return _general(folder, name) | _sampling(folder) | keys
+
+
+def _general(folder: Folder, architecture: str) -> Keys:
+    """What a file is called: by the name of the folder, of which "Name-1.7B-Instruct" has a size."""
+    name = folder.path.resolve().name
+    keys: Keys = {
+        "general.architecture": architecture,
         "general.type": "model",
-        "general.name": folder.path.resolve().name,
+        "general.name": name,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
-    return general | _sampling(folder) | keys
+    sized = _SIZED.fullmatch(name)
+    if sized:
+        keys |= {"general.basename": sized["base"], "general.size_label": sized["size"].upper()}
+    if sized and sized["rest"]:
+        keys["general.finetune"] = sized["rest"]
+    return keys
 
 
-def check_known(model: Model) -> None:
+def check_config(model: Model) -> None:
     """Raises UnsupportedModel for a key of config.json that asks for something that is not converted."""
+    _check_fixed(model)
+    _check_known(model)
+    check_rope(model)
+    model.recipe.check(model)
+
+
+def _check_fixed(model: Model) -> None:
     recipe = model.recipe
-    for key, values in recipe.fixed.items():
+    for key, values in {**_FIXED, **recipe.fixed}.items():
         found = model.config.get(key)
         if found not in values:
-            only = " or ".join("absent" if value is None else shown(value) for value in values)
-            model.refuse(key, f"must be {only} in {recipe.name}: found {shown(found)}")
-    read = _READ | recipe.reads | recipe.fixed.keys()
+            only = " or ".join("absent" if value is None else json.dumps(value) for value in values)
+            model.refuse(key, f"must be {only} in {recipe.name}: found {_shown(found)}")
+
+
+def _check_known(model: Model) -> None:
+    recipe = model.recipe
+    read = _READ | recipe.reads | recipe.fixed.keys() | _FIXED.keys()
     if recipe.experts is not None:
         read |= {*recipe.experts.count, recipe.experts.used}
-    unknown = sorted(model.given.values.keys() - read - _WITHOUT_EFFECT)
+    unknown = sorted(key for key in model.given.values.keys() - read - _WITHOUT_EFFECT if not _HARMLESS.fullmatch(key))
     asking = [key for key in unknown if model.given.get(key) not in (False, 0, "", [], {})]
     for key in asking:
         if _WORDS.search(key):
             raise UnsupportedModel(
-                f"{model.config.path}: {model.config.prefix}{key} is {shown(model.given.get(key))}, which is not known "
-                f"in {recipe.name} and may change what it computes; remove the key if it does not"
+                f"{model.config.path}: {model.config.prefix}{key} is {_shown(model.given.get(key))}, which is not "
+                f"known in {recipe.name} and may change what it computes; remove the key if it does not"
             )
     if asking:
         model.note(f"not looked at in config.json: {', '.join(asking)}")
+
+
+def _shown(value: object) -> str:
+    """As it stands in config.json, cut short."""
+    return f"{json.dumps(value):.80}"
 
 
 def _common(model: Model, n_vocab: int) -> Keys:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import NoReturn
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint, Config, Rope
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.conversion.recipe import Recipe
-from edgeinfer.exporters.source import SourceTensor
+from edgeinfer.exporters.source import Floats, SourceTensor
 
 MOST_LAYERS = 4096
 MOST_EXPERTS = 4096
@@ -31,6 +32,7 @@ class Model:
         self.config = Config({**defaults, **found.values}, found.path, found.prefix)
         self.notes: list[str] = []
         self.taken: set[str] = set()
+        self._read: set[str] = set()  # since the last release
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +106,18 @@ class Model:
     def take(self, name: str) -> SourceTensor:
         """A tensor of the checkpoint, which then has a place. Raises ModelFileError if it is missing or no floats."""
         self.taken.add(name)
-        return rows.of_checkpoint(self.checkpoint, name)
+        tensor = rows.of_checkpoint(self.checkpoint, name)
+        return replace(tensor, rows=partial(self._rows, name))
+
+    def release(self) -> None:
+        """Give back what reading tensors keeps in memory, such as the scales of quantised ones."""
+        names, self._read = self._read, set()
+        for name in names:
+            self.checkpoint.release(name)
+
+    def _rows(self, name: str, first: int, last: int) -> Floats:
+        self._read.add(name)
+        return self.checkpoint.rows(name, first, last)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

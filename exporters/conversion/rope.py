@@ -31,11 +31,8 @@ _OF_KIND = {
 
 
 def rope_keys(model: Model) -> Keys:
-    """Keys of the rotation. Raises UnsupportedModel for kinds that cannot be written, ModelFileError."""
-    check_kind(model)
+    """Keys of the rotation, of a model that passed check_rope. Raises ModelFileError."""
     rope = model.rope
-    if rope.share != 1 and not model.recipe.part_rotated:
-        model.refuse("partial_rotary_factor", f"must be 1, a part of a head is not rotated here: found {rope.share:g}")
     keys: Keys = {"rope.freq_base": rope.theta, "rope.dimension_count": model.n_rotated}
     if rope.kind == "linear":
         return keys | {"rope.scaling.type": "linear", "rope.scaling.factor": rope.values.number("factor")}
@@ -48,9 +45,11 @@ def rope_keys(model: Model) -> Keys:
     return keys
 
 
-def check_kind(model: Model) -> None:
+def check_rope(model: Model) -> None:
     """Raises UnsupportedModel for a kind of scaling, or a key of it, that is not known here."""
     rope = model.rope
+    if rope.share != 1 and not model.recipe.part_rotated:
+        model.refuse("partial_rotary_factor", f"must be 1, a part of a head is not rotated here: found {rope.share:g}")
     known = _COMMON | model.recipe.rope_kinds
     if rope.kind not in known:
         model.refuse(

@@ -27,9 +27,9 @@ def tensors(model: Model) -> list[SourceTensor]:
     found.append(named(model, "model.norm.weight", "output_norm.weight"))
     found += rope_tensors(model)
     for layer in range(model.n_layers):
-        found += _layer(model, layer)
+        found += layer_tensors(model, layer)
     found += [finished(model, tensor) for tensor in model.recipe.special(model)]
-    _check_all_taken(model)
+    check_all_taken(model)
     return found
 
 
@@ -59,7 +59,8 @@ def _permuted(model: Model, tensor: SourceTensor) -> SourceTensor:
     return rows.pairs_together(tensor, model.head_dim)
 
 
-def _layer(model: Model, layer: int) -> list[SourceTensor]:
+def layer_tensors(model: Model, layer: int) -> list[SourceTensor]:
+    """Those of one layer. Raises ModelFileError for a missing one."""
     recipe, theirs, ours = model.recipe, f"model.layers.{layer}.", f"blk.{layer}."
     always = {**recipe.norms, **recipe.attention}
     optional = dict(recipe.optional)
@@ -81,13 +82,13 @@ def _experts(model: Model, layer: int) -> list[SourceTensor]:
     module, ours = f"model.layers.{layer}.{names.module}", f"blk.{layer}.ffn_{{}}_exps.weight"
     if f"{module}.gate_up_proj" in model:
         return _joined_experts(model, f"{module}.gate_up_proj", f"{module}.down_proj", ours)
-    return [
-        replace(
-            rows.stacked([model.take(f"{module}.{expert}.{theirs}.weight") for expert in range(model.n_experts)]),
-            name=ours.format(kind),
-        )
-        for theirs, kind in names.matrices.items()
-    ]
+    found = []
+    for theirs, kind in names.matrices.items():
+        each = [model.take(f"{module}.{expert}.{theirs}.weight") for expert in range(model.n_experts)]
+        for tensor in each:
+            model.checkpoint.check_shape(tensor.name, each[0].shape)
+        found.append(replace(rows.stacked(each), name=ours.format(kind)))
+    return found
 
 
 def _joined_experts(model: Model, gate_up: str, down: str, ours: str) -> list[SourceTensor]:
@@ -133,7 +134,7 @@ def _are_equal(one: SourceTensor, other: SourceTensor) -> bool:
     return all(np.array_equal(one.rows(*run), other.rows(*run)) for run in runs)
 
 
-def _check_all_taken(model: Model) -> None:
+def check_all_taken(model: Model) -> None:
     """Raises UnsupportedModel for a tensor that would be lost, which could change every answer."""
     left = sorted(name for name in set(model.checkpoint.names) - model.taken if not _COMPUTED.fullmatch(name))
     if left:

@@ -20,21 +20,23 @@ from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
+from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import (
     MESSAGES,
     N_TOKENS,
     GreedyRun,
-    ask_runtime,
+    compare_logits,
     compare_tokens,
-    divergence,
     run_greedily,
 )
-from edgeinfer.exporters.tokenizer_json import PROBES, write_tokenizer
+from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
 
 NAMES = ("model.onnx*", "draft.onnx*", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "manifest.json")
@@ -53,7 +55,7 @@ class GenaiTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, NAMES)
-        with _opened(request) as package:
+        with planned_weights(request) as (file, n_made), _opened(request, file) as package:
             files: dict[Path, int] = {}
             for decoder in package.decoders:
                 constants = list(decoder.graph.constants.values())
@@ -62,16 +64,17 @@ class GenaiTarget:
                     files[request.out / name] = n_bytes
             tensors = [tensor for decoder in package.decoders for tensor in _planned(decoder)]
             largest = max(each.n_bytes for decoder in package.decoders for each in decoder.graph.constants.values())
-            disk = sum(files.values()) + _text_bytes(package.decoders[0].file)
+            disk = sum(files.values()) + _text_bytes(file) + n_made
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
-        with _opened(request) as package:
+        weights = package_weights(request, progress)
+        with weights as (file, rest), _opened(request, file) as package:
             with whole_folder(request.out, NAMES) as folder:
-                names = _write(package, folder, progress)
+                names = _write(package, folder, rest)
                 check, facts = _checked(package, folder) if request.check else (None, {})
             facts |= {
                 "n_ctx": package.n_ctx,
@@ -133,14 +136,11 @@ def _scores(spec: ModelSpec, n_ctx: int) -> int:
 
 
 @contextmanager
-def _opened(request: Request) -> Iterator[Package]:
-    """The package of a request. Raises InvalidArgument, UnsupportedModel, ModelFileError, OSError."""
+def _opened(request: Request, file: ModelFile) -> Iterator[Package]:
+    """What a request makes of a model. Raises InvalidArgument, UnsupportedModel, ModelFileError, OSError."""
     with ExitStack() as opened:
-        file = opened.enter_context(ModelFile.open(request.source))
         if is_draft_head(file):
-            raise UnsupportedModel(
-                f"{file.path}: a draft head has no GenAI package: ONNX Runtime GenAI drafts with a model"
-            )
+            raise UnsupportedModel(f"{file.path} is a draft head: ONNX Runtime GenAI runs whole models only")
         ngrams = request.draft == "ngram"
         drafts = request.draft is not None
         spec = read_spec(file)
@@ -160,7 +160,7 @@ def _draft_model(file: ModelFile, target: Decoder, n_ctx: int) -> Decoder:
             "with --draft ngram"
         )
     spec = read_spec(file)
-    tokens = [list(each.metadata.get("tokenizer.ggml.tokens", ())) for each in (file, target.file)]
+    tokens = [TokenizerMetadata(each).strings("tokens").tolist() for each in (file, target.file)]
     if spec.n_logits != target.spec.n_logits or tokens[0] != tokens[1]:
         raise InvalidArgument(
             f"{file.path}: a draft model must have the vocabulary of the model, {target.spec.n_logits} logits: found "
@@ -249,29 +249,25 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any]]:
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
     file = package.decoders[0].file
-    tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
     with TemporaryDirectory() as scratch:
         logits = Path(scratch) / "logits.npy"
         found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")
-        rows = np.load(logits) if logits.exists() else None
+        rows = np.load(logits)
     runtime = f"onnxruntime-genai {found['version']}"
-    tokens = found["tokens"][: len(run.tokens)]
-    said = compare_tokens(run, tokens, runtime)
+    said, figures = compare_logits(run, rows, runtime)
+    compare_tokens(run, found["answer"], runtime)
     if found["rendered"] is not None and found["rendered"] != run.text:
         raise ModelFileError(
             f"{file.path}: {runtime} renders the chat template otherwise: wanted {run.text!r:.300}, found "
             f"{found['rendered']!r:.300}; nothing was written"
         )
-    _check_ids(file, tokenizer, found["ids"], runtime)
-    facts = {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"]}
-    if rows is not None:
-        n_same = next((i for i, (a, b) in enumerate(zip(run.tokens, tokens, strict=False)) if a != b), len(tokens))
-        facts["kl_divergence"] = divergence(run, rows[: n_same + 1])
+    _check_ids(file, found["ids"], runtime)
+    facts: dict[str, Any] = {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"], **figures}
     if package.drafts:
-        n_made = len(found["tokens"])
+        n_made = len(found["answer"])
         said += f"; with drafts {found['n_passes']} passes of the model for {n_made} tokens"
-        facts |= {"n_passes": found["n_passes"], "n_accepted": found["n_accepted"], "n_tokens": n_made}
+        facts |= {name: found[name] for name in ("n_passes", "n_accepted")} | {"n_tokens": n_made}
     return said, facts
 
 
@@ -280,17 +276,18 @@ def _question(package: Package, folder: Path, run: GreedyRun, logits: Path) -> d
     return {
         "folder": str(folder),
         "prompt": run.prompt,
-        "n_tokens": min(len(run.tokens) + 1, N_TOKENS),
+        "tokens": run.forced,
         "n_ctx": package.n_ctx,
         "messages": None if Tokenizer.from_file(package.decoders[0].file).chat_template is None else MESSAGES,
-        "texts": list(PROBES),
+        "texts": probes_of(package.decoders[0].file),
         "logits": str(logits),
     }
 
 
-def _check_ids(file: ModelFile, tokenizer: Tokenizer, found: list[list[int]], runtime: str) -> None:
+def _check_ids(file: ModelFile, found: list[list[int]], runtime: str) -> None:
     """Raises ModelFileError where a runtime cuts a text into other tokens."""
-    for text, ids in zip(PROBES, found, strict=True):
+    tokenizer = Tokenizer.from_file(file)
+    for text, ids in zip(probes_of(file), found, strict=True):
         wanted = tokenizer.encode(text, parse_special=True)
         if ids != wanted:
             names = [[tokenizer.name(id) for id in each] for each in (wanted, ids)]

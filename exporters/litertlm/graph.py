@@ -10,8 +10,6 @@ single tokens. LiteRT-LM finds their inputs and outputs by name:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from edgeinfer.errors import UnsupportedModel
@@ -23,6 +21,7 @@ from edgeinfer.models.gguf import ModelFile
 
 DECODE = "decode"
 ARCHITECTURES = ("gemma3", "llama", "qwen2", "qwen3", "smollm3")  # those that are tested in the runtime
+_PREFILL_LENGTHS = (32, 128, 256)
 _HIDDEN = -30000.0  # added to the mask for positions before the window; exp of it is 0
 
 # The fields of blocks that are looked at here; see check_blocks.
@@ -46,16 +45,26 @@ def check_model(model: ModelFile, spec: ModelSpec) -> None:
     check_blocks(spec.blocks(), _BLOCKS, "litertlm", model.path)
 
 
-def build_model(model: ModelFile, spec: ModelSpec, n_cache: int, prefill: Sequence[int], fine: bool = True) -> Model:
-    """The TFLite model. n_cache: positions of the KV cache.  prefill: lengths of its signatures for prompts.  fine: see
-    Operations.
+def prefill_lengths(n_ctx: int) -> list[int]:
+    """Lengths of the signatures for prompts: those that a context has room for, at least one."""
+    return [n for n in _PREFILL_LENGTHS if n <= n_ctx // 2] or [max(1, n_ctx // 2)]
 
-    Raises UnsupportedModel.
-    """
+
+def cache_positions(n_ctx: int) -> int:
+    """Positions of the KV cache: the context, and what fills up the last piece of a prompt, for which the runtime takes
+    the shortest signature that it fits into."""
+    lengths = prefill_lengths(n_ctx)
+    n_padding = max(longer - shorter for shorter, longer in zip([0, *lengths], lengths, strict=False)) - 1
+    return -(-(n_ctx + n_padding) // 16) * 16
+
+
+def build_model(model: ModelFile, spec: ModelSpec, n_ctx: int, fine: bool = True) -> Model:
+    """The TFLite model. n_ctx: tokens of prompt and answer.  fine: see Operations. Raises UnsupportedModel."""
     check_model(model, spec)
     whole = Model(f"edgeinfer {spec.architecture}")
     matrices: dict[str, Matrix] = {}
-    for name, n in (*((f"prefill_{n}", n) for n in prefill), (DECODE, 1)):
+    n_cache = cache_positions(n_ctx)
+    for name, n in (*((f"prefill_{n}", n) for n in prefill_lengths(n_ctx)), (DECODE, 1)):
         operations = Operations(whole.graph(name), model, spec.norm_epsilon, matrices, fine)
         _SignatureBuilder(operations, spec, n_cache, n).build()
     return whole

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -15,38 +17,44 @@ _PACKAGES = ("ai-edge-litert", "litert-lm-builder", "litert-lm-api")
 @functools.cache
 def open_schema() -> Any:
     """The schema of TFLite files, a class a table. Raises BackendUnavailable if its package is missing."""
-    return _opened("ai_edge_litert.schema_py_generated")
+    with _imports_explained():
+        return importlib.import_module("ai_edge_litert.schema_py_generated")
 
 
 @functools.cache
 def open_header_schema() -> Any:
     """The schema of the header of .litertlm files. Raises BackendUnavailable as above."""
-    return _opened("litert_lm_builder.litertlm_header_schema_py_generated")
+    with _imports_explained():
+        return importlib.import_module("litert_lm_builder.litertlm_header_schema_py_generated")
 
 
 @functools.cache
 def open_messages() -> tuple[Any, Any]:
     """The protocol buffers LlmMetadata and ExecutorMetadata, as modules. Raises BackendUnavailable as above."""
-    folder = "litert_lm_builder.runtime.proto"
-    return _opened(f"{folder}.llm_metadata_pb2"), _opened(f"{folder}.executor_metadata_pb2")
+    with _imports_explained():
+        language = importlib.import_module("litert_lm_builder.runtime.proto.llm_metadata_pb2")
+        return language, importlib.import_module("litert_lm_builder.runtime.proto.executor_metadata_pb2")
 
 
 @functools.cache
 def open_flatbuffers() -> Any:
     """The package flatbuffers, which packs tables of a schema. Raises BackendUnavailable as above."""
-    return _opened("flatbuffers")
+    with _imports_explained():
+        return importlib.import_module("flatbuffers")
 
 
 @functools.cache
 def open_interpreter() -> Any:
     """The module with TFLite's Interpreter, which gives logits. Raises BackendUnavailable as above."""
-    return _opened("ai_edge_litert.interpreter")
+    with _imports_explained():
+        return importlib.import_module("ai_edge_litert.interpreter")
 
 
 @functools.cache
 def open_runtime() -> Any:
     """The runtime LiteRT-LM, quiet but for errors. Raises BackendUnavailable as above."""
-    runtime = _opened("litert_lm")
+    with _imports_explained():
+        runtime = importlib.import_module("litert_lm")
     runtime.set_min_log_severity(runtime.LogSeverity.ERROR)
     return runtime
 
@@ -62,9 +70,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _opened(name: str) -> Any:
+@contextmanager
+def _imports_explained() -> Iterator[None]:
     try:
-        return importlib.import_module(name)
+        yield
     except (ImportError, OSError) as error:
         raise BackendUnavailable(
             f"files for LiteRT-LM need the packages {', '.join(_PACKAGES)} ({error}): pip install 'edgeinfer[litert]'"

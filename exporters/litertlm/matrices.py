@@ -1,11 +1,11 @@
 """Weights of a GGUF file as constants of a TFLite file, with the same numbers where TFLite has a kernel for them.
 
-XNNPACK, which runs TFLite on CPUs, multiplies with matrices of float32 and float16, of int8 with one scale a row, and of
-int4 with one scale for every 32 weights of a row, which it rounds to bfloat16. So
+XNNPACK, which runs TFLite on CPUs, multiplies with matrices of float32 and float16, of int8 with one scale a row, and
+of int4 with one scale for every 32 weights of a row, which it rounds to bfloat16. So
 
-    Q4_0, Q4_1, Q4_K     int4 in runs of 32: the codes of the file, as w = scale code + base. The bases, one a run, are a
-                         small float16 matrix by which the sums of the runs of x are multiplied. Q4_0 has some too, for
-                         XNNPACK refuses scales below 0: code -> -1 - code, and the base is -scale
+    Q4_0, Q4_1, Q4_K     int4 in runs of 32: the codes of the file, as w = scale code + base. The bases, one a run, are
+                         a small float16 matrix by which the sums of the runs of x are multiplied. Q4_0 has some too,
+                         for XNNPACK refuses scales below 0: code -> -1 - code, and the base is -scale
     other quantised ones int8 with a scale a row: rounded again
     F32, F16, BF16       float32, float16, float16
 
@@ -14,7 +14,8 @@ Rows of queries and keys whose rotation turns pairs (2i, 2i + 1) are put in anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +41,10 @@ _MIDDLE = np.int8(8)  # of codes 0..15, where they have a minimum
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix (n_out, n_in) of the TFLite file: weights, and the bases (n_out, n_in / 32) of its runs, if it has any."""
+    """A matrix (n_out, n_in) of the TFLite file: weights, and the bases (n_out, n_in / 32) of its runs, if any."""
 
     weights: Constant
     bases: Constant | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes in the file, with scales and bases."""
-        scales = self.weights.block_scales
-        return sum(part.n_bytes for part in (self.weights, scales, self.bases) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,10 @@ class Part:
         n_rows = n_out if self.order is not None else max(1, PIECE_WEIGHTS // self.n_in)
         for first in range(0, n_out, n_rows):
             last = min(n_out, first + n_rows)
-            data = self.model.data(self.name, (self.first + first) * row_bytes, (self.first + last) * row_bytes)
+            span = (self.first + first) * row_bytes, (self.first + last) * row_bytes
+            data = self.model.data(self.name, *span)
             yield data if self.order is None else data.reshape(n_out, row_bytes)[self.order].reshape(-1)
+            self.model.release(self.name, *span)
 
     def weights(self) -> Iterator[Floats]:
         """The weights of some rows at a time, (n, n_in)."""
@@ -112,15 +109,14 @@ def by_halves(n_rows: int, head_dim: int, n_dims: int) -> Rows:
     the pairs before all second ones."""
     turned = np.arange(n_dims).reshape(-1, 2).T.reshape(-1)
     head = np.concatenate([turned, np.arange(n_dims, head_dim)])
-    return (np.arange(0, n_rows, head_dim)[:, None] + head).reshape(-1)
+    rows: Rows = (np.arange(0, n_rows, head_dim)[:, None] + head).reshape(-1)
+    return rows
 
 
 def vector_of(part: Part) -> Floats:
     """A norm or a bias, (n,)."""
-    size = part.type.n_bytes(part.shape[0])
-    data = part.model.data(
-        part.name, part.first * size // part.shape[0], (part.first + part.shape[0]) * size // part.shape[0]
-    )
+    each = part.type.n_bytes(1)
+    data = part.model.data(part.name, part.first * each, (part.first + part.shape[0]) * each)
     values = dequantize(part.type, data, part.shape)
     return values if part.order is None else values[part.order]
 
@@ -138,30 +134,45 @@ def is_rounded_again(type: GGMLType) -> bool:
 
 
 def matrix_of(part: Part) -> Matrix:
-    """How a matrix goes into the file. Of one with a scale a row the scales are found now, the rest when it is written."""
+    """How a matrix goes into the file. Nothing is read yet."""
     type = type_in_file(part.type, part.n_in)
     if type in (Type.FLOAT32, Type.FLOAT16):
         dtype = np.float32 if type == Type.FLOAT32 else np.float16
-        return Matrix(Constant(part.key, type, part.shape, lambda: (_as(rows, dtype) for rows in part.weights())))
+        return Matrix(_constant(part, "", type, part.shape, lambda: (_as(rows, dtype) for rows in part.weights())))
     return _int4(part) if type == Type.INT4 else _int8(part)
 
 
-def _as(rows: Floats, dtype: type[np.floating]) -> NDArray[np.floating]:
-    return np.clip(rows, np.finfo(dtype).min, np.finfo(dtype).max).astype(dtype)
+def vector_constant(part: Part) -> Constant:
+    """A norm or a bias in float32."""
+    return _constant(part, "", Type.FLOAT32, part.shape, lambda: [vector_of(part)])
+
+
+def _constant(
+    part: Part, role: str, type: Type, shape: tuple[int, ...], pieces: Callable[[], Iterable[NDArray[Any]]], **more: Any
+) -> Constant:
+    return Constant(part.key + role, type, shape, pieces, tensor=part.name, **more)
+
+
+def _as(rows: Floats, dtype: type[np.floating[Any]]) -> NDArray[Any]:
+    limits = np.finfo(dtype)
+    return np.clip(rows, limits.min, limits.max).astype(dtype)
 
 
 def _int8(part: Part) -> Matrix:
     """Rounded to int8, with the largest weight of a row as 127."""
-    limits = np.concatenate([np.abs(rows).max(axis=1) for rows in part.weights()])
-    scales = np.maximum(limits / np.float32(127), np.float32(1e-30)).astype(np.float32)
+
+    @functools.cache
+    def scales() -> Floats:
+        limits = np.concatenate([np.abs(rows).max(axis=1) for rows in part.weights()])
+        return np.maximum(limits / np.float32(127), np.float32(1e-30)).astype(np.float32)
 
     def codes() -> Iterator[NDArray[np.int8]]:
         first = 0
         for rows in part.weights():
-            yield np.rint(rows / scales[first : first + len(rows), None]).astype(np.int8)
+            yield np.rint(rows / scales()[first : first + len(rows), None]).astype(np.int8)
             first += len(rows)
 
-    return Matrix(Constant(part.key, Type.INT8, part.shape, codes, row_scales=scales))
+    return Matrix(_constant(part, "", Type.INT8, part.shape, codes, row_scales=scales))
 
 
 def _int4(part: Part) -> Matrix:
@@ -172,17 +183,18 @@ def _int4(part: Part) -> Matrix:
     def made(of_codes: Callable[[Codes], NDArray[Any]]) -> Callable[[], Iterator[NDArray[Any]]]:
         return lambda: (of_codes(codes_of(part.type, data)) for data in part.pieces())
 
-    scales = Constant(f"{part.key} scales", Type.FLOAT16, runs, made(_scales))
-    bases = Constant(f"{part.key} bases", Type.FLOAT16, runs, made(_bases))
-    return Matrix(Constant(part.key, Type.INT4, part.shape, made(_packed), None, scales, RUN), bases)
+    scales = _constant(part, " scales", Type.FLOAT16, runs, made(_scales))
+    bases = _constant(part, " bases", Type.FLOAT16, runs, made(_bases))
+    codes = _constant(part, "", Type.INT4, part.shape, made(_packed), block_scales=scales, block_size=RUN)
+    return Matrix(codes, bases)
 
 
 def _packed(codes: Codes) -> NDArray[np.uint8]:
     """Two codes in a byte, around 0 and for scales above 0: -1 - code is ~code."""
     centred = codes.values if codes.minimums is None else codes.values - _MIDDLE
-    raw = np.where(codes.scales < 0, ~centred, centred).reshape(-1).view(np.uint8)
-    packed: NDArray[np.uint8] = raw[0::2] & 15 | (raw[1::2] & 15) << 4
-    return packed
+    raw: NDArray[np.uint8] = np.where(codes.scales < 0, ~centred, centred).reshape(-1).view(np.uint8)
+    low, high = raw[0::2] & np.uint8(15), raw[1::2] << np.uint8(4)
+    return low | high
 
 
 def _scales(codes: Codes) -> NDArray[np.float16]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.litertlm.matrices import RUN, Matrix, Rows, matrix_of, part_of, vector_of
+from edgeinfer.exporters.litertlm.matrices import RUN, Matrix, Rows, matrix_of, part_of, vector_constant
 from edgeinfer.exporters.litertlm.tflite import Constant, Graph, Type, Value
 from edgeinfer.models import TensorRef
 from edgeinfer.models.gguf import ModelFile
@@ -86,8 +85,7 @@ class Operations:
 
     def vector(self, ref: TensorRef, order: Rows | None = None) -> Value:
         """A norm or a bias, (n,) float32."""
-        part = part_of(self.model, ref, order)
-        return self.graph.constant(Constant(part.key, Type.FLOAT32, part.shape, lambda: [vector_of(part)]))
+        return self.graph.constant(vector_constant(part_of(self.model, ref, order)))
 
     def norm(self, ref: TensorRef | None, x: Value, order: Rows | None = None) -> Value:
         """RMS norm over the last axis; x where there is none."""
@@ -165,8 +163,3 @@ class Operations:
                 "SUM", runs, self.graph.ints(2), shape=(n, n_in // RUN), keepDims=False
             )
         return self._sums[x.index]
-
-
-def n_numbers(shape: tuple[int, ...]) -> int:
-    """Numbers in a tensor of this shape."""
-    return math.prod(shape)

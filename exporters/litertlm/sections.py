@@ -1,8 +1,6 @@
-"""What a .litertlm file says of its model: begin and end tokens, template, sizes; how the runtime carries its caches."""
+"""What a .litertlm file says of its model: begin and end tokens, template, sizes, and the caches of the runtime."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from edgeinfer.exporters.litertlm.library import open_messages
 from edgeinfer.models import ModelSpec
@@ -14,12 +12,14 @@ MIN_RUNTIME = "0.18.0"  # of LiteRT-LM, with the releases in which these files w
 _KINDS = {"qwen2": "qwen2p5", "qwen3": "qwen3", "gemma3": "gemma3"}
 
 
-def language_section(spec: ModelSpec, tokenizer: Tokenizer, template: str | None, n_ctx: int) -> bytes:
-    """LlmMetadata. n_ctx: tokens of prompt and answer."""
+def language_section(
+    spec: ModelSpec, tokenizer: Tokenizer, template: str | None, n_ctx: int, begins_with: int | None
+) -> bytes:
+    """LlmMetadata. n_ctx: tokens of prompt and answer.  begins_with: a token that the runtime puts before each text."""
     messages, _ = open_messages()
     made = messages.LlmMetadata(max_num_tokens=n_ctx, min_runtime_version=MIN_RUNTIME)
-    if tokenizer.add_bos and tokenizer.bos_id is not None:
-        made.start_token.token_ids.ids.append(tokenizer.bos_id)
+    if begins_with is not None:
+        made.start_token.token_ids.ids.append(begins_with)
     for stop in sorted(tokenizer.stop_ids):
         made.stop_tokens.add().token_ids.ids.append(stop)
     getattr(made.llm_model_type, _KINDS.get(spec.architecture, "generic_model")).SetInParent()
@@ -49,8 +49,3 @@ def executor_section(n_layers: int, n_cache: int) -> bytes:
             )
     data: bytes = made.SerializeToString(deterministic=True)
     return data
-
-
-def prefill_lengths(n_ctx: int, wanted: Sequence[int] = (32, 128, 512)) -> list[int]:
-    """Lengths of the signatures for prompts that a context has room for; at least one."""
-    return [n for n in wanted if n <= n_ctx // 2] or [max(1, n_ctx // 2)]

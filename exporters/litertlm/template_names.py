@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 FILTERS = frozenset(
     (
-        "abs bool capitalize d default dictsort escape e first float format groupby indent int items join last length count list "
-        "lower map max min pprint reject rejectattr replace reverse round safe select selectattr slice batch sort string "
-        "sum title tojson trim unique upper urlencode"
+        "abs bool capitalize d default dictsort escape e first float format groupby indent int items join last length "
+        "count list lower map max min pprint reject rejectattr replace reverse round safe select selectattr slice "
+        "batch sort string sum title tojson trim unique upper urlencode"
     ).split()
 )
 DEFAULTS = {"indent": "4"}  # arguments that Jinja does without
 TESTS = frozenset(
     (
-        "boolean defined divisibleby eq equalto even false filter float ge gt in integer iterable le lower lt mapping ne "
-        "number odd sameas sequence string test true undefined upper"
+        "boolean defined divisibleby eq equalto even false filter float ge gt in integer iterable le lower lt mapping "
+        "ne number odd sameas sequence string test true undefined upper"
     ).split()
 )
 

@@ -27,7 +27,8 @@ ALIGNMENT = 64  # of constants, in bytes; the runtime wants 16
 _VERSION = 3  # of the schema
 _MIN_RUNTIME = b"2.17.0"  # TensorFlow Lite that knows all operators of ours
 _IDENTIFIER = b"TFL3"
-_PLACEHOLDER = 2  # an offset that is stored, unlike 0, which is left out: both packings have the same size
+_PLACEHOLDER = 2  # an offset that is stored, unlike 0, which is left out
+_OFFSET_FIELD = 6  # of a buffer, in the table of its fields
 
 # The table of options of each operator, None for one without; versions other than 1 below.
 _OPTIONS: dict[str, str | None] = {
@@ -84,17 +85,19 @@ _BITS = {Type.FLOAT32: 32, Type.FLOAT16: 16, Type.INT32: 32, Type.BOOL: 8, Type.
 class Constant:
     """A tensor of the file, whose bytes are made when they are written.
 
-    pieces: arrays that stand one behind the other.  row_scales: (n_out,) float32 of a quantised matrix with one scale
-    a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
+    pieces: arrays that stand one behind the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
+    one scale a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
+    tensor: of the model, that it is made of.
     """
 
     name: str
     type: Type
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Array]]
-    row_scales: NDArray[np.float32] | None = None
+    row_scales: Callable[[], NDArray[np.float32]] | None = None
     block_scales: Constant | None = None
     block_size: int = 0
+    tensor: str | None = None
 
     @classmethod
     def of(cls, name: str, array: Array) -> Constant:
@@ -170,7 +173,7 @@ class Graph:
 
     def add(self, op: str, *inputs: Value, shape: tuple[int, ...], type: Type = Type.FLOAT32, **options: Any) -> Value:
         """Add an operator; gives its output, whose shape and type the caller knows."""
-        value = self._tensor(f"{self.name}/{op}.{len(self.nodes)}", type, shape)
+        value = self._tensor("", type, shape)  # names of thousands of values take seconds to write
         self.nodes.append(_Node(op, tuple(each.index for each in inputs), (value.index,), options))
         return value
 
@@ -203,13 +206,14 @@ class Model:
 
     def write(self, file: BinaryIO, progress: Progress = lambda n_bytes: None) -> int:
         """Write the TFLite file from the file's position on, and give its bytes. Raises OSError."""
-        n_header = len(self._packed([_PLACEHOLDER] * len(self.constants)))
-        offsets, end = [], n_header
+        header = self._packed()
+        offsets, end = [], len(header)
         for constant in self.constants.values():
             offsets.append(_aligned(end))
             end = offsets[-1] + constant.n_bytes
-        file.write(self._packed(offsets))
-        at = n_header
+        _set_offsets(header, offsets)
+        file.write(header)
+        at = len(header)
         for offset, constant in zip(offsets, self.constants.values(), strict=True):
             file.write(bytes(offset - at))
             at = offset + self._write_constant(file, constant, progress)
@@ -227,15 +231,14 @@ class Model:
             raise ValueError(f"constant {constant.name}: {constant.n_bytes} bytes wanted, {written} made")
         return written
 
-    def _packed(self, offsets: list[int]) -> bytes:
-        """The flatbuffer, with the constants at these bytes of the file."""
+    def _packed(self) -> bytearray:
+        """The flatbuffer, without the places of the constants."""
         schema = open_schema()
         builder = open_flatbuffers().Builder(1 << 20)
         codes = list(dict.fromkeys(node.op for graph in self.graphs for node in graph.nodes))
         places = {name: index + 1 for index, name in enumerate(self.constants)}
         buffers = [schema.BufferT()]
-        for offset, constant in zip(offsets, self.constants.values(), strict=True):
-            buffers.append(schema.BufferT(offset=offset, size=constant.n_bytes))
+        buffers += [schema.BufferT(offset=_PLACEHOLDER, size=each.n_bytes) for each in self.constants.values()]
         buffers.append(schema.BufferT(data=np.frombuffer(_MIN_RUNTIME.ljust(16, b"\0"), dtype=np.uint8)))
         model = schema.ModelT(
             version=_VERSION,
@@ -247,7 +250,16 @@ class Model:
             signatureDefs=[_signature(index, graph) for index, graph in enumerate(self.graphs)],
         )
         builder.Finish(model.Pack(builder), file_identifier=_IDENTIFIER)
-        return bytes(builder.Output())
+        return bytearray(builder.Output())
+
+
+def _set_offsets(header: bytearray, offsets: list[int]) -> None:
+    """Write where the constants lie into a packed flatbuffer, which is not packed again: that takes seconds."""
+    root = open_schema().Model.GetRootAs(header, 0)
+    for index, offset in enumerate(offsets):
+        table = root.Buffers(1 + index)._tab
+        place = table.Pos + table.Offset(_OFFSET_FIELD)
+        header[place : place + 8] = offset.to_bytes(8, "little")
 
 
 def _aligned(n_bytes: int) -> int:
@@ -279,7 +291,7 @@ def _subgraph(graph: Graph, codes: list[str], places: Mapping[str, int]) -> Any:
                 shape=np.array(shape, dtype=np.int32),
                 type=int(type),
                 buffer=0 if constant is None else places[constant.name],
-                name=name,
+                name=name or None,
                 quantization=None if constant is None else _quantization(graph, constant),
                 hasRank=True,
             )
@@ -295,15 +307,16 @@ def _subgraph(graph: Graph, codes: list[str], places: Mapping[str, int]) -> Any:
 def _quantization(graph: Graph, constant: Constant) -> Any:
     schema = open_schema()
     if constant.block_scales is not None:
-        scales = graph.index_of(constant.block_scales)
-        details = schema.BlockwiseQuantizationT(scales=scales, zeroPoints=-1, blockSize=constant.block_size)
+        place = graph.index_of(constant.block_scales)
+        details = schema.BlockwiseQuantizationT(scales=place, zeroPoints=-1, blockSize=constant.block_size)
         return schema.QuantizationParametersT(
             detailsType=schema.QuantizationDetails.BlockwiseQuantization, details=details
         )
     if constant.row_scales is None:
         return None
-    zeros = np.zeros(len(constant.row_scales), dtype=np.int64)
-    return schema.QuantizationParametersT(scale=constant.row_scales, zeroPoint=zeros, quantizedDimension=0)
+    scales = constant.row_scales()
+    zeros = np.zeros(len(scales), dtype=np.int64)
+    return schema.QuantizationParametersT(scale=scales, zeroPoint=zeros, quantizedDimension=0)
 
 
 def _operator(node: _Node, codes: list[str]) -> Any:

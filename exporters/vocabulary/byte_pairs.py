@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from edgeinfer.exporters.vocabulary.entries import (
     BYTE,
     BYTE_TEXT,
     NORMAL,
     UNKNOWN,
+    AddedToken,
     Draft,
     Entries,
 )
@@ -20,7 +22,7 @@ from edgeinfer.models.tokenizer import PRE_TOKENIZERS, cut, keeps_tokens
 
 def byte_level(file: TokenizerFile, n_rows: int) -> Draft:
     """Byte-level BPE. Raises UnsupportedModel, ModelFileError."""
-    entries = _entries(file, n_rows)
+    entries = _entries(file, file.added, n_rows)
     merges = [" ".join(pair) for pair in file.merges]
     if any(merge.count(" ") != 1 for merge in merges):
         file.refuse("must have merges of tokens without spaces: found others")
@@ -33,7 +35,7 @@ def with_byte_fallback(file: TokenizerFile, n_rows: int) -> Draft:
 
     SentencePiece merges what makes the best token; the merges stand in the order of the tokens they make.
     """
-    entries = _entries(file, n_rows)
+    entries = _entries(file, (token.with_spaces() for token in file.added), n_rows)
     order: dict[str, int] = {}
     for left, right in file.merges:
         order.setdefault(left + right, len(order))
@@ -49,14 +51,14 @@ def with_byte_fallback(file: TokenizerFile, n_rows: int) -> Draft:
     return Draft(entries, keys, scored=True, roles=roles)
 
 
-def _entries(file: TokenizerFile, n_rows: int) -> Entries:
+def _entries(file: TokenizerFile, added: Iterable[AddedToken], n_rows: int) -> Entries:
     entries = Entries()
     largest = max(file.vocab, default=-1)
     if largest >= n_rows:
         file.refuse(f"has {largest + 1} tokens, and the model {n_rows} embeddings")
     for id, text in file.vocab.items():
         entries.set(id, text, NORMAL)
-    entries.add(file.added, n_rows, str(file.path))
+    entries.add(added, n_rows, str(file.path))
     return entries
 
 

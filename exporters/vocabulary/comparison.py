@@ -51,6 +51,5 @@ def warn_of_special_tokens(ours: Tokenizer, file: TokenizerFile) -> None:
         if token.id in wanted and ours.encode(text, add_special=False, parse_special=True) != wanted:
             differ.append(token.text)
     if differ:
-        warn(
-            f"{file.path}: {differ[0]!r:.40} and {len(differ) - 1} more tokens are cut out of texts in another way here"
-        )
+        more = f" and {len(differ) - 1} more tokens" if len(differ) > 1 else ""
+        warn(f"{file.path}: {differ[0]!r:.40}{more} are cut out of texts otherwise than the tokenizers library does it")

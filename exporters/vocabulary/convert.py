@@ -42,8 +42,8 @@ def read_vocabulary(folder: Folder, config: Config, n_rows: int) -> Keys:
         if _MODEL in folder:  # has the scores themselves, if it is of the same version of the vocabulary
             try:
                 return _finished(_of_model(folder, settings, file, n_rows), folder, settings, config, n_rows, file)
-            except UnsupportedModel:
-                pass
+            except ModelFileError:
+                pass  # or it is damaged, and what tokenizer.json says is enough
         return _finished(with_byte_fallback(file, n_rows), folder, settings, config, n_rows, file)
     if not any(part.get("type") == "ByteLevel" for part in file.parts("pre_tokenizer")):
         file.refuse("must be byte-level BPE, or BPE with byte_fallback as SentencePiece's models become: neither")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgeinfer.errors import warn
 from edgeinfer.models.gguf import MetadataValue
@@ -31,6 +31,10 @@ class AddedToken:
         """Whether it stands for no text of its own, by its mark or by its look."""
         return self.special or self.text in _CONTROLS or _CONTROL_TEXT.fullmatch(self.text) is not None
 
+    def with_spaces(self) -> AddedToken:
+        """As it stands in texts, where "\u2581" is a space; a control token as it is."""
+        return self if self.is_control else replace(self, text=self.text.replace("\u2581", " "))
+
 
 @dataclass
 class Entries:
@@ -45,22 +49,16 @@ class Entries:
         self.texts[id], self.types[id], self.scores[id] = text, type, score
 
     def add(self, tokens: Iterable[AddedToken], n_rows: int, where: str) -> None:
-        """Add tokens that lie within n_rows; there are models without rows for those of pictures.
-
-        A token for users, which may be a run of spaces, has "▁" where its text has spaces.
-        """
+        """Add tokens that lie within n_rows; there are models without rows for those of pictures."""
         outside = []
         for token in tokens:
             if token.id >= n_rows:
                 outside.append(token.text)
-            elif token.is_control:
-                self.set(token.id, token.text, CONTROL, ADDED_SCORE)
             else:
-                self.set(token.id, token.text.replace("▁", " "), USER_DEFINED, ADDED_SCORE)
+                self.set(token.id, token.text, CONTROL if token.is_control else USER_DEFINED, ADDED_SCORE)
         if outside:
-            warn(
-                f"{where}: {outside[0]!r:.80} and {len(outside) - 1} more have no row of embeddings: they are left out"
-            )
+            more = f" and {len(outside) - 1} more tokens" if len(outside) > 1 else ""
+            warn(f"{where}: {outside[0]!r:.80}{more} have no row of embeddings: left out")
 
     def keys(self, n_rows: int, scored: bool) -> dict[str, MetadataValue]:
         """The keys of the arrays, with a token for each of n_rows; scored: with scores."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
-from edgeinfer.exporters.vocabulary.entries import BYTE, NORMAL, AddedToken, Draft, Entries
+from edgeinfer.exporters.vocabulary.entries import BYTE, NORMAL, USER_DEFINED, AddedToken, Draft, Entries
 from edgeinfer.exporters.vocabulary.protobuf import BadMessage, Value, fields, signed
 from edgeinfer.models.gguf import MetadataValue
 
@@ -143,7 +143,11 @@ def draft_of(
         raise UnsupportedModel(f"{where}: has {len(model.pieces)} tokens, and the model {n_rows} embeddings")
     entries = Entries()
     for id, (text, score, type) in enumerate(model.pieces):
+        if type == USER_DEFINED:
+            # Behind such a token a text begins anew, maybe with a space; merges make runs of one character as well.
+            type = NORMAL if adds_space and len(set(text)) == 1 else USER_DEFINED
+            text = text if type == NORMAL else text.replace("▁", " ")
         entries.set(id, text, type, score)
-    entries.add(added, n_rows, where)
+    entries.add((token.with_spaces() for token in added), n_rows, where)
     keys: dict[str, MetadataValue] = {"model": "llama", "pre": "default", "add_space_prefix": adds_space}
     return Draft(entries, keys, scored=True, roles=model.ids)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import tokenizers
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.errors import EdgeInferError, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.entries import AddedToken
 
@@ -39,7 +39,7 @@ class TokenizerFile:
         """Within, what the library raises becomes a ModelFileError; a panic of its Rust is no Exception."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, EdgeInferError):
             raise
         except BaseException as error:
             raise ModelFileError(f"{self.path}: the tokenizers library {what}: {error!s:.200}") from error

@@ -67,8 +67,8 @@ _MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SYMBOLS_OR_PATH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _SPACE = r"\s+(?!\S)|\s+"
-_LINE_ENDS = r"(?:[^\S\r\n]*+[\r\n]++)++"  # \s*[\r\n]+, and \s*[\r\n] too, without trying each end of \s*
-_LINES_SPACE = _LINE_ENDS + "|" + _SPACE
+LINE_ENDS = r"(?:[^\S\r\n]*+[\r\n]++)++"  # \s*[\r\n]+, and \s*[\r\n] too, without trying each end of \s*
+_LINES_SPACE = LINE_ENDS + "|" + _SPACE
 _GPT2 = _any(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+", _SPACE)
 _QWEN2 = _any(_SHORT, _WORD, r"\p{N}", _SYMBOLS, _LINES_SPACE)
 _O200K = _any(*(rf"{word}(?:{_SHORT})?" for word in _cased(r"\p{L}")))
@@ -90,7 +90,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "minicpm5": (r"\p{N}{1,3}", _any(_SHORT, _WORD, r"\p{N}+", _SYMBOLS, _LINES_SPACE)),
     "jais-2": (
         _any(
-            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"(?<![^\S\r\n])" + _LINE_ENDS),  # behind a space there are none
+            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"(?<![^\S\r\n])" + LINE_ENDS),  # behind a space there are none
             *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
             r"\s",
         ),
@@ -100,11 +100,11 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "laguna": (LINES, _QWEN2),
     "ufakzeka": (_any(_WORD, r"\p{N}", _SYMBOLS, _LINES_SPACE),),
     "seed-coder": (_any(_SHORT, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _LINES_SPACE),),
-    "bailingmoe": (_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, _LINE_ENDS, _SPACE),),
+    "bailingmoe": (_any(r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", _WORD, r"\p{N}", _SYMBOLS, LINE_ENDS, _SPACE),),
     "exaone-moe": (
         _any(
             *(_SHORT, r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
-            *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", _LINE_ENDS, _SPACE),
+            *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", LINE_ENDS, _SPACE),
         ),
     ),
     "gpt-4o": (_any(_O200K, r"\p{N}{1,3}", _SYMBOLS_OR_PATH, _LINES_SPACE),),

@@ -46,7 +46,10 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    ("loading", [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "loading"}]),
+    (
+        "loading",
+        [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "load_fit", "loading"}],
+    ),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
@@ -54,10 +57,16 @@ PLACES = {
     name: (layer, part) for layer, (_, parts) in enumerate(LAYERS) for part, names in enumerate(parts) for name in names
 }
 HEAVY = {  # and their owners, a module or a package
+    "MNN": "edgeinfer.exporters.mnn",
+    "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
+    "flatbuffers": "edgeinfer.exporters.litertlm.library",
+    "litert_lm": "edgeinfer.exporters.litertlm.library",
+    "litert_lm_builder": "edgeinfer.exporters.litertlm.library",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
     "matplotlib": "edgeinfer.cli.plotting",
     "onnx": "edgeinfer.backends.onnx.library",
     "onnxruntime": "edgeinfer.backends.onnx.library",
+    "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
     "torch": "edgeinfer.training",
 }

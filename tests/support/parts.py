@@ -20,6 +20,8 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
+    "genai": (("onnx", "onnxruntime_genai"), ()),
+    "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),
     "opencl": (("pyopencl",), ()),
     "clang": ((), ()),  # comes with the driver for OpenCL
     "qemu": ((), ("aarch64-linux-gnu-g++", "qemu-aarch64")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType
 
 Shapes = dict[str, tuple[int, ...]]
+Stored = dict[str, tuple[str, np.ndarray]]
+Change = Callable[[Stored], Stored]
 
 N_VOCAB, N_EMBD, N_FF, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 2, 8, 64
 N_EXPERTS, N_FF_EXPERT, N_FF_SHARED = 4, 16, 24
+GATED = ("gate_proj", "up_proj", "down_proj")
 COMMON = {
     "vocab_size": N_VOCAB,
     "hidden_size": N_EMBD,
@@ -89,9 +92,7 @@ def norms(*names: str) -> Shapes:
     return {f"{name}.weight": (N_EMBD,) for name in names or ("input_layernorm", "post_attention_layernorm")}
 
 
-def network(
-    module: str = "mlp", n_ff: int = N_FF, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-) -> Shapes:
+def network(module: str = "mlp", n_ff: int = N_FF, names: tuple[str, ...] = GATED) -> Shapes:
     shapes = ((n_ff, N_EMBD), (n_ff, N_EMBD), (N_EMBD, n_ff))
     return {f"{module}.{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
 
@@ -106,9 +107,9 @@ def router(name: str = "mlp.gate") -> Shapes:
 
 def model(config: dict[str, Any], layer: Callable[[int], Shapes]) -> Shapes:
     """Of a whole model."""
-    found: Shapes = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,)}
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], N_EMBD), "model.norm.weight": (N_EMBD,)}
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (N_VOCAB, N_EMBD)
+        found["lm_head.weight"] = (config["vocab_size"], N_EMBD)
     for n in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{n}.{name}": shape for name, shape in layer(n).items()}
     return found
@@ -221,7 +222,12 @@ def gpt_oss(config: dict[str, Any]) -> Shapes:
 def ernie(config: dict[str, Any]) -> Shapes:
     more = router() | experts(n_ff=12) | network("mlp.shared_experts", 24)
     more["mlp.moe_statics.e_score_correction_bias"] = (1, N_EXPERTS)
-    return model(config, lambda n: attention(config) | norms() | (more if n else network()))
+    first, step = config["moe_layer_start_index"], config["moe_layer_interval"]
+
+    def layer(n: int) -> Shapes:
+        return attention(config) | norms() | (more if n >= first and (n + 1) % step == 0 else network())
+
+    return model(config, layer)
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
@@ -395,14 +401,38 @@ CASES = {
 }
 
 
-def write(folder: Path, name: str) -> Case:
-    """Write config.json and model.safetensors of a case. The same weights each time, on every machine."""
-    case = CASES[name]
-    config = case.full_config()
+def _varied(name: str, **config: Any) -> Case:
+    return replace(CASES[name], config={**CASES[name].config, **config})
+
+
+# Other layers, windows and rotations, which make no other tensors.
+VARIED = {
+    "llama_dynamic": _varied("llama", rope_parameters={**PLAIN, "rope_type": "dynamic", "factor": 2.0}),
+    "qwen2_attention_factor": _varied("qwen2", rope_parameters={**YARN, "attention_factor": 1.1386294}),
+    "qwen2_tied": _varied("qwen2", tie_word_embeddings=True),
+    "granitehybrid_nope": _varied("granitehybrid", position_embedding_type="nope"),
+    "gemma2_27b": _varied("gemma2", num_hidden_layers=46, layer_types=[WINDOW, FULL] * 23, head_dim=16),
+    "phi3_long": _varied(
+        "phi3",
+        original_max_position_embeddings=8,
+        rope_parameters={**CASES["phi3"].config["rope_parameters"], "original_max_position_embeddings": 8},
+    ),
+    "exaone4_32b": _varied("exaone4", num_hidden_layers=64, sliding_window=6, layer_types=([WINDOW] * 3 + [FULL]) * 16),
+    "glm4moe_groups": _varied("glm4moe", n_group=2, topk_group=1, norm_topk_prob=False, use_qk_norm=False),
+    "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),
+}
+
+
+def write(folder: Path, name: str, config: dict[str, Any] | None = None, change: Change = dict) -> None:
+    """Write config.json and model.safetensors of a case. The same weights each time, on every machine.
+
+    config: other values.  change: other tensors, of those by name, each (dtype, values).
+    """
+    case = (CASES | VARIED)[name]
+    full = {**case.full_config(), **(config or {})}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    write_safetensors(folder / "model.safetensors", dict(_weights(case, config)))
-    return case
+    (folder / "config.json").write_text(json.dumps(full))
+    write_safetensors(folder / "model.safetensors", change(dict(_weights(case, full))))
 
 
 def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:

@@ -16,6 +16,7 @@ from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.exporters.checkpoint.tensor import Tensor
 
 _AS_STORED = ("bitnet", "mxfp4")  # read by what knows the architecture
+_ENDS = (".qweight", ".weight_packed", ".weight_scale", "_scale_inv", ".qscale_weight", ".SCB", ".absmax")
 # Each gives the tensors that it makes of the parts that it takes.
 _READERS: dict[str, Callable[[Config, Parts], Mapping[str, Tensor]]] = {
     "gptq": gptq.read,
@@ -35,6 +36,7 @@ def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[st
     parts = Parts(config.path.parent, stored)
     settings = config.part("quantization_config") or config.language().part("quantization_config")
     if settings is None:
+        _check_unquantised(config, stored)
         return "", parts.rest()
     method = settings.text("quant_method")
     if method in _AS_STORED:
@@ -50,3 +52,12 @@ def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[st
     if twice is not None:
         parts.refuse(twice, "is there both quantised and as it was")
     return method, made | rest
+
+
+def _check_unquantised(config: Config, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises UnsupportedModel for tensors that only quantised weights have: their codes must not pass for weights."""
+    found = next((name for name in stored if name.endswith(_ENDS)), None)
+    if found is not None:
+        raise UnsupportedModel(
+            f"{config.path}: quantization_config must say how {found:.120} was quantised: it is missing"
+        )

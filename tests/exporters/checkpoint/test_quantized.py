@@ -141,6 +141,9 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
             saved(tmp_path, settings, case.tensors)
     with pytest.raises(ModelFileError, match="quantization_config.quant_method must be a text: it is missing"):
         saved(tmp_path, {"bits": 4}, case.tensors)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="quantization_config must say how m.qweight was quantised"):
+        Checkpoint.open(tmp_path)
 
 
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ def test_a_header_longer_than_the_file_is_not_read(tmp_path: Path) -> None:
             Checkpoint.open(tmp_path)
 
 
+def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
+    opened(tmp_path, {"a": ENTRY})
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelFileError, match="is a pointer of Git LFS, not the file itself"):
+        Checkpoint.open(tmp_path)
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, {"a": ENTRY})
     size = (tmp_path / "model.safetensors").stat().st_size

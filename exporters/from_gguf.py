@@ -1,0 +1,72 @@
+"""Packages of any source and in any type: a target that takes GGUF files gets one, made in a work folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from edgeinfer.arguments import human_bytes
+from edgeinfer.exporters.gguf_target import prepare, write_file
+from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.exporters.source import open_source
+from edgeinfer.files import folder_beside
+
+
+class FromGguf:
+    """A target behind the one for GGUF files, where the request names a folder of Hugging Face or a type."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        if not _needs_file(request):
+            return self.target.plan(request)
+        with open_source(request.source) as source, tempfile.TemporaryDirectory() as folder:
+            job = prepare(source, request)
+            first = job.plan()
+            # The file that will be made, without its weights: a hole that takes no disk.
+            path = Path(folder) / _name(request)
+            with path.open("wb") as file:
+                file.write(job.layout.header)
+                file.truncate(job.layout.n_bytes)
+            then = self.target.plan(_of_file(request, path))
+        n_bytes = job.layout.n_bytes
+        made = f"first a GGUF file of {human_bytes(n_bytes)} is made in a work folder, which is gone afterwards"
+        peak = max(first.peak_bytes, then.peak_bytes)
+        return replace(
+            then, peak_bytes=peak, disk_bytes=then.disk_bytes + n_bytes, notes=[*first.notes, made, *then.notes]
+        )
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write."""
+        if not _needs_file(request):
+            return self.target.write(request, progress)
+        with _work_folder(request.out) as folder:
+            path = folder / _name(request)
+            facts = write_file(request, path, lambda share: progress(0.5 * share))
+            result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
+        return replace(result, facts={**facts, **result.facts})
+
+
+def _needs_file(request: Request) -> bool:
+    return request.type is not None or request.source.is_dir()
+
+
+def _of_file(request: Request, path: Path) -> Request:
+    """The request with a GGUF file as its source, whose types are those that are wanted."""
+    return replace(request, source=path, type=None, imatrix=None, calibration=None, size=None, fit=None, cost=None)
+
+
+def _name(request: Request) -> str:
+    return f"{request.source.name if request.source.is_dir() else request.source.stem}.gguf"
+
+
+@contextmanager
+def _work_folder(out: Path) -> Iterator[Path]:
+    """A folder on the file system of the output."""
+    with folder_beside(out.with_name(f"{out.name}.work")) as folder:
+        yield folder

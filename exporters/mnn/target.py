@@ -1,0 +1,198 @@
+"""`edgeinfer export --to mnn`: plan, write and check a folder for MNN's LLM engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from edgeinfer import devices
+from edgeinfer.arguments import human_bytes
+from edgeinfer.backends.onnx import write_graph
+from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
+from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.exporters.mnn.config import engine_config, model_config
+from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
+from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
+from edgeinfer.exporters.mnn.rebuild import rebuilt
+from edgeinfer.exporters.mnn.runtime import WANTED
+from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
+from edgeinfer.exporters.mnn.weights import Placed, place
+from edgeinfer.exporters.package_weights import package_weights, planned_weights
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.runtime_check import (
+    MESSAGES,
+    N_TOKENS,
+    GreedyRun,
+    compare_logits,
+    compare_tokens,
+    run_greedily,
+)
+from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
+from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.draft_head import is_draft_head
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
+
+FILES = ("llm.mnn", "llm.mnn.weight", "tokenizer.mtok", "config.json", "llm_config.json")
+_NAMES = (*FILES, "manifest.json")
+_USUAL_N_CTX = 2048
+_RUNTIME = "edgeinfer.exporters.mnn.runtime"
+_GRAPH_BYTES = 64 << 10  # about what a layer takes in llm.mnn
+
+
+class MnnTarget:
+    """`--to mnn`, see Target. MNN runs one model: Request.draft is refused."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        check_folder(request.out, _NAMES)
+        with planned_weights(request) as (file, n_made):
+            package = _package(request, file)
+            tensors = [
+                PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
+                for name, info in package.file.tensors.items()
+                if len(info.shape) > 1
+            ]
+            weights = sum(tensor.n_bytes for tensor in tensors)
+            files = {request.out / "llm.mnn.weight": weights}
+            largest = max(tensor.n_bytes for tensor in tensors)
+            disk = n_made + weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
+            return Plan(tensors, files, 6 * largest + (256 << 20), disk, list(_notes(package, weights)))
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
+        check_installed()
+        with package_weights(request, progress) as (file, rest), whole_folder(request.out, _NAMES) as folder:
+            package = _package(request, file)
+            _write(package, folder, rest)
+            check, facts = _checked(package, folder) if request.check else (None, {})
+            runtime = dict(zip(("name", "at_least"), WANTED.split(), strict=True))
+            facts |= {"n_ctx": package.n_ctx, "runtime": runtime}
+        return Result([request.out / name for name in FILES], check, facts)
+
+
+@dataclass(frozen=True)
+class _Package:
+    file: ModelFile
+    spec: ModelSpec
+    made: MnnGraph
+    n_ctx: int
+
+
+def _package(request: Request, file: ModelFile) -> _Package:
+    """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
+    if request.draft is not None:
+        raise InvalidArgument("packages for MNN have no drafts here: leave --draft out, or take --to genai")
+    if is_draft_head(file):
+        raise UnsupportedModel(f"{file.path} is a draft head: MNN runs whole models only")
+    spec = read_spec(file)
+    n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
+    return _Package(file, spec, mnn_graph(file, spec, n_ctx), n_ctx)
+
+
+def _matrix_bytes(file: ModelFile, name: str) -> int:
+    """Bytes of a matrix with its scales."""
+    weights = weights_of(part_of(file, name))
+    if not isinstance(weights, Blocks):
+        return 2 * int(np.prod(file.tensors[name].shape))
+    n_scales = weights.scales.n_bytes * (1 if weights.bases is None else 2)
+    return weights.codes().n_bytes + n_scales
+
+
+def _notes(package: _Package, weights: int) -> Iterator[str]:
+    yield "The codes of the file's formats are kept exactly, in 4 bits or 8; matrices of floats become half floats."
+    yield f"It needs {WANTED} or newer, and all {human_bytes(weights)} of weights are in one file."
+
+
+# --- writing and checking ---------------------------------------------------------------------------------------------
+
+
+def _write(package: _Package, folder: Path, progress: Progress) -> None:
+    """Write all files into a folder."""
+    file, spec, made = package.file, package.spec, package.made
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.graph-") as scratch:
+        onnx = Path(scratch) / "graph.onnx"
+        write_graph(made.graph, onnx, None)
+        content = from_onnx(onnx, Path(scratch))
+        with (folder / "llm.mnn.weight").open("xb") as out:
+            embeddings = _weights(package, content, Path(scratch) / "converted.mnn.weight", out, progress)
+        to_mnn(content, folder / "llm.mnn")
+    config = tokenizer_config(file)
+    stops = sorted(Tokenizer.from_file(file).stop_ids)
+    (folder / "tokenizer.mtok").write_bytes(tokenizer_file(tokenizer_json(file), config, stops))
+    texts = {"config.json": engine_config(file, package.n_ctx), "llm_config.json": model_config(file, spec, embeddings)}
+    for name, values in texts.items():
+        text = json.dumps(values, indent=1, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", encoding="utf-8", newline="\n")
+    progress(1.0)
+
+
+def _weights(package: _Package, content: dict[str, Any], constants: Path, out: BinaryIO, progress: Progress) -> Placed:
+    """Put the weights into the converted graph and the file; gives where the embeddings are."""
+    file, spec, linears = package.file, package.spec, package.made.linears
+    done = 0
+
+    def placed(linear: Linear) -> Placed:
+        nonlocal done
+        done += 1
+        progress(0.95 * done / (len(linears) + 1))
+        return place(file, linear.matrix, linear.bias, out)
+
+    places = rebuilt(content, package.made.graph, linears, constants, out, placed)
+    assert spec.token_embd is not None  # whole models have them
+    shared = next((name for name, linear in linears.items() if linear.matrix == spec.token_embd), None)
+    return places[shared] if shared is not None else place(file, spec.token_embd, None, out, with_bias=False)
+
+
+def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Run a package in MNN; gives what to say, and facts for the manifest. Raises ModelFileError, as genai's does."""
+    file = package.file
+    tokenizer = Tokenizer.from_file(file)
+    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
+    with TemporaryDirectory() as scratch:
+        logits = Path(scratch) / "logits.npy"
+        question = {
+            "folder": str(folder),
+            "prompt": run.prompt,
+            "tokens": run.forced,
+            "message": None if tokenizer.chat_template is None else MESSAGES[0]["content"],
+            "texts": probes_of(file),
+            "n_threads": devices.default_n_threads(),
+            "logits": str(logits),
+        }
+        found = ask_runtime(_RUNTIME, question, "MNN")
+        rows = np.load(logits)
+    runtime = f"MNN {found['version']}"
+    said, figures = compare_logits(run, rows, runtime)
+    compare_tokens(run, _until_end(run, found["answer"]), runtime)
+    _check_texts(file, tokenizer, run, found, runtime)
+    return said, {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"], **figures}
+
+
+def _until_end(run: GreedyRun, found: list[int]) -> list[int]:
+    """An answer without the token that ended it."""
+    return found[: len(run.tokens)]
+
+
+def _check_texts(file: ModelFile, tokenizer: Tokenizer, run: GreedyRun, found: Any, runtime: str) -> None:
+    """Raises ModelFileError where a template is rendered, or a text cut into tokens, otherwise than the file says."""
+    if found["rendered"] is not None and found["rendered"] != run.text:
+        raise ModelFileError(
+            f"{file.path}: {runtime} renders the chat template otherwise: wanted {run.text!r:.300}, found "
+            f"{found['rendered']!r:.300}; nothing was written"
+        )
+    for text, ids in zip(probes_of(file), found["ids"], strict=True):
+        wanted = tokenizer.encode(text, parse_special=True)
+        if ids != wanted:
+            raise ModelFileError(
+                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {wanted[:40]}, found {ids[:40]}; "
+                "nothing was written"
+            )

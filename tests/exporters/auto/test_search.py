@@ -1,0 +1,91 @@
+"""The search on a tiny model: what it measures, keeps, and gives."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny_model
+
+from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.exporters.auto import choice, trials
+from edgeinfer.exporters.auto.candidates import subjects_of, uniform
+from edgeinfer.exporters.auto.divergence import Reference, mean_distance
+from edgeinfer.exporters.auto.search import Limits, Search
+from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
+from edgeinfer.exporters.request import Request
+from edgeinfer.exporters.source import GgufSource
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.types import Device
+
+TEXTS = [CalibrationText([(7 * i * i + 3 * i + seed) % 259 for i in range(40)], 5) for seed in range(3)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> GgufSource:
+    return GgufSource(ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "F16", tied=True)))
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    logits, others = rng.normal(0, 3, (2, 6, 50)).astype(np.float32)
+    p, q = (np.exp(each.astype(np.float64)) for each in (logits, others))
+    p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
+    same = Reference(logits.copy())
+    found = mean_distance([same], [others])
+    assert found.divergence == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=1e-5)
+    assert found.agreement == (p.argmax(axis=1) == q.argmax(axis=1)).mean()
+    assert mean_distance([same], [logits]).divergence == 0.0
+
+
+def test_windows_have_the_rows_that_count() -> None:
+    whole, rest = windows_of(TEXTS, 60, 2, 1000)
+    assert len(whole.tokens) == 60 and whole.rows == [*range(4, 39), *range(44, 59)]
+    assert len(rest.tokens) == 40 and rest.rows == [*range(4, 39)]
+    assert [len(each.rows) for each in windows_of(TEXTS, 60, 2, 10)] == [10, 10]
+
+
+def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(source: GgufSource, tmp_path: Path) -> None:
+    subjects = subjects_of(source, read_spec(source.file))
+    windows = windows_of(TEXTS, 60, 2, 1000)
+    flat = uniform(subjects, GGMLType.Q4_1)
+    search = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
+    search.measure(lambda share: None)
+    limits = Limits(search.n_bytes(flat), 4, 1.0)
+    mix = search.refine(limits, lambda share: None)
+    found = search.compare([flat, mix.types], windows)
+    search.close()
+    assert mix.n_bytes <= limits.n_bytes and found[1].divergence < found[0].divergence
+    again = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
+    trials.TrialModel, model = None, trials.TrialModel  # type: ignore[assignment, misc]
+    try:
+        again.measure(lambda share: None)
+        assert again.refine(limits, lambda share: None) == mix  # all of it is known
+        assert again.compare([mix.types], windows) == found[1:]
+    finally:
+        trials.TrialModel = model  # type: ignore[misc]
+
+
+def test_what_was_measured_of_something_else_is_not_used(source: GgufSource, tmp_path: Path) -> None:
+    subjects, path = subjects_of(source, read_spec(source.file)), tmp_path / "state.jsonl"
+    for n_rows in (10, 20):
+        Search(source, subjects, {}, windows_of(TEXTS, 60, 1, n_rows), Device(1), state=path)
+        lines = path.read_text().splitlines()
+        assert len(lines) == 1 and json.loads(lines[0])["fingerprint"]
+        path.write_text(f'{lines[0]}\n["loss alone x Q4_0", 0.5]\n["loss al')
+    assert Search(source, subjects, {}, windows_of(TEXTS, 60, 1, 20), Device(1), state=path)
+    assert path.read_text().splitlines()[1:] == ['["loss alone x Q4_0", 0.5]']  # without the line that was cut
+
+
+def test_a_request_says_what_it_lacks(source: GgufSource) -> None:
+    subjects = subjects_of(source, read_spec(source.file))
+    request = Request(source.path, Path("out.gguf"), "auto")
+    with pytest.raises(InvalidArgument, match="--type auto needs --size"):
+        choice.limits_of(request, source, subjects)
+    with pytest.raises(BudgetExceeded, match="--size must be at least"):
+        choice.limits_of(Request(source.path, Path("o"), "auto", size=1000), source, subjects)
+    assert choice.parse_cost("verify:4") == (4, None) and choice.parse_cost("verify:8:2.5ms") == (8, 0.0025)
+    for cost in ("verify:0", "verify", "draft:4", "verify:4:"):
+        with pytest.raises(InvalidArgument, match="--cost must be verify:N"):
+            choice.parse_cost(cost)

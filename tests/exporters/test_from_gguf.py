@@ -1,0 +1,54 @@
+"""Targets that take GGUF files get one of any source, in the types that are wanted."""
+
+from pathlib import Path
+
+from tiny_models import write_tiny_model
+
+from edgeinfer.exporters.from_gguf import FromGguf
+from edgeinfer.exporters.request import Plan, Request, Result
+from edgeinfer.models.gguf import ModelFile
+
+
+class _Recorder:
+    """A target that writes the types of its source."""
+
+    def __init__(self) -> None:
+        self.sources: list[Path] = []
+
+    def plan(self, request: Request) -> Plan:
+        self.sources.append(request.source)
+        assert (request.type, request.imatrix, request.size) == (None, None, None)
+        return Plan((), {request.out: len(_types(request.source))}, 7, 11, ["of the target"])
+
+    def write(self, request: Request, progress) -> Result:
+        self.sources.append(request.source)
+        request.out.write_text(_types(request.source))
+        progress(1.0)
+        return Result([request.out], "run", {"n_ctx": request.n_ctx})
+
+
+def _types(path: Path) -> str:
+    with ModelFile.open(path) as file:
+        return " ".join(sorted({info.type.name for info in file.tensors.values()}))
+
+
+def test_a_target_gets_a_file_in_the_types_that_are_wanted(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    recorder, shares = _Recorder(), []
+    request = Request(source, tmp_path / "out", type="Q4_0", n_ctx=64)
+    plan = FromGguf(recorder).plan(request)
+    assert list(plan.files.values()) == [len("F32 Q4_0 Q8_0")] and plan.disk_bytes > 11 + 50_000
+    assert plan.notes[-1] == "of the target" and "made in a work folder" in plan.notes[-2]
+    result = FromGguf(recorder).write(request, shares.append)
+    assert (tmp_path / "out").read_text() == "F32 Q4_0 Q8_0"
+    assert result.facts["n_ctx"] == 64 and shares[-1] == 1.0 and shares == sorted(shares)
+    assert {path.name for path in recorder.sources} == {"a.gguf"} and source not in recorder.sources
+    assert {path.name for path in tmp_path.iterdir()} == {"a.gguf", "out"}
+
+
+def test_a_file_that_is_taken_as_it_is_goes_to_the_target_itself(tmp_path: Path) -> None:
+    source, recorder = write_tiny_model(tmp_path / "a.gguf", "llama", "Q4_0"), _Recorder()
+    request = Request(source, tmp_path / "out")
+    FromGguf(recorder).plan(request)
+    FromGguf(recorder).write(request, lambda share: None)
+    assert recorder.sources == [source, source]

@@ -1,0 +1,60 @@
+"""Vocabularies on the strings of tests/benchmarks/compare_tokenizers.py, against the library `tokenizers`."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+from checkpoints import LLAMA3, byte_level, sentence_piece
+from tokenizer_strings import real_texts, texts
+
+from edgeinfer.exporters.checkpoint import Config, Folder
+from edgeinfer.exporters.tokenizer_json import write_tokenizer
+from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.exporters.vocabulary.comparison import tokenizer_of
+from edgeinfer.models.gguf import MetadataValue, ModelFile
+from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, UNICODE_16
+
+# The library knows letters of Unicode 16, llama.cpp does not.
+NEW = re.compile(f"[{re.sub('[0-9A-F]+', lambda code: chr(int(code[0], 16)), UNICODE_16).replace(' ', '')}]")
+
+
+def keys_of(folder: Path, n_rows: int) -> dict[str, MetadataValue]:
+    return read_vocabulary(Folder(folder), Config({}, folder / "config.json"), n_rows)
+
+
+def strings(n: int, *specials: str) -> list[str]:
+    return list(
+        itertools.islice((text for text in texts(5, list(specials), real_texts([])) if not NEW.search(text)), n)
+    )
+
+
+def test_a_published_vocabulary_comes_back(default_model: Path, tmp_path: Path) -> None:
+    """SmolLM2's, from its GGUF file to tokenizer.json and back: the same tokens, types, merges and template."""
+    with ModelFile.open(default_model) as file:
+        wanted = dict(file.metadata)
+        write_tokenizer(file, tmp_path)
+    found = keys_of(tmp_path, len(wanted["tokenizer.ggml.tokens"]))  # type: ignore[arg-type]
+    pre, other = found.pop("tokenizer.ggml.pre"), wanted.pop("tokenizer.ggml.pre")
+    assert PRE_TOKENIZERS[str(pre)] == PRE_TOKENIZERS[str(other)]
+    names = set(wanted) & set(found)
+    assert names >= {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "merges", "eos_token_id")}
+    assert "tokenizer.chat_template" in names and [name for name in names if found[name] != wanted[name]] == []
+
+
+@pytest.mark.parametrize("pattern", [LLAMA3, None])
+def test_byte_level_vocabularies_give_the_same_ids(pattern: str | None, tmp_path: Path) -> None:
+    theirs = byte_level(tmp_path, pattern, ignore_merges=pattern is not None)
+    ours = tokenizer_of(keys_of(tmp_path, 600), tmp_path)
+    for text in strings(1000, "<|begin|>", "<|end|>", "<|eot_id|>"):
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == wanted
+
+
+def test_vocabularies_with_byte_fallback_give_the_same_ids(tmp_path: Path) -> None:
+    theirs: tokenizers.Tokenizer = sentence_piece(tmp_path)
+    ours = tokenizer_of(keys_of(tmp_path, theirs.get_vocab_size()), tmp_path)
+    for text in strings(1000, "the", "▁"):
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == wanted

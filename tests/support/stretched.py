@@ -1,0 +1,57 @@
+"""Models of many layers with room for their weights, but none in it: for what is decided by the header of a file."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tiny_experts import EXPERT_ARCHITECTURES, write_tiny_experts
+from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, write_tiny_model
+
+from edgeinfer.exporters.gguf import Tensor, layout
+from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
+
+_DENSE = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]
+# An architecture with the width of its rows, or the number of its experts; and what llama.cpp takes for a model of 70B.
+CASES = [f"{name}-{width}" for name in _DENSE for width in (256, 96)]
+CASES += [f"{name}-{n}" for name in EXPERT_ARCHITECTURES for n in (8, 4)]
+CASES += ["llama-80 layers", "qwen2-80 layers"]
+N_LAYERS = 17  # so that an eighth and a sixteenth of them are some
+
+
+def stretched_model(path: Path, case: str) -> Path:
+    """Write a model of 17 layers, or 80, whose other layers are as its last, with F16 matrices of zeros."""
+    metadata, tensors = _small(case)
+    n_layers = 80 if case.endswith("layers") else N_LAYERS
+    architecture = str(metadata["general.architecture"])
+    last = max(int(tensor.name.split(".")[1]) for tensor in tensors if tensor.name.startswith("blk."))
+    more = [tensor for tensor in tensors if tensor.name.startswith(f"blk.{last}.")]
+    for layer in range(last + 1, n_layers):
+        tensors = [*tensors, *(_renamed(tensor, f"blk.{layer}.{tensor.name.split('.', 2)[2]}") for tensor in more)]
+    laid = layout(metadata | {f"{architecture}.block_count": n_layers}, tensors)
+    with path.open("wb") as file:
+        file.write(laid.header)
+        file.truncate(laid.n_bytes)
+    return path
+
+
+def _renamed(tensor: Tensor, name: str) -> Tensor:
+    return Tensor(name, tensor.type, tensor.shape, tensor.pieces)
+
+
+@cache
+def _small(case: str) -> tuple[dict[str, MetadataValue], list[Tensor]]:
+    name, size = case.rsplit("-", 1)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "m.gguf"
+        if size in ("256", "96", "80 layers"):
+            n_embd = 96 if size == "96" else 256
+            options = {"n_embd": n_embd, "n_ff": n_embd, "n_kv_heads": 2 if n_embd == 256 else 1, "tied": n_embd == 96}
+            write_tiny_model(path, name, "F16", **options)  # type: ignore[arg-type]
+        else:
+            write_tiny_experts(path, name, "F16", n_embd=256, n_ff=64, n_experts=int(size))  # type: ignore[arg-type]
+        with ModelFile.open(path) as file:
+            tensors = [Tensor(info.name, GGMLType(info.type), info.shape, list) for info in file.tensors.values()]
+            keys = {key: value for key, value in file.metadata.items() if "sliding_window_pattern" not in key}
+            return keys, tensors
