@@ -94,7 +94,7 @@ class Package:
 
     @property
     def writing_bytes(self) -> int:
-        """Most memory that writing takes: graphs, a piece of a matrix as floats, and one whose rows are put in order."""
+        """Most memory that writing takes: graphs, a piece of a matrix as floats, one whose rows are put in order."""
         ordered = max((layer.mixer.n_q * layer.mixer.n_in for layer in self.spec.layers), default=0)
         return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 12 * ordered
 
