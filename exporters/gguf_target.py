@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.comparison import Checked, compare
+from edgeinfer.exporters.draft_vocab import DraftVocabSource, draft_vocab_source
 from edgeinfer.exporters.file_types import (
     QUANTIZATION_VERSION,
     file_type,
@@ -44,12 +46,12 @@ class GgufTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
-        with open_source(request.source, _target_of(request)) as source:
+        with _opened(request) as source:
             return prepare(source, request).plan()
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write."""
-        with open_source(request.source, _target_of(request)) as source:
+        with _opened(request) as source:
             job = prepare(source, request)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
                 partial.write(job.tensors, progress)
@@ -61,12 +63,20 @@ class GgufTarget:
 
 def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str, Any]:
     """Write the file of a request under another name, without a check; gives the facts for the manifest."""
-    with open_source(request.source) as source:
+    with _opened(request) as source:
         job = prepare(source, request)
         with partial_file(path, job.identity(), job.layout, resume=False) as partial:
             partial.write(job.tensors, progress)
             partial.finish()
     return job.facts
+
+
+@contextmanager
+def _opened(request: Request) -> Iterator[Source]:
+    """What is written: the source, or the draft model that is made of it."""
+    with open_source(request.source, _target_of(request)) as source:
+        wanted = request.more.get("draft_vocab")
+        yield source if wanted is None else draft_vocab_source(source, wanted)
 
 
 def _target_of(request: Request) -> Path | None:
@@ -79,7 +89,8 @@ def _checked(job: Job, written: Path) -> Checked:
     """What running the written file shows."""
     if job.source.metadata.get("general.architecture") in HEADS:
         return compare_heads(job.source, written, _target_of(job.request))
-    return compare(job.source, written, job.is_lossless)
+    writes_text = not isinstance(job.source, DraftVocabSource)
+    return compare(job.source, written, job.is_lossless and writes_text)
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,7 @@ class Job:
                 [path.name, stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.source.files, files, strict=True)
             ],
             "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
+            "draft_vocab": self.source.digest if isinstance(self.source, DraftVocabSource) else None,
         }
 
     def plan(self) -> Plan:

@@ -140,9 +140,11 @@ def _graph(source: ModelFile, target: ModelFile | None, n_ctx: int, style: Style
             )
         of_target = read_spec(target)
         head = read_head_beside(source, target, of_target)
-        if isinstance(head.front, GatedFusion) and head.features is not None:
+        if head.features is not None:
+            kind = "a head with taps" if isinstance(head.front, GatedFusion) else "an EAGLE-3 head"
             raise UnsupportedModel(
-                f"{source.path}: a head with taps is fed by rows that an ONNX file here does not give"
+                f"{source.path}: {kind} is fed by what several layers of its target give, and an ONNX file here gives "
+                "the last row alone: run it on the native engine (-md)"
             )
         graph = build_head(source, head, target, of_target, n_ctx, style)
         kept = {"draft_vocab": head.draft_vocab.tolist(), "target.fingerprint": head.target.fingerprint}

@@ -20,7 +20,7 @@ from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.gguf import write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
-from edgeinfer.models import read_spec
+from edgeinfer.models import read_draft_spec
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
@@ -49,11 +49,12 @@ def model_file_of(source: Source) -> Iterator[ModelFile]:
 
 
 def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:
-    """Bytes first..last-1 of a tensor, which are whole rows."""
+    """Bytes first..last-1 of a tensor, made of the rows that they are in."""
     row_bytes = tensor.type.n_bytes(tensor.n_in)
-    if tensor.stored is not None:
-        return tensor.stored(first // row_bytes, last // row_bytes)
-    return quantize(tensor.type, tensor.rows(first // row_bytes, last // row_bytes))
+    rows = first // row_bytes, -(-last // row_bytes)
+    data = tensor.stored(*rows) if tensor.stored is not None else quantize(tensor.type, tensor.rows(*rows))
+    start = rows[0] * row_bytes
+    return data.reshape(-1)[first - start : last - start]
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None) -> I
     Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for.
     """
     backend = NativeBackend(packed=False, tuned=False)
-    spec, n_threads = read_spec(file), n_threads or devices.default_n_threads()
+    spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
     plan = backend.plan(file, spec, n_ctx, min(n_ctx, N_BATCH), n_threads)
     n_bytes = plan.use.total
     if n_bytes > (available := devices.available_memory()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
     what is no head, and for none of a head that needs it.
     """
     if path.is_dir():
-        from edgeinfer.exporters.folders import open_model_or_head
+        from edgeinfer.exporters.folders import open_model_or_head  # which needs this module
 
         with open_model_or_head(path, target) as folder:
             yield folder

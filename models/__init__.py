@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.models.architectures import read_spec, supported_architectures
+from edgeinfer.models.architectures import read_draft_spec, read_spec, supported_architectures
 from edgeinfer.models.reader import Architecture
 from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
@@ -49,6 +49,7 @@ __all__ = [
     "check_blocks",
     "dense_of",
     "query_factors",
+    "read_draft_spec",
     "read_spec",
     "supported_architectures",
 ]

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array, Strings
+from edgeinfer.models.draft_vocab import DRAFT_VOCAB, read_draft_vocab
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader, each_mixer
 from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file, weights_of
 
 ARCHITECTURE, EAGLE3 = HEADS = "draft-head", "eagle3"  # values of general.architecture
 KINDS = ("dgf",)  # dynamic gating fusion
-DRAFT_VOCAB, EAGLE3_VOCAB = "draft_vocab", "d2t"
+EAGLE3_VOCAB = "d2t"
 TARGET_LAYERS, MATCHES, OUTPUT_TYPE = "target_layers", "matches", "output_type"
 OUTPUT_TYPES = (GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0)  # that rows of a target are rewritten in
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
@@ -238,7 +239,7 @@ class _HeadReader(Reader):
         self._check_keys()
         common = self._common_spec()
         n_embd, taps = common.n_embd, self._taps()
-        draft_vocab = self._draft_vocab(DRAFT_VOCAB, "I32", common.n_vocab)
+        draft_vocab = read_draft_vocab(self.file, DRAFT_VOCAB, "I32", common.n_vocab)
         architecture, name, found = (self._text(f"target.{key}") for key in ("architecture", "name", "fingerprint"))
         head = HeadSpec(
             front=GatedFusion(
@@ -308,25 +309,6 @@ class _HeadReader(Reader):
             self.refuse(key, f"must be a text: found {value!r:.80}")
         return value
 
-    def _draft_vocab(self, name: str, kind: str, n_vocab: int) -> NDArray[np.int32]:
-        """The ids in that tensor of that type."""
-        info = self.file.tensors.get(name)
-        if info is None or info.type.name != kind or len(info.shape) != 1:
-            found = "none" if info is None else f"{info.type.name} {info.shape}"
-            raise UnsupportedModel(f"{self.file.path}: tensor {name} must be {kind} (n_logits,): found {found}")
-        ids = np.frombuffer(self.file.data(name).tobytes(), dtype="<i4" if kind == "I32" else "<i8")
-        falls = np.flatnonzero(np.diff(ids) <= 0)
-        if falls.size:
-            first = int(falls[0])
-            raise UnsupportedModel(
-                f"{self.file.path}: tensor {name} must be ascending: found {ids[first + 1]} behind {ids[first]}"
-            )
-        if ids[0] < 0 or ids[-1] >= n_vocab:
-            raise UnsupportedModel(
-                f"{self.file.path}: tensor {name} must be ids in 0..{n_vocab - 1}: found {ids[0]}..{ids[-1]}"
-            )
-        return ids.astype(np.int32)
-
 
 class _Eagle3Reader(_HeadReader):
     """Reads an EAGLE-3 head as llama.cpp stores it."""
@@ -338,7 +320,7 @@ class _Eagle3Reader(_HeadReader):
         n_rows = self.integer("target_hidden_size", 1, 1 << 20)
         draft_vocab = np.arange(common.n_vocab, dtype=np.int32)
         if EAGLE3_VOCAB in self.file.tensors:
-            draft_vocab = self._draft_vocab(EAGLE3_VOCAB, "I64", common.n_vocab)
+            draft_vocab = read_draft_vocab(self.file, EAGLE3_VOCAB, "I64", common.n_vocab)
         name = f"the target of {self.file.metadata.get('general.name')}"
         mark = fingerprint(self.file, by_tokens=True)
         norm = "enc.output_norm.weight" if self.flag("norm_before_fc", False) else None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import rope
 from edgeinfer.models.arrays import Array
+from edgeinfer.models.draft_vocab import DRAFT_VOCAB, draft_vocab_of, has_draft_vocab
 from edgeinfer.models.expert_reader import MAY_BE_ROWS, ExpertReader, ExpertRecipe
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.key_reader import KeyReader
@@ -147,7 +148,7 @@ class Reader(KeyReader):
         """What the file says, all of it checked."""
         self._check_keys()
         spec = self.architecture.refine(self, self._common_spec())
-        self._check_tensors(spec.tensor_shapes())
+        self._check_tensors(spec.tensor_shapes(), {DRAFT_VOCAB} if has_draft_vocab(self.file) else frozenset())
         return spec
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
@@ -227,7 +228,7 @@ class Reader(KeyReader):
             token_embd="token_embd.weight",
             output_norm="output_norm.weight",
             output=self._output(),
-            n_logits=n_vocab,
+            n_logits=self._n_logits(n_vocab),
             layers=self._layers(n_embd),
         )
 
@@ -251,6 +252,10 @@ class Reader(KeyReader):
             raise UnsupportedModel(f"{self.file.path}: tensor token_embd.weight is missing: not a whole language model")
         return self.file.tensors["token_embd.weight"].shape[0]
 
+    def _n_logits(self, n_vocab: int) -> int:
+        draft_vocab = draft_vocab_of(self.file, n_vocab)
+        return n_vocab if draft_vocab is None else len(draft_vocab)
+
     def _head_dim(self, default: int) -> int:
         head_dim = self.integer("attention.key_length", 2, 1 << 14, default=default)
         for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
@@ -264,7 +269,7 @@ class Reader(KeyReader):
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def _output(self) -> str:
-        kind = self.architecture.output
+        kind = "required" if has_draft_vocab(self.file) else self.architecture.output
         tied = kind == "tied" or (kind == "optional" and "output.weight" not in self.file.tensors)
         return "token_embd.weight" if tied else "output.weight"
 

@@ -163,9 +163,11 @@ def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:
 
 
 def of_frequent_tokens(model: ModelFile, spec: ModelSpec) -> ModelSpec:
-    """The spec with an output matrix for the first tokens only, where there are more."""
-    output = spec.output
-    if spec.n_vocab <= DRAFT_TOKENS or not isinstance(output, str) or model.tensors[output].type == GGMLType.I2_S:
+    """The spec with an output matrix for the first tokens only, where there are more and the file has all."""
+    output, is_cut = spec.output, spec.n_logits < spec.n_vocab
+    if is_cut or spec.n_vocab <= DRAFT_TOKENS or not isinstance(output, str):
+        return spec
+    if model.tensors[output].type == GGMLType.I2_S:
         return spec
     return replace(spec, n_logits=DRAFT_TOKENS, output=TensorRows(output, 0, DRAFT_TOKENS))
 

@@ -25,6 +25,7 @@ _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("resume",), ("gguf",)),
     **dict.fromkeys(("check",), _QUANTISED),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
+    **dict.fromkeys(("draft_vocab",), ("gguf",)),
     **dict.fromkeys(("format", "head"), ("ternary",)),
     **dict.fromkeys(("operators", "external_data"), ("onnx",)),
 }
@@ -72,6 +73,11 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     help="ternary: type of the output matrix; q6_k takes 40 % of f16.",
 )
 @click.option("--target", "model", type=FileName(), help="The model that SOURCE, a draft head, belongs to.")
+@click.option(
+    "--draft-vocab",
+    metavar="N[:FILE]",
+    help="gguf: a draft model, with logits for the N most frequent tokens of a text only.",
+)
 @click.option(
     "--operators",
     type=click.Choice(["contrib", "plain"]),

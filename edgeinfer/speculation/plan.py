@@ -11,15 +11,15 @@ from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
 from edgeinfer.memory.planner import DraftPlaces, Settings
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
+from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
-from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import LEAST_ROWS, MOST_ROWS, RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import LEAST_TOKENS, SuffixDrafter
@@ -155,7 +155,8 @@ class DraftChoice:
             own = NativeBackend(for_drafts=True, resident=True).plan(
                 file, self.spec, plan.n_ctx, plan.n_batch, self.n_threads
             )
-            extra = {"tables": NgramLookup.memory()}
+            n_vocab = max(self.n_vocab, self.spec.n_vocab) if has_draft_vocab(file) else 0
+            extra = ModelDrafter.memory(n_vocab)
         planned.file, planned.spec = file, self.spec
         planned.plan = None if where == "own memory" else own
         for place in self.places:
@@ -253,13 +254,24 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
     if is_draft_head(file):
         found.spec = read_head_beside(file, found.target, read_spec(found.target))
     else:
-        found.spec = read_spec(file)
+        found.spec = read_draft_spec(file)
         check_vocabulary(file, found.target, found.n_vocab)
+        if has_draft_vocab(file):
+            _check_on_cpu(file, draft_device)
+            draft_device = "cpu"
     found.file = file
     if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
         # A head is so small that the CPU is done before another device has answered.
         _add_places(found, file, found.spec, plan, draft_device)
     found.plan(plan, Settings(plan.n_ctx, plan.n_batch))
+
+
+def _check_on_cpu(file: ModelFile, draft_device: str) -> None:
+    """Raises UnsupportedModel where a draft model with logits for some tokens only is to run on another device."""
+    if draft_device not in ("auto", "cpu"):
+        raise UnsupportedModel(
+            f"{file.path}: has logits for some of its tokens only, which runs on the CPU, not on {draft_device}"
+        )
 
 
 def _parts_of(plan: MemoryPlan, extra: Mapping[str, int]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import pkgutil
 from functools import cache
 
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.models.draft_vocab import DRAFT_VOCAB, has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import Architecture
 from edgeinfer.models.spec import ModelSpec
@@ -22,6 +23,17 @@ def supported_architectures() -> list[str]:
 
 def read_spec(file: ModelFile) -> ModelSpec:
     """Spec of a model file. Raises UnsupportedModel if its architecture is unknown or its tensors do not fit."""
+    if has_draft_vocab(file):
+        n_tokens = file.tensors[DRAFT_VOCAB].n_elements
+        raise UnsupportedModel(
+            f"{file.path}: has logits for {n_tokens} of its tokens only, so it can draft for another model (-md) and "
+            "do nothing else; export the model without --draft-vocab"
+        )
+    return read_draft_spec(file)
+
+
+def read_draft_spec(file: ModelFile) -> ModelSpec:
+    """The same of a draft model, which may have logits for some of its tokens only (models/draft_vocab.py)."""
     name, files = file.metadata.get("general.architecture"), _files()
     if not isinstance(name, str) or name not in files:
         known = ", ".join(supported_architectures())

@@ -7,7 +7,8 @@ A line of the prompts has "turns", of which the first is asked and answered by t
 tokens. The model is measured on --train, and compared with its source on --held: the divergence of answer tokens, how
 often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice: the
 mix with as many bytes, and the fastest mix of at most as many bytes and the same predicted loss. Milliseconds are
-those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest mix.
+those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest
+mix.
 One JSON line on stdout at the end.
 """
 
@@ -76,7 +77,7 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     """The fastest mix of at most so many bytes with a predicted loss of at most so much."""
     best = search.allocate(Limits(n_bytes, n_tokens, float("inf")))
     low, high = 0.5 * best.seconds, best.seconds
-    for _ in range(24):
+    for _ in range(10):
         middle = 0.5 * (low + high)
         try:
             mix = search.allocate(Limits(n_bytes, n_tokens, middle))

@@ -32,12 +32,15 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.native import NativeBackend, load_head, plan_head
 from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device
 
+pytestmark = pytest.mark.usefixtures("native")
 THEIRS = json.loads((Path(__file__).parent / "eagle3_hashes.json").read_text())
 
 
@@ -122,7 +125,6 @@ def paper(w: dict[str, np.ndarray], e: np.ndarray, rows: np.ndarray) -> np.ndarr
     return np.asarray(norm(x, "norm") @ w["lm_head.weight"].T)
 
 
-@pytest.mark.usefixtures("native")
 def test_an_exported_head_drafts_and_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "m.gguf", n_ctx_train=256)
     with edgeinfer.load(model, draft="none") as engine:
@@ -198,9 +200,38 @@ def test_a_head_needs_its_target_and_a_model_has_none(target: Path, tmp_path: Pa
     assert "is an EAGLE-3 draft head: name the model that it belongs to (--target)" in result.output
     result = run(target, "--target", target, "-o", tmp_path / "h.gguf")
     assert "is no draft head, which alone has a target" in result.output
+    head = write_tiny_eagle3(tmp_path / "h.gguf", target)
+    result = run(head, "--target", target, "-o", tmp_path / "h.onnx", to="onnx")
+    assert "an EAGLE-3 head is fed by what several layers of its target give" in result.output
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("kind", ["head", "eagle3"])
+@pytest.mark.parametrize("tensor_type", ["I2_S", "TQ1_0", "TQ2_0"])
+def test_a_head_with_ternary_matrices_is_copied_and_computes_what_they_say(
+    kind: str, tensor_type: str, tmp_path: Path
+) -> None:
+    model, path, out = tmp_path / "m.gguf", tmp_path / "h.gguf", tmp_path / "again.gguf"
+    write_tiny_model(model, "llama", "F16", n_embd=256)
+    write = write_tiny_head if kind == "head" else write_tiny_eagle3
+    write(path, model, tensor_type=tensor_type, n_ff=256)
+    result = run(path, "--target", model, "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "check: KL 0.0000 nats a token against the source, 100.0% the same" in result.stderr
+    with ModelFile.open(out) as file, ModelFile.open(model) as target:
+        assert file.tensors["blk.0.ffn_up.weight"].type.name == tensor_type
+        spec = read_head_beside(file, target, read_spec(target))
+        rows = np.random.default_rng(0).standard_normal((8, spec.n_rows)).astype(np.float32)
+        reference = open_reference_head(file, spec, target, read_spec(target), 64, "int8")
+        backend, plan = NativeBackend(tuned=False), plan_head(file, spec, 64, 8, 1)
+        opened = backend.load(target, read_spec(target), backend.plan(target, read_spec(target), 64), Device(1))
+        head = load_head(file, spec, opened, plan, Device(1))
+        found, expected = (
+            session.forward(range(8), session.combine(rows), logits="all").logits
+            for session in (head.session(), reference)
+        )
+    assert_allclose(found, expected, rtol=0.02, atol=0.02 * float(np.abs(expected).max()))
+
+
 def test_a_head_of_our_own_is_written_again_in_another_type(target: Path, tmp_path: Path) -> None:
     own = write_tiny_head(tmp_path / "own.gguf", target, tensor_type="F16")
     result = run(own, "--target", target, "--type", "Q8_0", "-o", tmp_path / "again.gguf")

@@ -117,7 +117,7 @@ def test_a_head_goes_with_its_targets_embeddings_and_its_vocabulary(
     assert refused.exit_code == 3 and "use the head of this model" in refused.stderr
     write_tiny_head(head, model, taps=(0, 1))
     refused = run("export", head, *arguments, "--target", model)
-    assert refused.exit_code == 3 and "a head with taps is fed by rows" in refused.stderr
+    assert refused.exit_code == 3 and "a head with taps is fed by what several layers" in refused.stderr
 
 
 def test_what_a_user_must_know_is_in_the_file(tmp_path: Path) -> None:

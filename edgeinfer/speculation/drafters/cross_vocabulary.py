@@ -10,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.backends.native import top_k
 from edgeinfer.errors import NumericalError
 from edgeinfer.models.arrays import Array
+from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.cost import CostModel
@@ -31,8 +35,15 @@ _LAST, _SAMPLED = 10, 20
 class CrossVocabularyDrafter(ModelDrafter):
     """A draft model whose tokens are not the target's."""
 
-    def __init__(self, session: Session, target: Tokenizer, own: Tokenizer, costs: CostModel) -> None:
-        super().__init__(session, own.n_vocab, costs)
+    def __init__(
+        self,
+        session: Session,
+        target: Tokenizer,
+        own: Tokenizer,
+        costs: CostModel,
+        draft_vocab: NDArray[np.int32] | None = None,
+    ) -> None:
+        super().__init__(session, own.n_vocab, costs, draft_vocab=draft_vocab)
         self._own = own
         self._converted = CrossVocabularyText(target, own)
 
@@ -74,10 +85,10 @@ class CrossVocabularyDrafter(ModelDrafter):
 
     def _most_probable(self, tokens: Sequence[int]) -> tuple[int, float]:
         """Run and commit tokens; the most probable next token, and its probability."""
-        ((token, p),) = top_k(self._forward(tokens), 1)
+        ((index, p),) = top_k(self._forward(tokens), 1)
         if not math.isfinite(p):
             raise NumericalError("the draft model's logits are no numbers")
-        return token, p
+        return self._token(index), p
 
     def _converted_tree(self, drafted: Sequence[int], p: Sequence[float], limit: int, is_greedy: bool) -> DraftTree:
         """The draft tokens as a chain of the target's."""
@@ -102,9 +113,11 @@ def model_drafter(
 
     device_drafting: see ModelDrafter; not used across vocabularies.
     """
+    draft_vocab = draft_vocab_of(draft, session.spec.n_vocab)
     if has_vocabulary_of(draft, target, n_vocab):
-        return ModelDrafter(session, n_vocab, costs, device_drafting)
-    return CrossVocabularyDrafter(session, Tokenizer.from_file(target), Tokenizer.from_file(draft), costs)
+        return ModelDrafter(session, n_vocab, costs, device_drafting, draft_vocab)
+    tokenizers = Tokenizer.from_file(target), Tokenizer.from_file(draft)
+    return CrossVocabularyDrafter(session, *tokenizers, costs, draft_vocab)
 
 
 def check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.errors import NumericalError
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
@@ -60,6 +63,7 @@ class ModelDrafter:
     """A draft model and its KV cache. It owns the session and its model.
 
     n_vocab: tokens that the target has.  device_drafting: of that session, if its device drafts by itself.
+    draft_vocab: (n_logits,) ascending ids of the tokens that the model has logits for, None for the first ones.
     """
 
     name = "model"
@@ -70,6 +74,7 @@ class ModelDrafter:
         n_vocab: int,
         costs: CostModel,
         device_drafting: DeviceDrafting[DraftingSession] | None = None,
+        draft_vocab: NDArray[np.int32] | None = None,
     ) -> None:
         self.session = session
         self._n_vocab = n_vocab
@@ -79,6 +84,14 @@ class ModelDrafter:
         self._n_agreed = 0  # of them, known to be a prefix of the text
         self._lookup = NgramLookup()
         self._n_looked_up = 0  # tokens of the text that are in the lookup table
+        self._ids = None if draft_vocab is None else draft_vocab[draft_vocab < n_vocab].astype(np.intp)
+        # Of all tokens, for the target's sampler, which never takes one that is not in draft_vocab.
+        self._logits = np.full(0 if draft_vocab is None else n_vocab, -np.inf, dtype=np.float32)
+
+    @staticmethod
+    def memory(n_vocab: int) -> dict[str, int]:
+        """Bytes beside the draft model by part. n_vocab: tokens of the target, 0 without a draft_vocab."""
+        return {"rows": 4 * n_vocab, "tables": NgramLookup.memory()}
 
     def start(self, context: Context) -> None:
         """See Drafter. The KV cache is compared with the new text when a draft is wanted."""
@@ -124,7 +137,8 @@ class ModelDrafter:
 
     def held(self) -> dict[str, int]:
         """See HoldingDrafter."""
-        return {**held_by(self.session.memory()), "tables": self._lookup.memory()}
+        parts = held_by(self.session.memory())
+        return {**parts, "rows": parts["rows"] + self._logits.nbytes, "tables": self._lookup.memory()}
 
     def interrupt(self) -> None:
         """See CostlyDrafter."""
@@ -173,7 +187,7 @@ class ModelDrafter:
         levels: list[_Level] = []
         longer = list(text)
         for n, row in enumerate(rows):
-            levels.append(draft_candidates(row, context.draw(row, longer), context.is_greedy, _N_CANDIDATES))
+            levels.append(self._candidates(context, row, longer))
             longer.append(levels[-1][0][0])
             if n < len(guesses) and guesses[n].token != longer[-1]:
                 break
@@ -181,6 +195,19 @@ class ModelDrafter:
         self._lookup.learn(guesses, longer[len(text) :])
         self._lookup.add(longer, len(text))
         return levels
+
+    def _candidates(self, context: Context, row: Logits, text: list[int]) -> _Level:
+        """The level behind a text, from its logits."""
+        if self._ids is None:
+            return draft_candidates(row, context.draw(row, text), context.is_greedy, _N_CANDIDATES)
+        self._logits[self._ids] = row
+        drawn = int(np.searchsorted(self._ids, context.draw(self._logits, text)))
+        found = draft_candidates(row, drawn, context.is_greedy, _N_CANDIDATES)
+        return [(self._token(index), p, bucket) for index, p, bucket in found]
+
+    def _token(self, index: int) -> int:
+        """The token that a place in a row of logits is of."""
+        return index if self._ids is None else int(self._ids[index])
 
     def _levels_of_device(
         self, device_drafting: DeviceDrafting[DraftingSession], tokens: Sequence[int], n_levels: int
@@ -247,7 +274,7 @@ class ModelDrafter:
         n_past, started = self.session.n_past, perf_counter()
         rows = self.session.forward(tokens, logits="last" if n_rows == 1 else "all").logits
         self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))
-        return rows[-n_rows:, : self._n_vocab]
+        return rows[-n_rows:, : self._n_vocab if self._ids is None else len(self._ids)]
 
     def _commit(self, tokens: Sequence[int]) -> None:
         """Commit the first rows of the last pass, a chain of these tokens."""
