@@ -94,9 +94,9 @@ class Package:
 
     @property
     def writing_bytes(self) -> int:
-        """Most memory that writing takes: graphs, and the tensor that is read whole or a piece of one as floats."""
-        largest = max((info.n_bytes for info in self.file.tensors.values()), default=0)
-        return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 2 * largest
+        """Most memory that writing takes: graphs, a piece of a matrix as floats, one whose rows are put in order."""
+        ordered = max((layer.mixer.n_q * layer.mixer.n_in for layer in self.spec.layers), default=0)
+        return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 12 * ordered
 
     @property
     def running_bytes(self) -> int:

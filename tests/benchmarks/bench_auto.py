@@ -77,7 +77,7 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     """The fastest mix of at most so many bytes with a predicted loss of at most so much."""
     best = search.allocate(Limits(n_bytes, n_tokens, float("inf")))
     low, high = 0.5 * best.seconds, best.seconds
-    for _ in range(24):
+    for _ in range(10):
         middle = 0.5 * (low + high)
         try:
             mix = search.allocate(Limits(n_bytes, n_tokens, middle))
