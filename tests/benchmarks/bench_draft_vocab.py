@@ -1,12 +1,11 @@
 """What a draft model gains and loses with logits for fewer tokens (`edgeinfer export --draft-vocab`).
 
     python tests/benchmarks/bench_draft_vocab.py TARGET.gguf DRAFT.gguf [DRAFT.gguf ...] --prompts FILE.jsonl
-        [--every 20] [--answer 64] [--rounds 40] [--text FILE] [--texts FILE.json]
+        [--every 8] [--answer 64] [--rounds 40] [--texts FILE.json]
 
-The target answers every 20th prompt greedily; each draft model reads prompt and answer as it is loaded for drafts.
-accepted: share of the answer's tokens that are the draft model's most likely ones.  known: share that it has logits for.
-ms: median of passes of one token behind 256 others, the models by turns.  --text: writes the answers to the other
-prompts there, up to 16 times as many, a text for --draft-vocab N:FILE, and stops.  --texts: keeps the target's answers.
+The target answers every 8th prompt greedily; each draft model reads prompt and answer as it is loaded for drafts.
+accepted: share of the answers' tokens that are the draft model's most likely ones.  known: share that has logits.
+ms: median of passes of one token behind 256 others, the models by turns.  --texts: keeps the target's answers.
 One JSON line on stdout at the end.
 """
 
@@ -99,21 +98,13 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("drafts", type=Path, nargs="+")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--text", type=Path)
     parser.add_argument("--texts", type=Path, help="Keeps the target's answers.")
     arguments = parser.parse_args()
     lines = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     held = lines[:: arguments.every]
-    if arguments.text is not None:
-        others = [line for n, line in enumerate(lines) if n % arguments.every][: 16 * len(held)]
-        with ModelFile.open(arguments.target) as file:
-            tokenizer = Tokenizer.from_file(file)
-            texts = answered(arguments.target, others, arguments.answer)
-            arguments.text.write_text("\n".join(tokenizer.decode(answer) for _, answer in texts))
-        return
     if arguments.texts is not None and arguments.texts.exists():
         texts = [tuple(text) for text in json.loads(arguments.texts.read_text())]
     else:
