@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,7 +97,7 @@ def _checked(job: Job, written: Path) -> Checked:
 class Job:
     """A file that is to be written.
 
-    types: of each tensor.  importance: names of the tensors that are quantised with an importance matrix.
+    types: of each tensor.  imatrix: the file of the importance matrix.  notes, facts: for the plan and the manifest.
     """
 
     request: Request
@@ -159,7 +158,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 
@@ -168,7 +167,9 @@ def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeCho
     if request.type is None:
         return TypeChoice(source_types(source.tensors))
     if request.type.lower() == AUTO:
-        chosen: TypeChoice = importlib.import_module("edgeinfer.exporters.auto").choose_types(source, request, imatrix)
+        from edgeinfer.exporters.auto import choose_types
+
+        chosen = choose_types(source, request, imatrix)
         return TypeChoice({**source_types(source.tensors), **chosen.types}, chosen.notes, chosen.facts, chosen.keys)
     kind = file_type(request.type)
     return TypeChoice(tensor_types(kind, source.metadata, source.tensors, imatrix is not None))

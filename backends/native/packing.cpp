@@ -446,7 +446,8 @@ float fit_codes(const float* weights, float each, float least, float most, float
     return std::accumulate(errors, errors + 8, 0.0f);
 }
 
-// The same as above with that one of some scales that has the smallest squared error, in more than ten times as long.
+// The same as above with that one of some scales that has the smallest squared error, in more than ten times as long:
+// models/formats/q4_0.h.
 void fit_q4_0(const float* weights, uint8_t* block) {
     const float largest = largest_of(weights) / -8.0f;
     float codes[32], best[32] = {}, least = std::numeric_limits<float>::infinity();
@@ -464,12 +465,16 @@ void fit_q4_0(const float* weights, uint8_t* block) {
     for (int i = 0; i < 16; i++) block[2 + i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
 }
 
+// As models/formats/q8_0.h.
 void fit_q8_0(const float* weights, uint8_t* block) {
-    const uint16_t d = f32_to_f16(std::abs(largest_of(weights)) / 127.0f);
-    float codes[32];
-    fit_codes(weights, f16_to_f32(d), -127.0f, 127.0f, codes);
+    const float each = std::abs(largest_of(weights)) / 127.0f;
+    const float inverse = 1.0f / each <= std::numeric_limits<float>::max() ? 1.0f / each : 0.0f;
+    const uint16_t d = f32_to_f16(each);
     std::memcpy(block, &d, sizeof d);
-    for (int i = 0; i < 32; i++) block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(codes[i]));
+    for (int i = 0; i < 32; i++) {
+        const float place = std::min(127.0f, std::max(-127.0f, weights[i] * inverse));
+        block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::round(place)));
+    }
 }
 
 void dequantize_block32(const Block32& layout, const uint8_t* block, int n_in, float* out) {

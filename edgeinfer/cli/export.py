@@ -21,7 +21,7 @@ _QUANTISED = ("gguf", *_PACKAGES)
 _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
     **dict.fromkeys(("draft",), _PACKAGES),
-    **dict.fromkeys(("n_ctx",), (*_PACKAGES, "onnx")),
+    **dict.fromkeys(("n_ctx",), ("gguf", *_PACKAGES, "onnx")),
     **dict.fromkeys(("resume",), ("gguf",)),
     **dict.fromkeys(("check",), _QUANTISED),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
@@ -53,7 +53,7 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     "--ctx",
     "n_ctx",
     type=click.IntRange(min=1),
-    help="Packages and onnx: context size.  [default: as trained, at most 4096]",
+    help="Context size, of packages and onnx, and for --fit.  [default: as trained, at most 4096]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and stop.")
 @click.option("--resume", is_flag=True, help="gguf: go on where an export that was stopped ended.")
@@ -131,6 +131,8 @@ def _check_options(context: click.Context, to: str) -> None:
     for name in ("size", "fit", "cost"):
         if given[name] is not None and (given["type"] or "").lower() != "auto":
             raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
+    if to == "gguf" and given["n_ctx"] is not None and given["fit"] is None:
+        raise InvalidArgument("--ctx goes with --to gguf only for --fit: a GGUF file has no context size of its own")
     if given["size"] is not None and given["fit"] is not None:
         raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
     if given["calibration"] is not None and given["imatrix"] != "auto" and (given["type"] or "").lower() != "auto":

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BudgetExceeded
 
-_STEPS = 60  # of a bisection
+_NEAR = 1.001  # a multiplier is searched to this factor
 Numbers = NDArray[np.float64]
 
 
@@ -41,9 +41,10 @@ def allocate(options: Options, n_bytes: float, seconds: float = np.inf) -> Alloc
     per_second, per_byte = 0.0, _byte_multiplier(options, n_bytes, 0.0)
     chosen = _best(options, per_byte, 0.0)
     if _sum(options.seconds, chosen) > seconds:
-        low, high = 0.0, _scale(options.losses, options.seconds)
-        for _ in range(_STEPS):
-            per_second = np.sqrt(low * high) if low else high * 1e-9
+        high = _scale(options.losses, options.seconds)
+        low = high * 1e-18
+        while high > low * _NEAR:
+            per_second = float(np.sqrt(low * high))
             per_byte = _byte_multiplier(options, n_bytes, per_second)
             chosen = _best(options, per_byte, per_second)
             if _sum(options.seconds, chosen) > seconds:
@@ -105,7 +106,7 @@ def _byte_multiplier(options: Options, n_bytes: float, per_second: float) -> flo
         return 0.0
     high = _scale(options.losses, options.n_bytes)
     low = high * 1e-18
-    for _ in range(_STEPS):
+    while high > low * _NEAR:
         middle = float(np.sqrt(low * high))
         if _sum(options.n_bytes, _best(options, middle, per_second)) > n_bytes:
             low = middle
@@ -115,23 +116,27 @@ def _byte_multiplier(options: Options, n_bytes: float, per_second: float) -> flo
 
 
 def _within(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds: float) -> NDArray[np.intp]:
-    """Where both multipliers still leave too much: moves that save the most of it for the least loss."""
+    """Where both multipliers still leave too much: moves that take the most of it away for the least loss."""
     chosen = chosen.copy()
     rows = np.arange(len(chosen))
     while True:
-        over_bytes = max(0.0, _sum(options.n_bytes, chosen) / n_bytes - 1)
-        over_time = max(0.0, _sum(options.seconds, chosen) / seconds - 1) if np.isfinite(seconds) else 0.0
-        if over_bytes <= 0 and over_time <= 0:
+        bytes_now, time_now = _sum(options.n_bytes, chosen), _sum(options.seconds, chosen)
+        if bytes_now <= n_bytes and time_now <= seconds:
             return chosen
-        saved = (over_bytes > 0) * (options.n_bytes[rows, chosen][:, None] - options.n_bytes) / n_bytes
-        if over_time > 0:
-            saved = saved + (options.seconds[rows, chosen][:, None] - options.seconds) / seconds
+        over = _over(bytes_now / n_bytes) + _over(time_now / seconds)
+        bytes_then = bytes_now + options.n_bytes - options.n_bytes[rows, chosen][:, None]
+        time_then = time_now + options.seconds - options.seconds[rows, chosen][:, None]
+        saved = over - _over(bytes_then / n_bytes) - _over(time_then / seconds)
         lost = options.losses - options.losses[rows, chosen][:, None]
-        rate = np.where((saved > 0) & np.isfinite(lost), saved / np.maximum(lost, 1e-12), -np.inf)
+        rate = np.where((saved > 1e-12) & np.isfinite(lost), saved / np.maximum(lost, 1e-12), -np.inf)
         tensor, option = np.unravel_index(int(rate.argmax()), rate.shape)
         if not np.isfinite(rate[tensor, option]):
             raise BudgetExceeded("no mix of formats was found that fits into both the bytes and the time")
         chosen[tensor] = option
+
+
+def _over(share: Numbers | float) -> Numbers:
+    return np.maximum(0.0, np.asarray(share) - 1.0)
 
 
 def _filled(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds: float) -> NDArray[np.intp]:

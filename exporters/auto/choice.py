@@ -57,7 +57,7 @@ def choose_types(
         mix = search.refine(limits, lambda share: progress(0.8 + 0.1 * share))
     finally:
         search.close()
-    found = search.compare(mix, others)
+    found = search.compare([mix.types], others)[0]
     return told(search, subjects, mix, found, limits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, m
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Trials, digest_of
+from edgeinfer.exporters.auto.trials import Trials, Types, digest_of
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
@@ -92,16 +92,20 @@ class Search:
             progress((i + 1) / _ROUNDS)
         return self.allocate(limits)
 
-    def compare(self, mix: Mix, windows: Sequence[Window]) -> Distance:
-        """How far a mix is from the source on other texts, as the engine runs it."""
-        key = f"{digest_of(mix.types)} {hashlib.sha256(repr(windows).encode()).hexdigest()[:16]}"
-        known = [self._state.get(f"{kind} {key}") for kind in Distance._fields]
-        if known[0] is not None and known[1] is not None:
-            return Distance(known[0], known[1])
-        found = distances(self._source, [mix.types], self._importance, windows, self._device)[0]
-        for kind, value in found._asdict().items():
-            self._state.add(f"{kind} {key}", value)
-        return found
+    def compare(self, mixes: Sequence[Types], windows: Sequence[Window]) -> list[Distance]:
+        """How far mixes are from the source on other texts, as the engine runs them; each is measured once."""
+        texts = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
+        keys = [f"{digest_of(types)} {texts}" for types in mixes]
+        missing = {key: types for key, types in zip(keys, mixes, strict=True) if self._known(key) is None}
+        found = distances(self._source, list(missing.values()), self._importance, windows, self._device)
+        for key, distance in zip(missing, found, strict=True) if missing else ():
+            for kind, value in distance._asdict().items():
+                self._state.add(f"{kind} {key}", value)
+        return [distance for key in keys if (distance := self._known(key)) is not None]
+
+    def _known(self, key: str) -> Distance | None:
+        divergence, agreement = (self._state.get(f"{kind} {key}") for kind in Distance._fields)
+        return None if divergence is None or agreement is None else Distance(divergence, agreement)
 
     def close(self) -> None:
         """Give the model that was measured back."""
@@ -175,20 +179,14 @@ class Search:
 
 
 def distances(
-    source: Source,
-    mixes: Sequence[Mapping[str, GGMLType]],
-    importance: Importance,
-    windows: Sequence[Window],
-    device: Device,
-) -> list[Distance]:
+    source: Source, mixes: Sequence[Types], importance: Importance, windows: Sequence[Window], device: Device
+) -> Iterator[Distance]:
     """How far the source is from itself with tensors in other formats, as the engine runs these."""
     with TrialModel(source, {}, importance, _longest(windows), device) as model:
         references = [Reference(logits) for logits in model.read(windows)]
-    found = []
     for types in mixes:
         with TrialModel(source, types, importance, _longest(windows), device) as model:
-            found.append(mean_distance(references, model.read(windows)))
-    return found
+            yield mean_distance(references, model.read(windows))
 
 
 def _longest(windows: Sequence[Window]) -> int:

@@ -32,8 +32,9 @@ from edgeinfer.models.tokenizer import Tokenizer
 _USUAL_N_CTX = 1280  # every pass attends to the whole cache, so a large one slows all of them
 _MAX_CONSTANT_BYTES = (1 << 31) - 1
 _RUNTIME = "edgeinfer.exporters.litertlm.runtime"
-# Measured with LiteRT-LM 0.18.1: the process with its libraries, and what XNNPACK makes of a byte of weights.
-_RUNTIME_BYTES, _PACKED = 90 << 20, 1.06
+# Measured with LiteRT-LM 0.18.1: the process with its libraries, what XNNPACK makes of a byte of weights, and the share
+# of the mapped file that is in memory beside them.
+_RUNTIME_BYTES, _PACKED, _MAPPED = 120 << 20, 1.06, 0.5
 _HEADER_BYTES = 24 << 20  # graphs and their flatbuffer in memory while they are made
 _TYPES = {Type.FLOAT32: GGMLType.F32, Type.FLOAT16: GGMLType.F16, Type.INT8: GGMLType.I8}
 _CONVERSATION = [
@@ -93,18 +94,18 @@ class Package:
 
     @property
     def writing_bytes(self) -> int:
-        """Most memory that writing takes: graphs, and the tensor that is read whole or a piece of one as floats."""
-        largest = max((info.n_bytes for info in self.file.tensors.values()), default=0)
-        return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 2 * largest
+        """Most memory that writing takes: graphs, a piece of a matrix as floats, one whose rows are put in order."""
+        ordered = max((layer.mixer.n_q * layer.mixer.n_in for layer in self.spec.layers), default=0)
+        return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 12 * ordered
 
     @property
     def running_bytes(self) -> int:
-        """About the most memory that the runtime takes: the file, its weights as XNNPACK packs them, two caches."""
+        """About the most memory that the runtime takes: half the file, weights as XNNPACK packs them, two caches."""
         n_cache = cache_positions(self.n_ctx)
         cache = 4 * sum(2 * layer.mixer.n_kv * n_cache for layer in self.spec.layers)
         n = max(prefill_lengths(self.n_ctx))
         widest = max(layer.mixer.n_heads * n_cache + 8 * self.spec.n_embd for layer in self.spec.layers)
-        return int(self.n_bytes + _PACKED * self.unpacked_bytes + 2 * cache + 8 * n * widest + _RUNTIME_BYTES)
+        return int(_MAPPED * self.n_bytes + _PACKED * self.unpacked_bytes + 2 * cache + 8 * n * widest + _RUNTIME_BYTES)
 
     @property
     def unpacked_bytes(self) -> int:

@@ -82,9 +82,9 @@ def _product(op: Op, name: str, placed: Placed, tensors: list[str]) -> list[Op]:
     """(1, n, n_in) as n images of one point with n_in channels, a convolution, and back."""
     n_out, n_in = placed.shape
     between = []
-    for step in ("rows", "packed", "product", "unpacked"):
+    for stage in ("rows", "packed", "product", "unpacked"):
         between.append(len(tensors))
-        tensors.append(f"{name}.{step}")
+        tensors.append(f"{name}.{stage}")
 
     def step(kind: str, given: int, made: int, main_type: str, main: Op) -> Op:
         return {

@@ -45,6 +45,8 @@ FILES = ("llm.mnn", "llm.mnn.weight", "tokenizer.mtok", "config.json", "llm_conf
 _NAMES = (*FILES, "manifest.json")
 _USUAL_N_CTX = 2048
 _RUNTIME = "edgeinfer.exporters.mnn.runtime"
+# Measured: the process with its libraries, and what MNN makes of a byte of weights when it packs them anew.
+_RUNTIME_BYTES, _PACKED = 112 << 20, 1.45
 _GRAPH_BYTES = 64 << 10  # about what a layer takes in llm.mnn
 
 
@@ -75,7 +77,8 @@ class MnnTarget:
             _write(package, folder, rest)
             check, facts = _checked(package, folder) if request.check else (None, {})
             runtime = dict(zip(("name", "at_least"), WANTED.split(), strict=True))
-            facts |= {"n_ctx": package.n_ctx, "runtime": runtime}
+            n_bytes = (folder / "llm.mnn.weight").stat().st_size
+            facts |= {"n_ctx": package.n_ctx, "runtime": runtime, "estimated_peak_bytes": _peak(package, n_bytes)}
         return Result([request.out / name for name in FILES], check, facts)
 
 
@@ -109,7 +112,16 @@ def _matrix_bytes(file: ModelFile, name: str) -> int:
 
 def _notes(package: _Package, weights: int) -> Iterator[str]:
     yield "The codes of the file's formats are kept exactly, in 4 bits or 8; matrices of floats become half floats."
-    yield f"It needs {WANTED} or newer, and all {human_bytes(weights)} of weights are in one file."
+    yield (
+        f"It needs {WANTED} or newer and, with {package.n_ctx} tokens, some {human_bytes(_peak(package, weights))} of "
+        f"memory (estimated); all {human_bytes(weights)} of weights are in one file."
+    )
+
+
+def _peak(package: _Package, weights: int) -> int:
+    """Most memory that MNN takes with a whole context: libraries, weights as it packs them, the cache in float32."""
+    cache = sum(2 * layer.mixer.n_kv_heads * layer.mixer.head_dim for layer in package.spec.layers)
+    return _RUNTIME_BYTES + int(_PACKED * weights) + 4 * cache * package.n_ctx + 8 * package.spec.n_logits
 
 
 # --- writing and checking ---------------------------------------------------------------------------------------------

@@ -24,18 +24,19 @@ EI_INLINE void searched_symmetric(const Floats (&x)[kBlock], const Floats (&impo
 }
 
 // The scale of the smallest squared error, of 13 from 0.82 to 1.06 times that at which the largest weight has code 0.
-// Scales are tried as the float16 that they become.
+// Scales are tried as the float16 that they become. Errors are summed as in backends/native/packing.cpp, in eight parts.
 EI_INLINE void least_squares_q4_0(const Floats (&x)[kBlock], Fit& fit) {
-    const Floats full = signed_largest(x) / -8.0f;
+    const Floats largest = signed_largest(x), full = choose(largest == 0, x[0], largest) / -8.0f;  // of -0 another 0
     Floats smallest = all(kLargestFloat);
     fit.scale = Floats{};
     for (int i = 0; i < 13; i++) {
         const Floats tried = as_half(full * static_cast<float>(0.82 + 0.02 * i));
         const Ints is_zero = tried == 0;
-        Floats error{};
+        Floats errors[8]{}, error{};
         for (int k = 0; k < kBlock; k++) {
-            error += squared(choose(is_zero, all(0), code(x[k] / tried, -8, 7)) * tried - x[k]);
+            errors[k % 8] += squared(choose(is_zero, all(0), code(x[k] / tried, -8, 7)) * tried - x[k]);
         }
+        for (const Floats& part : errors) error += part;
         const Ints better = error < smallest;
         smallest = choose(better, error, smallest);
         fit.scale = choose(better, tried, fit.scale);

@@ -4,10 +4,11 @@
         [--windows 3] [--threads 2] [--state FILE] [--cost verify:4]
 
 A line of the prompts has "turns", of which the first is asked and answered by the model, or "prompt" and "answer" in
-tokens. The model is measured on --train and compared with its source on --held: the divergence of answer tokens and
-how often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice:
-the mix with as many bytes, and the fastest mix whose predicted loss is as small as that of the plain one was found to
-be. Milliseconds are those of the products of a pass, by the kernels' times; --timed also measures passes of the models.
+tokens. The model is measured on --train, and compared with its source on --held: the divergence of answer tokens, how
+often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice: the
+mix with as many bytes, and the fastest mix of at most as many bytes and the same predicted loss. Milliseconds are
+those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest
+mix.
 One JSON line on stdout at the end.
 """
 
@@ -30,7 +31,7 @@ from edgeinfer.exporters.auto.candidates import Subject, subjects_of, uniform
 from edgeinfer.exporters.auto.choice import importance_by_tensor, parse_cost
 from edgeinfer.exporters.auto.divergence import Distance
 from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.search import Limits, Search, distances
+from edgeinfer.exporters.auto.search import Limits, Search
 from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
 from edgeinfer.exporters.calibration import own_answers
@@ -43,18 +44,21 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
 UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
-FILE_TYPES = ("Q4_0", "Q4_K_M", "Q5_K_M")
-WINDOW, ROWS, HELD_WINDOW, HELD_ROWS, N_PROMPTS = 320, 200, 512, 400, 16
+FILE_TYPES = ("Q4_K_M", "Q5_1")
+HELD_WINDOW, HELD_ROWS, N_PROMPTS = 512, 400, 16
 ROUNDS = 12
 
 Types = Mapping[str, GGMLType]
 
 
-def texts_of(path: Path, file: ModelFile) -> list[CalibrationText]:
+def texts_of(path: Path, file: ModelFile, counts_prompts: bool) -> list[CalibrationText]:
     """The texts of a file of prompts; see above."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     if "answer" in lines[0]:
-        return [CalibrationText(line["prompt"] + line["answer"], len(line["prompt"])) for line in lines]
+        return [
+            CalibrationText(line["prompt"] + line["answer"], 1 if counts_prompts else len(line["prompt"]))
+            for line in lines
+        ]
     with native_model(file, 1024) as model:
         asked = [line["turns"][0] for line in lines[:N_PROMPTS]]
         return [CalibrationText(tokens) for tokens in own_answers(model, file, asked)]
@@ -73,7 +77,7 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     """The fastest mix of at most so many bytes with a predicted loss of at most so much."""
     best = search.allocate(Limits(n_bytes, n_tokens, float("inf")))
     low, high = 0.5 * best.seconds, best.seconds
-    for _ in range(24):
+    for _ in range(10):
         middle = 0.5 * (low + high)
         try:
             mix = search.allocate(Limits(n_bytes, n_tokens, middle))
@@ -124,8 +128,8 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     device, spec = Device(arguments.threads), read_spec(source.file)
     subjects = subjects_of(source, spec)
     importance = importance_by_tensor(subjects, read_imatrix(arguments.imatrix))
-    train = windows_of(texts_of(arguments.train, source.file), WINDOW, 1, ROWS)
-    held = windows_of(texts_of(arguments.held, source.file), HELD_WINDOW, arguments.windows, HELD_ROWS)
+    train = windows_of(texts_of(arguments.train, source.file, True), arguments.window, 1, arguments.rows)
+    held = windows_of(texts_of(arguments.held, source.file, False), HELD_WINDOW, arguments.windows, HELD_ROWS)
     search = Search(source, subjects, importance, train, device, state=arguments.state)
     started = time.perf_counter()
     search.measure(lambda share: print(f"\r{share:4.0%}", end="", file=sys.stderr))
@@ -134,7 +138,7 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     plain = plain_choices(source, subjects)
     choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)
     search.close()
-    found = distances(source, list(choices.values()), importance, held, device)
+    found = search.compare(list(choices.values()), held)
     rows = {name: row_of(search, types, each) for (name, types), each in zip(choices.items(), found, strict=True)}
     for name in arguments.timed:
         pair = [choices[each] for each in pairs[name]]
@@ -163,6 +167,8 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--held", type=Path, required=True)
     parser.add_argument("--imatrix", type=Path, required=True)
+    parser.add_argument("--window", type=int, default=320, help="tokens by which losses are measured")
+    parser.add_argument("--rows", type=int, default=200, help="of them that count")
     parser.add_argument("--windows", type=int, default=3, help="of 512 held-out tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--state", type=Path, help="measurements, kept")

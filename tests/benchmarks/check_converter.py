@@ -65,9 +65,8 @@ def compare(source: Source, file: ModelFile) -> dict[str, Any]:
         {key.partition(".")[2]: value for key, value in metadata.items() if not key.startswith(APART)}
         for metadata in (source.metadata, file.metadata)
     ]
-    both = {
-        key for key in keys[0].keys() & keys[1].keys() if np.any(np.float32(keys[0][key]) != np.float32(keys[1][key]))
-    }
+    in_both = keys[0].keys() & keys[1].keys()
+    both = {key for key in in_both if np.any(np.float32(keys[0][key]) != np.float32(keys[1][key]))}
     return {
         "tensors": len(ours),
         "other_names": sorted(ours.keys() ^ file.tensors.keys()),

@@ -207,11 +207,11 @@ def test_rows_with_scales_of_their_own_keep_them_where_heads_are_reordered(
 ) -> None:
     """As TriLM is published: no word of quantisation, and scales for some rows each."""
     a_falcon(tmp_path, rng)
+    checkpoint = TernaryCheckpoint.open(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = {}
-    checkpoint = TernaryCheckpoint.open(tmp_path)
     tensors: dict[str, tuple[str, np.ndarray]] = {}
     for name in checkpoint.names:
         if ".weight" in name and "proj" in name and not name.endswith("scale"):

@@ -13,7 +13,6 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters import runtime_check
 from edgeinfer.exporters.genai import GenaiTarget, target
 from edgeinfer.exporters.request import Request, Result
 
@@ -36,8 +35,8 @@ def exported(source: Path, out: Path, draft: Path | str | None = None, check: bo
 
 
 def is_near(facts: Any) -> bool:
-    """Whether most tokens are those of the source, and the others ties."""
-    return bool(facts["n_equal_tokens"] >= 24 and facts["most_apart"] < runtime_check.TIE)
+    """Whether the logits are those of the source but for rounding: a tiny random model has many near ties."""
+    return bool(facts["n_equal_tokens"] >= 24 and facts["kl_divergence"] < 2e-3)
 
 
 def test_the_default_model_gives_the_tokens_of_the_native_engine(default_model: Path, tmp_path: Path) -> None:

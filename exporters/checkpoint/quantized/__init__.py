@@ -12,11 +12,13 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.quantized import awq, compressed, gptq, modelopt, scaled
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts
+from edgeinfer.exporters.checkpoint.quantized.scaled import FLOAT8
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.exporters.checkpoint.tensor import Tensor
 
 _AS_STORED = ("bitnet", "mxfp4")  # read by what knows the architecture
-_ENDS = (".qweight", ".weight_packed", ".weight_scale", "_scale_inv", ".qscale_weight", ".SCB", ".absmax")
+_ENDS = (".qweight", ".weight_packed", ".qscale_weight", ".SCB", ".absmax")
+_CODES = ("I8", "U8", *FLOAT8)
 # Each gives the tensors that it makes of the parts that it takes.
 _READERS: dict[str, Callable[[Config, Parts], Mapping[str, Tensor]]] = {
     "gptq": gptq.read,
@@ -56,7 +58,9 @@ def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[st
 
 def _check_unquantised(config: Config, stored: Mapping[str, StoredTensor]) -> None:
     """Raises UnsupportedModel for tensors that only quantised weights have: their codes must not pass for weights."""
-    found = next((name for name in stored if name.endswith(_ENDS)), None)
+    codes = {name for name, tensor in stored.items() if tensor.dtype in _CODES}
+    scaled = (name for name in codes if not stored.keys().isdisjoint(name + end for end in ("_scale", "_scale_inv")))
+    found = next((name for name in stored if name.endswith(_ENDS)), None) or next(scaled, None)
     if found is not None:
         raise UnsupportedModel(
             f"{config.path}: quantization_config must say how {found:.120} was quantised: it is missing"

@@ -1,6 +1,7 @@
 """The search on a tiny model: what it measures, keeps, and gives."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.exporters.auto import choice, trials
+from edgeinfer.exporters.auto import choice, speed, trials
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
 from edgeinfer.exporters.auto.divergence import Reference, mean_distance
-from edgeinfer.exporters.auto.search import Limits, Search, distances
+from edgeinfer.exporters.auto.search import Limits, Search
 from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
@@ -46,7 +47,22 @@ def test_windows_have_the_rows_that_count() -> None:
     assert [len(each.rows) for each in windows_of(TEXTS, 60, 2, 10)] == [10, 10]
 
 
-def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(source: GgufSource, tmp_path: Path) -> None:
+def seconds_by_bytes(
+    shape: tuple[int, int], formats: Sequence[GGMLType], n: int, n_threads: int, isa: str
+) -> dict[GGMLType, float]:
+    """In place of measured times."""
+    return {type: 1e-9 * type.n_bytes(shape[0] * shape[1]) for type in formats}
+
+
+@pytest.fixture(autouse=True)
+def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "measure", seconds_by_bytes)
+    monkeypatch.setattr(speed, "record_folder", lambda kind: None)
+
+
+def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(
+    source: GgufSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subjects = subjects_of(source, read_spec(source.file))
     windows = windows_of(TEXTS, 60, 2, 1000)
     flat = uniform(subjects, GGMLType.Q4_1)
@@ -54,16 +70,14 @@ def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(source:
     search.measure(lambda share: None)
     limits = Limits(search.n_bytes(flat), 4, 1.0)
     mix = search.refine(limits, lambda share: None)
+    found = search.compare([flat, mix.types], windows)
     search.close()
-    found = distances(source, [flat, mix.types], {}, windows, Device(2))
     assert mix.n_bytes <= limits.n_bytes and found[1].divergence < found[0].divergence
     again = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
-    trials.TrialModel, model = None, trials.TrialModel  # type: ignore[assignment, misc]
-    try:
-        again.measure(lambda share: None)
-        assert again.refine(limits, lambda share: None) == mix  # all of it is known
-    finally:
-        trials.TrialModel = model  # type: ignore[misc]
+    monkeypatch.setattr(trials, "TrialModel", None)  # all of it is known
+    again.measure(lambda share: None)
+    assert again.refine(limits, lambda share: None) == mix
+    assert again.compare([flat, mix.types], windows) == found
 
 
 def test_what_was_measured_of_something_else_is_not_used(source: GgufSource, tmp_path: Path) -> None:

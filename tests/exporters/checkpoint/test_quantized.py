@@ -144,6 +144,9 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="quantization_config must say how m.qweight was quantised"):
         Checkpoint.open(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", fp8("rows", "m.weight_scale", (160, 1)).tensors)
+    with pytest.raises(UnsupportedModel, match="quantization_config must say how m.weight was quantised"):
+        Checkpoint.open(tmp_path)
 
 
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

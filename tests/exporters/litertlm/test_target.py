@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,10 +18,15 @@ from edgeinfer.exporters.litertlm import target as module
 from edgeinfer.exporters.litertlm.graph import ARCHITECTURES
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.runtime_check import GreedyRun
+from edgeinfer.models.chat_template import CHATML
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 if not is_there("litert"):
     missing("litert", "ai-edge-litert and LiteRT-LM are not installed")
+
+
+BEGUN = "{{ bos_token }}" + CHATML
 
 
 def no_progress(share: float) -> None:
@@ -39,9 +46,10 @@ def leave_printable(source: Path) -> None:
     The runtime gives a text, and tokens that are parts of characters would not be in it.
     """
     with ModelFile.open(source) as file:
-        info = file.tensors["output.weight"]
+        info, tokenizer = file.tensors["output.weight"], Tokenizer.from_file(file)
+        printable = [re.fullmatch(rb"[!-~]", tokenizer.token_bytes(id)) is not None for id in range(tokenizer.n_vocab)]
     rows = np.memmap(source, np.float32, "r+", info.offset, info.shape)
-    rows[:33] = rows[127:] = 0
+    rows[~np.array(printable)] = 0
     rows.flush()
 
 
@@ -49,6 +57,18 @@ def leave_printable(source: Path) -> None:
 def test_every_architecture_gives_the_text_of_its_source(architecture: Architecture, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model.gguf", architecture, "F32")
     leave_printable(source)
+    result = LitertlmTarget().write(Request(source, tmp_path / "out.litertlm", n_ctx=320), no_progress)
+    assert result.check is not None and "greedy tokens equal the source in LiteRT-LM" in result.check
+
+
+@pytest.mark.parametrize("vocabulary", ["bpe", "spm"])
+def test_the_begin_token_stands_once_before_a_text(vocabulary: Literal["bpe", "spm"], tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model.gguf", "llama", "F32", vocabulary=vocabulary, template=BEGUN)
+    leave_printable(source)
+    key = b"tokenizer.ggml.add_bos_token" + (7).to_bytes(4, "little")  # a bool
+    source.write_bytes(source.read_bytes().replace(key + b"\0", key + b"\1"))
+    with ModelFile.open(source) as file:
+        assert Tokenizer.from_file(file).add_bos
     result = LitertlmTarget().write(Request(source, tmp_path / "out.litertlm", n_ctx=320), no_progress)
     assert result.check is not None and "greedy tokens equal the source in LiteRT-LM" in result.check
 
