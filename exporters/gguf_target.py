@@ -158,7 +158,7 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
 

@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             | {"models.output_machines", "models.tool_calls"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
-            | {"models.draft_head"},
+            | {"models.draft_vocab", "models.draft_head"},
             {"record_cache"},
         ],
     ),
