@@ -140,6 +140,7 @@ class Job:
 
 def prepare(source: Source, request: Request) -> Job:
     """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
+    _check_measured(source, request)
     imatrix, path = _imatrix(source, request)
     choice = _types(source, request, imatrix)
     tensors = []
@@ -161,6 +162,15 @@ def prepare(source: Source, request: Request) -> Job:
         [*choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
+
+
+def _check_measured(source: Source, request: Request) -> None:
+    """Raises InvalidArgument for a drafter that would have to be measured as a model is."""
+    asked = [f"--{name} auto" for name in ("type", "imatrix") if str(getattr(request, name)).lower() == AUTO]
+    is_head = source.metadata.get("general.architecture") in HEADS
+    if asked and (is_head or isinstance(source, DraftVocabSource)):
+        what = "draft heads" if is_head else "models with --draft-vocab"
+        raise InvalidArgument(f"{request.source}: {asked[0]} measures whole models, not {what}: name a type or a file")
 
 
 def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeChoice:
