@@ -18,9 +18,10 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters import manifest as manifest_module
 from edgeinfer.exporters import partial as partial_module
 from edgeinfer.exporters.file_types import FILE_TYPES
-from edgeinfer.exporters.imatrix import Imatrix, write_imatrix
+from edgeinfer.exporters.imatrix import Imatrix, Squares, write_imatrix
 from edgeinfer.exporters.manifest import manifest_path
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
@@ -97,10 +98,15 @@ def test_a_split_source_gives_the_file_of_a_whole_one(source: Path, tmp_path: Pa
     assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
 
 
-def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(source: Path, tmp_path: Path) -> None:
+def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1 << 16)
     texts = []
     for folder in (tmp_path / "x", tmp_path / "y"):
         folder.mkdir()
+        (folder / "b.gguf").write_bytes(b"what was there before")
+        manifest_module.sha256_of(folder / "b.gguf")
         assert run(source, "--type", "F32", "-o", folder / "b.gguf", "--no-check").exit_code == 0
         texts.append((folder / "b.gguf.manifest.json").read_text())
     assert texts[0] == texts[1]
@@ -261,6 +267,22 @@ def test_an_importance_matrix_of_the_user_beside_the_output_is_not_replaced(sour
     result = run(source, "--type", "Q4_0", "--imatrix", "auto", "-o", tmp_path / "b.gguf", "--no-check")
     assert result.exit_code == 2 and "was not made by --imatrix auto" in result.stderr
     assert beside.read_bytes() == before
+
+
+def test_a_partial_file_of_a_source_or_matrix_that_has_changed_since_is_not_gone_on_with(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, imatrix = tmp_path / "b.gguf", tmp_path / "i.gguf"
+    arguments = ["--type", "Q4_0", "--imatrix", imatrix, "-o", out, "--no-check"]
+    squares = np.arange(1, 257, dtype=np.float32)[None]
+    write_imatrix(imatrix, Imatrix({"blk.0.attn_q.weight": Squares(squares, np.ones(1, np.float32))}))
+    with monkeypatch.context() as patched:
+        _Limited(patched, 500_000, full)
+        assert run(source, *arguments).exit_code == 1
+    write_imatrix(imatrix, Imatrix({"blk.0.attn_q.weight": Squares(squares[:, ::-1], np.ones(1, np.float32))}))
+    os.utime(source, ns=(0, 0))
+    result = run(source, *arguments, "--resume")
+    assert result.exit_code == 2 and "is of another export (source, imatrix differs)" in " ".join(result.stderr.split())
 
 
 def test_a_partial_file_that_another_export_has_just_named_is_not_written(tmp_path: Path) -> None:
