@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters import prompts
 from edgeinfer.exporters.calibration import (
     ANSWER_TOKENS,
@@ -49,8 +50,12 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
     """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
     path = out.with_name(f"{out.name}.imatrix.gguf")
     made_of = _made_of(source, calibration)
-    if path.exists() and read_imatrix(path).made_of == made_of:
+    there = read_imatrix(path).made_of if path.exists() else None
+    if there == made_of:
         return path
+    if there == "":
+        what = "is there and was not made by --imatrix auto"
+        raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
     imatrix = imatrix_of(source, calibration)
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path

@@ -201,8 +201,6 @@ def _imatrix(source: Source, request: Request) -> tuple[Imatrix | None, Path | N
     """The importance matrix of a request, and its file."""
     if request.imatrix is None:
         return None, None
-    if request.type is None:
-        raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
     path = request.imatrix if isinstance(request.imatrix, Path) else _made_imatrix(source, request)
     imatrix = read_imatrix(path)
     if not any(tensor.name in imatrix.of for tensor in source.tensors):

@@ -135,6 +135,8 @@ def _check_options(context: click.Context, to: str) -> None:
         raise InvalidArgument("--ctx goes with --to gguf only for --fit: a GGUF file has no context size of its own")
     if given["size"] is not None and given["fit"] is not None:
         raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
+    if given["imatrix"] is not None and given["type"] is None:
+        raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
     if given["calibration"] is not None and given["imatrix"] != "auto" and (given["type"] or "").lower() != "auto":
         raise InvalidArgument("--calibration goes with --imatrix auto or --type auto")
 

@@ -17,8 +17,11 @@ from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.exporters import partial as partial_module
 from edgeinfer.exporters.file_types import FILE_TYPES
+from edgeinfer.exporters.imatrix import Imatrix, write_imatrix
+from edgeinfer.exporters.manifest import manifest_path
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 
@@ -208,7 +211,64 @@ def test_a_partial_file_of_another_export_or_with_other_bytes_is_not_relied_on(
     assert out.read_bytes() == whole.read_bytes()
 
 
+def test_an_export_that_went_on_has_the_manifest_of_one_that_nothing_disturbed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "b.gguf"
+    manifest = manifest_path(out)
+    assert run(source, "--type", "Q8_0", "-o", out, "--no-check").exit_code == 0
+    expected = manifest.read_bytes()
+    out.unlink()
+    manifest.unlink()
+    with monkeypatch.context() as patched:
+        _Limited(patched, 1_000_000, full)
+        assert run(source, "--type", "Q8_0", "-o", out, "--no-check").exit_code == 1
+    assert not manifest.exists()
+    assert run(source, "--type", "Q8_0", "-o", out, "--no-check", "--resume").exit_code == 0
+    assert manifest.read_bytes() == expected
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", ["a.gguf.partial", "a.gguf.partial.journal", "a.gguf.manifest.json"])
+def test_a_source_that_the_export_would_write_over_stays(read: str, source: Path, tmp_path: Path) -> None:
+    moved = source.rename(tmp_path / read)
+    before = moved.read_bytes()
+    result = run(moved, "--type", "Q8_0", "-o", source, "--no-check")
+    assert result.exit_code == 2 and f"would overwrite {moved}" in "".join(result.stderr.splitlines()), result.output
+    assert moved.read_bytes() == before
+
+
+def test_files_of_a_checkpoint_and_parts_of_a_split_model_are_not_written_over(source: Path, tmp_path: Path) -> None:
+    from split_models import split_model
+
+    parts = split_model(source, tmp_path, 3)
+    before = parts[2].read_bytes()
+    assert run(parts[0], "--type", "Q8_0", "-o", parts[2], "--no-check").exit_code == 2
+    assert parts[2].read_bytes() == before
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert run(folder, "--type", "Q8_0", "-o", folder / "model.safetensors").exit_code == 2
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_importance_matrix_of_the_user_beside_the_output_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "b.gguf.imatrix.gguf"
+    write_imatrix(beside, Imatrix({}, n_chunks=1))
+    before = beside.read_bytes()
+    result = run(source, "--type", "Q4_0", "--imatrix", "auto", "-o", tmp_path / "b.gguf", "--no-check")
+    assert result.exit_code == 2 and "was not made by --imatrix auto" in result.stderr
+    assert beside.read_bytes() == before
+
+
+def test_a_partial_file_that_another_export_has_just_named_is_not_written(tmp_path: Path) -> None:
+    path, out = tmp_path / "b.gguf.partial", tmp_path / "b.gguf"
+    with path.open("w+b", buffering=0) as file:
+        path.rename(out)
+        with pytest.raises(EdgeInferError, match="another export has just finished this file"):
+            partial_module._lock(file, path)
 
 
 def test_what_has_no_room_is_refused_with_the_shortfall(
