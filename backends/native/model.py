@@ -195,7 +195,7 @@ class NativeModel(NativeDecoder):
     def record_inputs(self, is_on: bool) -> None:
         """From the next pass on, sum the squares of what matrices read; or no longer. Off it costs nothing.
 
-        Of experts that a device computes, the inputs of down are left out. A pass that was interrupted leaves sums of no
+        Of experts that a device computes, the inputs of down are left out. After an interrupted pass the sums are of no
         use. Raises EdgeInferError if this model is closed.
         """
         self.decoder().record_inputs(is_on)
