@@ -190,12 +190,12 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
     });
 }
 
-// An array of Python's with a copy of these values.
+// An array of Python's that holds these values.
 template <class Array, class T>
-Array copied(const std::vector<T>& values, std::initializer_list<size_t> shape) {
-    auto* copy = new std::vector<T>(values);
-    const nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Array(copy->data(), shape, owner);
+Array array_of(std::vector<T> values, std::initializer_list<size_t> shape) {
+    auto* held = new std::vector<T>(std::move(values));
+    const nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return Array(held->data(), shape, owner);
 }
 
 // rows: whose logits (m, n_logits) are wanted.  x: (n, n_embd).
@@ -208,8 +208,8 @@ bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_lay
     const bool rows_fit =
         std::all_of(rows.data(), rows.data() + rows.size(), [n](int32_t row) { return row >= 0 && row < n; });
     if (!config.fits(state.sizes()) || decoder.has_front() || n < 1 || n > config.n_batch || n > state.n_ctx() ||
-        state.n_past() || !state.has_room(n) || first_layer < 0 || first_layer > config.n_layers() || !rows_fit ||
-        x.shape(0) != tokens.size() || x.shape(1) != static_cast<size_t>(config.n_embd) ||
+        n_rows > n || state.n_past() || !state.has_room(n) || first_layer < 0 || first_layer > config.n_layers() ||
+        !rows_fit || x.shape(0) != tokens.size() || x.shape(1) != static_cast<size_t>(config.n_embd) ||
         logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits) ||
         !is_tree(config, span_of(tokens), links)) {
         throw nb::value_error("forward_from: arguments do not fit together");
@@ -240,12 +240,17 @@ using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, Ro
 
 // By the name of the matrix: sums (n_matrices, n_in) and the number of rows that were summed, (n_matrices,).
 Squares input_squares(Decoder& decoder) {
+    std::optional<InputSquares::ByName> summed;
+    {
+        nb::gil_scoped_release release;  // a pass that runs may want the lock before it ends
+        summed = decoder.input_squares();
+    }
+    if (!summed) throw nb::value_error("input_squares: nothing is recorded");
     Squares found;
-    if (!decoder.input_squares()) throw nb::value_error("input_squares: nothing is recorded");
-    for (const auto& [name, of] : decoder.input_squares()->all()) {
-        const size_t n_matrices = of->counts.size();
-        found[name.c_str()] = nb::make_tuple(copied<ColumnSums>(of->sums, {n_matrices, static_cast<size_t>(of->n_in)}),
-                                             copied<RowCounts>(of->counts, {n_matrices}));
+    for (auto& [name, of] : *summed) {
+        const size_t n_matrices = of.counts.size(), n_in = static_cast<size_t>(of.n_in);
+        found[name.c_str()] = nb::make_tuple(array_of<ColumnSums>(std::move(of.sums), {n_matrices, n_in}),
+                                             array_of<RowCounts>(std::move(of.counts), {n_matrices}));
     }
     return found;
 }
@@ -342,7 +347,7 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
-        .def("record_inputs", &Decoder::record_inputs, "is_on"_a,
+        .def("record_inputs", &Decoder::record_inputs, "is_on"_a, nb::call_guard<nb::gil_scoped_release>(),
              "From the next pass on, sum the squares of what matrices read, or no longer.")
         .def("input_squares", &input_squares,
              "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")

@@ -10,6 +10,17 @@ namespace {
 
 std::string name_of(int layer, const char* block) { return "layers." + std::to_string(layer) + "." + block; }
 
+// The same poll, asked every 40 ms: it may wait for a lock.
+std::function<bool()> asked_seldom(const std::function<bool()>& poll) {
+    using Clock = std::chrono::steady_clock;
+    return [&poll, polled = Clock::now()]() mutable {
+        const Clock::time_point now = Clock::now();
+        if (now - polled < std::chrono::milliseconds(40)) return false;
+        polled = now;
+        return poll();
+    };
+}
+
 }  // namespace
 
 Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels,
@@ -84,14 +95,7 @@ void Decoder::add_layer(int index, int& n_with_experts) {
 bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits,
                       uint64_t interrupts, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    using Clock = std::chrono::steady_clock;
-    Clock::time_point polled = Clock::now();
-    const std::function<bool()> seldom = [&] {
-        const Clock::time_point now = Clock::now();
-        if (now - polled < std::chrono::milliseconds(40)) return false;
-        polled = now;
-        return poll();
-    };
+    const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
     for (const TextRows& text : texts) pass.add(text);
     pass.rows = rows;
@@ -104,18 +108,14 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     if (interrupts_.load() != interrupts)
         return false;  // in this order: an interrupt is seen here, or sets stop_ behind it
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
-    pool_->run([&](int thread) { run(pass, thread); });
-    const bool is_whole = !stop_.load(std::memory_order_relaxed);
-    if (!pass.failure().empty()) throw RowUnreadable(pass.failure());
-    if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
-    if (!is_whole && tier_) tier_->rethrow();
-    return is_whole;
+    return run_by_all(pass);
 }
 
 bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
                            float* logits, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    Pass pass(config_, kernels_, *pool_, *activations_, stop_, poll);
+    const std::function<bool()> seldom = asked_seldom(poll);
+    Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
     pass.add(text);
     pass.rows = rows;
     pass.n_rows = n_rows;
@@ -125,8 +125,16 @@ bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x
     begin(pass);
     stop_.store(false);
     text.state->reserve(text.n);
+    return run_by_all(pass);
+}
+
+bool Decoder::run_by_all(const Pass& pass) {
     pool_->run([&](int thread) { run(pass, thread); });
-    return !stop_.load(std::memory_order_relaxed);
+    const bool is_whole = !stop_.load(std::memory_order_relaxed);
+    if (!pass.failure().empty()) throw RowUnreadable(pass.failure());
+    if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
+    if (!is_whole && tier_) tier_->rethrow();
+    return is_whole;
 }
 
 void Decoder::begin(const Pass& pass) {
@@ -229,6 +237,12 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
 void Decoder::record_inputs(bool is_on) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     squares_ = is_on ? std::make_unique<InputSquares>(*weights_, store_.get(), config_.n_layers()) : nullptr;
+}
+
+std::optional<InputSquares::ByName> Decoder::input_squares() {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    if (!squares_) return std::nullopt;
+    return squares_->all();
 }
 
 void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <variant>
@@ -52,7 +53,7 @@ public:
 
     // The logits (n_rows, n_logits) of some rows of a text's first tokens, at most n_batch, whose residual stream before a
     // layer is known: (n, n_embd) x. What is pending of the text is lost; the layers before it have nothing of the text.
-    // Gives false if poll stopped it.
+    // Gives false if it was stopped, and throws, as forward; no device computes experts.
     bool forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
                       float* logits, const std::function<bool()>& poll);
 
@@ -74,8 +75,8 @@ public:
 
     // From the next pass on the squares of what matrices read are summed, or no longer; what was summed before is gone.
     void record_inputs(bool is_on);
-    // What was summed, null where nothing is. Not while a pass runs.
-    const InputSquares* input_squares() const { return squares_.get(); }
+    // What was summed until now, none where nothing is.
+    std::optional<InputSquares::ByName> input_squares();
 
     // A device that computes some experts, from the next pass on; null for none.
     void set_tier(std::shared_ptr<ExpertTier> tier);
@@ -126,6 +127,7 @@ private:
     void add_layer(int index, int& n_with_experts);
     void fill_turns();
     void begin(const Pass& pass);
+    bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;
     void set_angles(const Pass& pass, int c) const;

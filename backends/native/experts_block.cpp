@@ -98,17 +98,20 @@ void ExpertsBlock::run(const Pass& pass, int thread) const {
 }
 
 void ExpertsBlock::record_inputs(const Pass& pass, int thread, const Inputs& inputs) const {
-    const InputSquares::ExpertRowsOf rows{pass.b.experts.chosen_of(number_), nullptr, pass.n, config_.n_used};
+    const InputSquares::ExpertRowsOf rows{pass.b.experts.chosen_of(number_), nullptr, pass.n, config_.n_used, pass.n};
     pass.for_tasks(thread, InputSquares::parts_of(inputs.n_in),
                    [&](int part) { pass.squares->add_experts(index_, false, rows, inputs.x, inputs.ldx, part); });
 }
 
-// A device that computes experts keeps what down reads there: what it computed is not recorded.
+// A device that computes experts keeps what down reads there: the rows that it took, the last ones, are left out.
 void ExpertsBlock::record_inputs_of_down(const Pass& pass, int thread) const {
     const ExpertRows& b = pass.b.experts;
-    const InputSquares::ExpertRowsOf rows{b.chosen_of(number_), b.place, pass.n, config_.n_used};
-    pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff),
-                   [&](int part) { pass.squares->add_experts(index_, true, rows, b.gate, b.ld_ff, part); });
+    pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff), [&](int part) {
+        const bool is_taken = pass.tier && !pass.tier->taken.empty();
+        const int n_places = is_taken ? pass.tier->taken.front().first_row : pass.n * config_.n_used;
+        const InputSquares::ExpertRowsOf rows{b.chosen_of(number_), b.place, pass.n, config_.n_used, n_places};
+        pass.squares->add_experts(index_, true, rows, b.gate, b.ld_ff, part);
+    });
     if (!config_.n_ff_shared) return;
     pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff_shared),
                    [&](int part) { pass.squares->add({&shared_down_}, b.shared_gate, b.ld_shared, pass.n, part); });

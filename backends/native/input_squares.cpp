@@ -51,18 +51,18 @@ void InputSquares::add_experts(int layer, bool is_down, const ExpertRowsOf& rows
     OfLayer& of = experts_[static_cast<size_t>(layer)];
     for (int i = 0; i < rows.n_rows * rows.n_used; i++) {
         const int row = rows.place ? rows.place[i] : i / rows.n_used;
+        if (row >= rows.n_places) continue;
         add_row(is_down ? of.down : of.inputs, rows.chosen[i], x + static_cast<size_t>(row) * ldx, part);
     }
 }
 
-std::map<std::string, const InputSquares::Sums*> InputSquares::all() const {
-    std::map<std::string, const Sums*> found;
-    for (const auto& [name, sums] : matrices_) found[name] = &sums;
+InputSquares::ByName InputSquares::all() const {
+    ByName found = matrices_;
     for (size_t i = 0; i < experts_.size(); i++) {
         if (experts_[i].inputs.counts.empty()) continue;
         const std::string name = "layers." + std::to_string(i) + ".ffn.";
-        found[name + "gate"] = found[name + "up"] = &experts_[i].inputs;
-        found[name + "down"] = &experts_[i].down;
+        found[name + "gate"] = found[name + "up"] = experts_[i].inputs;
+        found[name + "down"] = experts_[i].down;
     }
     return found;
 }

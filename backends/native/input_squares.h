@@ -26,10 +26,10 @@ public:
         std::vector<int64_t> counts;
     };
     // Rows of experts: of the pass, (n_rows, n_used).  chosen: the expert of each.  place: where its row is in x, null if
-    // it is that of the pass.
+    // it is that of the pass.  n_places: those from here on are left out.
     struct ExpertRowsOf {
         const int32_t *chosen, *place;
-        int n_rows, n_used;
+        int n_rows, n_used, n_places;
     };
 
     // Of all matrices of these weights but the output matrix, and of the experts of a store, null for none. The weights
@@ -43,8 +43,8 @@ public:
     // The same for the inputs of the experts of a layer: those of gate and up, or of down.
     void add_experts(int layer, bool is_down, const ExpertRowsOf& rows, const float* x, size_t ldx, int part);
 
-    // By the name of the matrix.
-    std::map<std::string, const Sums*> all() const;
+    using ByName = std::map<std::string, Sums>;
+    ByName all() const;
 
 private:
     struct OfLayer {

@@ -208,10 +208,10 @@ struct Tasks {
 // The inputs of a matrix product: columns of n_in numbers, in the kinds that were prepared.
 // Int8By32: x = scale * q for each 32; sum = the sum of the 32 q; centre = what a dot product with the integers of MXFP4
 // begins with, as they stand kMxfp4Offset above the true ones.  Int8By256: likewise for each 256, with the sums of
-// each 16 and each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the form of the
-// instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes of no 16 add
-// up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those of the
-// arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
+// each 16 and each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the
+// form of the instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes
+// of no 16 add up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those
+// of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
 constexpr int kBehindInputs = 16;
 constexpr int kMostOf16 = 1023;
 enum class Int16Scaling { None, Singles, Pairs };  // how an instruction set uses that, see simd_scalar.h

@@ -195,7 +195,8 @@ class NativeModel(NativeDecoder):
     def record_inputs(self, is_on: bool) -> None:
         """From the next pass on, sum the squares of what matrices read; or no longer. Off it costs nothing.
 
-        Experts that a device computes are left out. Raises EdgeInferError if this model is closed.
+        Of experts that a device computes, the inputs of down are left out. After an interrupted pass the sums are of no
+        use. Raises EdgeInferError if this model is closed.
         """
         self.decoder().record_inputs(is_on)
 

@@ -122,7 +122,7 @@ class RepackableModel:
         return min(int(block.split(".")[1]) if block else self.spec.n_layers for block in blocks)
 
     def repack(self, name: str) -> None:
-        """Take a tensor from the file as it is now. Raises ModelFileError."""
+        """Take a matrix, or those of experts, from the file as it is now. Vectors stay. Raises ModelFileError."""
         for part in self._parts:
             if part.name == name and len(part.shape) == 2:
                 pack_matrix(self._weights, self._file, part, self._threads)

@@ -10,7 +10,7 @@ constexpr int kBlock = 32;
 
 // What some blocks become; the codes are written as they are, cut to whole numbers.
 struct Fit {
-    Floats scale, minimum, codes[kBlock];
+    Floats scale, minimum{}, codes[kBlock];
 };
 
 // Where some rows begin. Past the last one they are that again, and dropped.

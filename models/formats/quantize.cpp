@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <exception>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -72,7 +72,7 @@ void in_parallel(int64_t n_parts, int64_t n_threads, const Work& work) {
     others.reserve(static_cast<size_t>(std::max<int64_t>(0, std::min(n_threads, n_parts) - 1)));
     try {
         while (others.size() < others.capacity()) others.emplace_back(take_parts);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {  // no thread, or no memory for one
     }
     take_parts();
     for (std::thread& thread : others) thread.join();

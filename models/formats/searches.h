@@ -1,5 +1,5 @@
-// Searches for the scale of a run of weights, for as many runs side by side as there are lanes. They are those of ggml (quantize_* in
-// ggml-quants.c), with the same float operations in the same order, so that the bytes are the same.
+// Searches for the scale of a run of weights, for as many runs side by side as there are lanes. They are those of ggml
+// (quantize_* in ggml-quants.c), with the same float operations in the same order, so that the bytes are the same.
 #pragma once
 
 #include "lanes.h"

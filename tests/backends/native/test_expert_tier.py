@@ -184,8 +184,8 @@ def test_ctrl_c_stops_a_pass(file: ModelFile) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_routing_may_be_asked_for_while_a_pass_runs(file: ModelFile) -> None:
-    """It waits for the pass, which wants the interpreter meanwhile."""
+def asked_while_a_pass_runs(file: ModelFile, ask: Callable[[NativeModel], Any]) -> Any:
+    """What it gives; it waits for the pass, which wants the interpreter meanwhile."""
     model, seen = load(file), []
     begun = threading.Event()
 
@@ -196,8 +196,36 @@ def test_routing_may_be_asked_for_while_a_pass_runs(file: ModelFile) -> None:
             return super().finish()
 
     model.set_expert_tier(Asked(file, model.spec))
-    asking = threading.Thread(target=lambda: begun.wait() and seen.append(model.routing()))
+    asking = threading.Thread(target=lambda: begun.wait() and seen.append(ask(model)))
     asking.start()
     model.session().forward(np.arange(4, dtype=np.int32))
     asking.join(60)
-    assert seen and seen[0].shape[1] == 4
+    return seen[0]
+
+
+def test_routing_may_be_asked_for_while_a_pass_runs(file: ModelFile) -> None:
+    assert asked_while_a_pass_runs(file, lambda model: model.routing()).shape[1] == 4
+
+
+def test_what_matrices_read_may_be_recorded_while_a_pass_runs(file: ModelFile) -> None:
+    def ask(model: NativeModel) -> Any:
+        model.record_inputs(True)
+        return model.input_squares()
+
+    squares = asked_while_a_pass_runs(file, ask)
+    assert squares and not any(counts.any() for _, counts in squares.values())
+
+
+def test_what_down_reads_in_a_device_is_not_recorded(file: ModelFile) -> None:
+    tokens, model, found = np.arange(9, dtype=np.int32), load(file), []
+    for takes in (lambda layer, expert: False, lambda layer, expert: layer == 0 and expert % 2 == 0):
+        model.set_expert_tier(NumpyTier(file, model.spec, takes))
+        model.record_inputs(True)
+        logits_of(model, tokens, 9)
+        found.append({name: squares for name, squares in model.input_squares().items() if "blk.0" in name})
+    alone, both = found
+    assert alone.keys() == both.keys()
+    for name, (sums, counts) in alone.items():
+        of_cpu = np.arange(len(counts)) % 2 == 1 if "ffn_down_exps" in name else np.full(len(counts), True)
+        assert counts[of_cpu].any() and same_bits(both[name][1], np.where(of_cpu, counts, 0))
+        assert same_bits(both[name][0], np.where(of_cpu[:, None], sums, 0)), name

@@ -30,7 +30,8 @@ struct InputArrays {
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
-        centre16.resize(size / 16), sums16.resize(size / 16), sums32.resize(size / 32), fits_int16.resize(size / 256 + 1);
+        centre16.resize(size / 16), sums16.resize(size / 16), sums32.resize(size / 32),
+            fits_int16.resize(size / 256 + 1);
         Inputs in;
         in.n_in = n_in, in.x = x.data(), in.ldx = static_cast<size_t>(n_in);
         in.q32 = q32.data(), in.scale32 = scale32.data(), in.sum32 = sum32.data(), in.centre32 = centre32.data();

@@ -38,8 +38,8 @@ void report(const Kernels& kernels, const std::string& what, const std::vector<T
                 static_cast<unsigned long long>(hash(values.data(), values.size() * sizeof(T))));
 }
 
-constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0,
-                               Format::Q4_1, Format::Q5_0,  Format::Q5_1, Format::Q2_K, Format::Q3_K, Format::Q4_K, Format::Q5_K,
+constexpr Format kFormats[] = {Format::F32,  Format::F16,   Format::BF16,  Format::Q8_0, Format::Q4_0, Format::Q4_1,
+                               Format::Q5_0, Format::Q5_1,  Format::Q2_K,  Format::Q3_K, Format::Q4_K, Format::Q5_K,
                                Format::Q6_K, Format::TQ1_0, Format::TQ2_0, Format::I2_S, Format::MXFP4};
 constexpr Format kBaseThree[] = {Format::TQ_BASE_THREE, Format::I2_S_BASE_THREE};
 
