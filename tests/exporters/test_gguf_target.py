@@ -88,6 +88,18 @@ def test_experts_of_mxfp4_pass_through_and_what_is_quantised_twice_is_said(tmp_p
     assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_exps.bias"] == "F32"
 
 
+def test_ternary_matrices_are_copied_unless_floats_are_asked_for(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "TQ2_0", types={"output": "F16", "token_embd": "F16"})
+    for type, expected in (("Q4_K_M", "TQ2_0"), ("F16", "F16")):
+        result = run(source, "--type", type, "-o", tmp_path / "b.gguf", "--no-check")
+        assert result.exit_code == 0, result.output
+        with ModelFile.open(tmp_path / "b.gguf") as file:
+            assert file.tensors["blk.0.ffn_up.weight"].type.name == expected
+    before, after = weights_of(source), weights_of(tmp_path / "b.gguf")
+    for name, weights in before.items():
+        assert_array_equal(after[name], weights)
+
+
 def test_a_split_source_gives_the_file_of_a_whole_one(source: Path, tmp_path: Path) -> None:
     from split_models import split_model
 
@@ -318,6 +330,8 @@ def test_what_has_no_room_is_refused_with_the_shortfall(
         (["--imatrix", "SOURCE"], "--imatrix goes with --type"),
         (["--draft", "ngram"], "--draft goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
         (["--type", "Q9"], "there is no type 'Q9'"),
+        (["--type", "auto"], "--type auto needs --size"),
+        (["--type", "auto", "--size", "1MB", "--cost", "fast"], "--cost must be verify:N"),
         (["--type", "auto", "--size", "50%"], "--size must be a size such as 900MB or 4GiB: found 50%"),
     ],
 )
