@@ -6,6 +6,7 @@ import errno
 import importlib
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +69,15 @@ def check_places(request: Request) -> None:
     else:
         check_writable(out)
         written = [out, partial_path(out), journal_path(out), manifest_path(out)]
-    for path in (source, *_files_read(request)):
-        if any(each.exists() and each.samefile(path) for each in written):
-            raise InvalidArgument(f"{out}: --out must be another file than those that are read: would overwrite {path}")
-
-
-def _files_read(request: Request) -> list[Path]:
-    """The files of the source, and those that options name."""
     named = (request.imatrix, request.calibration, request.draft, *request.more.values())
-    return source_files(request.source) + [path for path in named if isinstance(path, Path) and path.exists()]
+    check_kept(out, written, [source, *source_files(source), *(path for path in named if isinstance(path, Path))])
+
+
+def check_kept(out: Path, written: Sequence[Path], read: Sequence[Path]) -> None:
+    """Raises InvalidArgument about an output whose files are some of those that are read."""
+    for path in read:
+        if path.exists() and any(each.exists() and each.samefile(path) for each in written):
+            raise InvalidArgument(f"{out}: --out must be another file than those that are read: would overwrite {path}")
 
 
 def check_room(plan: Plan, out: Path) -> None:

@@ -22,15 +22,15 @@ def imatrix(model: Path, calibration: Path | None, out: Path, n_threads: int | N
     MODEL, a GGUF file or a folder of Hugging Face, runs a text, and the squares of what each matrix reads are summed by
     column. The file is for `edgeinfer export --imatrix` and for llama.cpp's llama-quantize.
     """
-    from edgeinfer.errors import InvalidArgument
     from edgeinfer.exporters.collect import imatrix_of
     from edgeinfer.exporters.imatrix import write_imatrix
+    from edgeinfer.exporters.manifest import source_files
     from edgeinfer.exporters.source import open_source
+    from edgeinfer.exporters.targets import check_kept
     from edgeinfer.files import check_writable
 
-    if out.exists() and any(path is not None and out.samefile(path) for path in (model, calibration)):
-        raise InvalidArgument(f"{out}: --out must be another file than those that are read")
     check_writable(out)
+    check_kept(out, [out], [model, *source_files(model), *([] if calibration is None else [calibration])])
     with warnings_as_notes(), open_source(model) as source, ProgressBar("running the text") as bar:
         found = imatrix_of(source, calibration, n_threads, bar)
         write_imatrix(out, found)

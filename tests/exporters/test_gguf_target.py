@@ -264,6 +264,7 @@ def test_files_of_a_checkpoint_and_parts_of_a_split_model_are_not_written_over(s
     parts = split_model(source, tmp_path, 3)
     before = parts[2].read_bytes()
     assert run(parts[0], "--type", "Q8_0", "-o", parts[2], "--no-check").exit_code == 2
+    assert CliRunner().invoke(cli.main, ["imatrix", str(parts[0]), "-o", str(parts[2])]).exit_code == 2
     assert parts[2].read_bytes() == before
     folder = tmp_path / "folder"
     folder.mkdir()
