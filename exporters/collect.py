@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters import prompts
 from edgeinfer.exporters.calibration import (
     ANSWER_TOKENS,
@@ -24,6 +24,7 @@ from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_im
 from edgeinfer.exporters.manifest import sha256_of, tool_version
 from edgeinfer.exporters.running import model_file_of, native_model, read_text
 from edgeinfer.exporters.source import Source
+from edgeinfer.models.draft_head import HEADS
 
 Progress = Callable[[float], None]
 
@@ -36,6 +37,8 @@ def imatrix_of(
     progress: called with the share of the texts that is done.
     Raises UnsupportedModel for a model that the native engine does not run, BudgetExceeded, InvalidArgument, OSError.
     """
+    if source.metadata.get("general.architecture") in HEADS:
+        raise UnsupportedModel(f"{source.path} is a draft head: an importance matrix is measured on a whole model")
     with model_file_of(source) as file:
         texts = None if calibration is None else texts_of_file(calibration, file)
         n_ctx = answer_context(file) if texts is None else max(map(len, texts))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
@@ -41,12 +40,12 @@ class PteTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with planned_weights(request) as (file, n_made):
+        with ModelFile.open(request.source) as file:
             package = _package(request, file)
             tensors = _planned(package)
             n_bytes = sum(tensor.n_bytes for tensor in tensors)
             in_floats = 4 * sum(int(np.prod(file.tensors[name].shape)) for name in _names(package.spec))
-            disk = n_made + n_bytes + 2 * in_floats
+            disk = n_bytes + 2 * in_floats
             files, peak = {request.out / "model.pte": n_bytes}, 3 * in_floats + _TOOL_BYTES
             return Plan(tensors, files, peak, disk, _notes(package))
 
@@ -54,13 +53,13 @@ class PteTarget:
         """See Target.write. Raises BackendUnavailable without ExecuTorch."""
         if importlib.util.find_spec("executorch") is None:
             raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
-        with package_weights(request, progress) as (file, rest), whole_folder(request.out, _NAMES) as folder:
+        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
             found = _export(package, folder)
-            rest(0.9)
+            progress(0.9)
             write_tokenizer(file, folder)
             check, facts = _checked(package, folder) if request.check else (None, {})
-            rest(1.0)
+            progress(1.0)
         name, version = WANTED.split()
         runtime = {"name": name, "at_least": version}
         made = {"made_with": f"{name} {found['version']}", "weights": "8da4w" if package.four_bits else "float32"}

@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.onnx.matrices import part_of
 from edgeinfer.errors import EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.pte import PteTarget
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.request import Request
@@ -56,7 +57,7 @@ def test_what_executorch_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
             PteTarget().plan(Request(model, tmp_path / "out", draft=draft))
     plan = PteTarget().plan(Request(source, tmp_path / "out"))
     assert {tensor.written.name for tensor in plan.tensors} == {"F32"}
-    plan = PteTarget().plan(Request(source, tmp_path / "out", type="Q8_0"))
+    plan = FromGguf(PteTarget()).plan(Request(source, tmp_path / "out", type="Q8_0"))
     assert {tensor.written.name for tensor in plan.tensors} == {"Q4_0", "Q8_0"}
 
 
