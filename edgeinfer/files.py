@@ -210,6 +210,12 @@ def take_over(written: Path, path: Path) -> None:
         _take_over(_target(path)[1], written)
 
 
+def put_in_place(written: Path, path: Path) -> None:
+    """Give a file that is whole the name of another one, whose mode and owner it takes. Raises OSError."""
+    take_over(written, path)
+    os.replace(written, path)
+
+
 def _target(path: Path) -> tuple[Path, os.stat_result | None]:
     """The file that is meant, behind symbolic links, and what is there. Raises OSError for a folder or a loop."""
     found = None

@@ -21,7 +21,7 @@ from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
-from edgeinfer.files import behind_links, folder_beside, take_over
+from edgeinfer.files import behind_links, folder_beside, put_in_place
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_head import is_draft_head
@@ -68,8 +68,7 @@ class LitertlmTarget:
                 file.flush()
                 os.fsync(file.fileno())
             check, facts = _checked(package, written) if request.check else (None, {})
-            take_over(written, path)
-            os.replace(written, path)
+            put_in_place(written, path)
             return Result([path], check, {**package.facts(), **facts})
 
 

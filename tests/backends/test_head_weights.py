@@ -38,6 +38,8 @@ def rewritten(type: GGMLType, rows: np.ndarray, n_in: int, wanted: GGMLType) -> 
 def test_rows_are_rewritten_as_exporters_write_them(type: GGMLType, wanted: GGMLType, rng: np.random.Generator) -> None:
     weights = rng.standard_normal((40, 512), dtype=np.float32) * rng.choice([1e-6, 0.01, 1, 50], (40, 1))
     weights[3, :64] = 0.0
+    weights[4] = np.arange(512) % 253 - 126.5  # half-way between codes
+    weights[4, ::32] = 127.0
     given = quantize(type, weights.astype(np.float32))
     found = rewritten(type, given, 512, wanted)
     assert_array_equal(found, quantize(wanted, dequantize(type, given, (40, 512))))

@@ -413,7 +413,7 @@ def test_id_outside_of_the_vocabulary_is_refused(id: int) -> None:
 FAMILIES = sorted(set(PRE_TOKENIZERS.values()), key=str)
 NAME_OF = {patterns: name for name, patterns in PRE_TOKENIZERS.items()}
 # Expressions that try each end of a run, as llama.cpp and the models' authors write them.
-LINE_ENDS = pre_tokenizers_module._LINE_ENDS
+LINE_ENDS = pre_tokenizers_module.LINE_ENDS
 
 
 def written_plainly(pattern: str) -> str:

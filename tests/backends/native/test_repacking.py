@@ -59,6 +59,7 @@ def test_logits_are_those_of_a_model_that_was_loaded_so(name: str, tmp_path: Pat
         model.repack(tensor)
     assert same_bits(model.read(TOKENS, ROWS), before.logits)
     assert same_bits(model.logits(before, model.spec.n_layers), before.logits)
+    assert same_bits(loaded(opened(path, {})).logits(before, 1), before.logits)  # by one that has read nothing yet
 
 
 def test_rows_that_are_no_rows_of_the_text_are_refused(tmp_path: Path) -> None:

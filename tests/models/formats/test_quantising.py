@@ -43,10 +43,19 @@ def test_every_instruction_set_and_number_of_threads_gives_the_bytes_of_llama_cp
     assert found == set(HASHES[format])
 
 
+def test_the_last_round_of_a_descent_counts() -> None:
+    """One block in 30,000 needs all five; the hash is of libgguf's bytes."""
+    weights = np.zeros((1, 256), np.float32)
+    weights[0, 128:144] = [-2, -7, -4, 1, -1, 2, -9, 0, -2, -3, -6, -3, 8, -8, -3, -3]
+    assert hash_of(quantized("Q3_K", weights, None)) == "b1a81332d44362cb"
+
+
 @pytest.mark.parametrize("format", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_plain_rounding_is_that_of_the_gguf_package(format: str) -> None:
-    for name in ("gaussian", "heavy tails", "some zeros", "positive", "few levels", "huge"):
-        weights = matrices()[name]
+    half_way = (np.arange(11 * 768, dtype=np.float32) % 253 - 126.5).reshape(11, -1)  # between codes of Q8_0
+    half_way[:, ::32] = 127
+    kinds = ("gaussian", "heavy tails", "some zeros", "positive", "few levels", "huge")
+    for name, weights in ({kind: matrices()[kind] for kind in kinds} | {"half-way": half_way}).items():
         expected = gguf.quantize(weights, gguf.GGMLQuantizationType[format])
         assert_array_equal(quantize_plain(GGMLType[format], weights), expected.view(np.uint8).reshape(-1), name)
 
