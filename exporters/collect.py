@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters import prompts
 from edgeinfer.exporters.calibration import (
     ANSWER_TOKENS,
@@ -23,6 +24,7 @@ from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_im
 from edgeinfer.exporters.manifest import sha256_of, tool_version
 from edgeinfer.exporters.running import model_file_of, native_model, read_text
 from edgeinfer.exporters.source import Source
+from edgeinfer.models.draft_head import HEADS
 
 Progress = Callable[[float], None]
 
@@ -35,6 +37,8 @@ def imatrix_of(
     progress: called with the share of the texts that is done.
     Raises UnsupportedModel for a model that the native engine does not run, BudgetExceeded, InvalidArgument, OSError.
     """
+    if source.metadata.get("general.architecture") in HEADS:
+        raise UnsupportedModel(f"{source.path} is a draft head: an importance matrix is measured on a whole model")
     with model_file_of(source) as file:
         texts = None if calibration is None else texts_of_file(calibration, file)
         n_ctx = answer_context(file) if texts is None else max(map(len, texts))
@@ -49,8 +53,12 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
     """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
     path = out.with_name(f"{out.name}.imatrix.gguf")
     made_of = _made_of(source, calibration)
-    if path.exists() and read_imatrix(path).made_of == made_of:
+    there = read_imatrix(path).made_of if path.exists() else None
+    if there == made_of:
         return path
+    if there == "":
+        what = "is there and was not made by --imatrix auto"
+        raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
     imatrix = imatrix_of(source, calibration)
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path

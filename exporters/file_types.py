@@ -94,7 +94,8 @@ def tensor_types(
 ) -> dict[str, GGMLType]:
     """The type of each tensor in a file of a kind, in the order of the tensors.
 
-    What is not quantised (vectors, norms, routers) is F32; integers, and ternary and MXFP4 matrices, keep their type.
+    What is not quantised (vectors, norms, routers) is F32. Integers keep their type, and so do ternary and MXFP4
+    matrices where the kind is no float.
     """
     choice = _Choice(kind, _Model.of(metadata, tensors), has_imatrix)
     chosen = {tensor.name: choice.type_of(tensor) for tensor in sorted(tensors, key=_place)}
@@ -212,9 +213,10 @@ class _Choice:
         if not is_quantised(tensor):
             return _unquantised(tensor)
         is_float = self.kind.type in _FLOATS
-        if tensor.type in TERNARY_TYPES or (tensor.type == GGMLType.MXFP4 and not is_float):
-            return tensor.type
-        return self.kind.type if is_float else fitting(self._wanted(tensor), tensor.n_in)
+        if is_float:
+            return self.kind.type
+        is_kept = tensor.type in TERNARY_TYPES or tensor.type == GGMLType.MXFP4
+        return tensor.type if is_kept else fitting(self._wanted(tensor), tensor.n_in)
 
     def _wanted(self, tensor: SourceTensor) -> GGMLType:
         """The type by category, whether or not the rows fit it."""

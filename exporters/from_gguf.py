@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from edgeinfer.arguments import human_bytes
-from edgeinfer.exporters.gguf_target import prepare, write_file
+from edgeinfer.exporters.gguf_target import Job, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.exporters.source import open_source
 from edgeinfer.files import folder_beside
@@ -28,11 +30,8 @@ class FromGguf:
         with open_source(request.source) as source, tempfile.TemporaryDirectory() as folder:
             job = prepare(source, request)
             first = job.plan()
-            # The file that will be made, without its weights: a hole that takes no disk.
             path = Path(folder) / _name(request)
-            with path.open("wb") as file:
-                file.write(job.layout.header)
-                file.truncate(job.layout.n_bytes)
+            _write_vectors(job, path)
             then = self.target.plan(_of_file(request, path))
         n_bytes = job.layout.n_bytes
         made = f"first a GGUF file of {human_bytes(n_bytes)} is made in a work folder, which is gone afterwards"
@@ -50,6 +49,20 @@ class FromGguf:
             facts = write_file(request, path, lambda share: progress(0.5 * share))
             result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
         return replace(result, facts={**facts, **result.facts})
+
+
+def _write_vectors(job: Job, path: Path) -> None:
+    """The file that a job will write, without its matrices: holes that take no disk.
+
+    The vectors are there, since rotations by frequency (rope_freqs) are part of what a model is.
+    """
+    with path.open("wb") as file:
+        file.write(job.layout.header)
+        for tensor in job.tensors:
+            if len(tensor.shape) < 2:
+                file.seek(job.layout.offsets[tensor.name])
+                file.writelines(np.ascontiguousarray(piece).data for piece in tensor.pieces())
+        file.truncate(job.layout.n_bytes)
 
 
 def _needs_file(request: Request) -> bool:

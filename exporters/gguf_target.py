@@ -140,6 +140,7 @@ class Job:
 
 def prepare(source: Source, request: Request) -> Job:
     """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
+    _check_measured(source, request)
     imatrix, path = _imatrix(source, request)
     choice = _types(source, request, imatrix)
     tensors = []
@@ -158,9 +159,18 @@ def prepare(source: Source, request: Request) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
-        [*source.notes, *choice.notes, *_notes(request, source, choice.types, imatrix)],
+        [*choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )
+
+
+def _check_measured(source: Source, request: Request) -> None:
+    """Raises InvalidArgument for a drafter that would have to be measured as a model is."""
+    asked = [f"--{name} auto" for name in ("type", "imatrix") if str(getattr(request, name)).lower() == AUTO]
+    is_head = source.metadata.get("general.architecture") in HEADS
+    if asked and (is_head or isinstance(source, DraftVocabSource)):
+        what = "draft heads" if is_head else "models with --draft-vocab"
+        raise InvalidArgument(f"{request.source}: {asked[0]} measures whole models, not {what}: name a type or a file")
 
 
 def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeChoice:
@@ -191,8 +201,6 @@ def _imatrix(source: Source, request: Request) -> tuple[Imatrix | None, Path | N
     """The importance matrix of a request, and its file."""
     if request.imatrix is None:
         return None, None
-    if request.type is None:
-        raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
     path = request.imatrix if isinstance(request.imatrix, Path) else _made_imatrix(source, request)
     imatrix = read_imatrix(path)
     if not any(tensor.name in imatrix.of for tensor in source.tensors):

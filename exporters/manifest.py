@@ -43,7 +43,7 @@ def manifest(target: str, request: Request, plan: Plan, result: Result) -> Mappi
         "options": _options(request),
         "types": dict(sorted(Counter(tensor.written.name for tensor in plan.tensors).items())),
         "tensors": {tensor.name: tensor.written.name for tensor in plan.tensors},
-        "planned": {"peak_bytes": plan.peak_bytes, "disk_bytes": plan.disk_bytes},
+        "planned": {"peak_bytes": plan.peak_bytes},
         "notes": list(plan.notes),
         "check": result.check,
         "tool": {"edgeinfer": tool_version()},
@@ -79,7 +79,8 @@ def _sha256(path: Path, n_bytes: int, changed: int) -> str:
 def source_files(source: Path) -> list[Path]:
     """The files of a source: the parts of a GGUF file, or those of a checkpoint's folder."""
     if source.is_dir():
-        return sorted({path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()})
+        found = {path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()}
+        return sorted(path for path in found if not path.name.endswith(NAME))  # of exports into this folder
     from edgeinfer.models.gguf import ModelFile
 
     with ModelFile.open(source) as file:

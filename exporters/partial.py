@@ -24,6 +24,7 @@ from edgeinfer.files import behind_links, check_writable, take_over
 
 Progress = Callable[[float], None]
 _PIECE_BYTES = 8 << 20
+_OPENED = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)  # as it is found
 
 
 def partial_path(out: Path) -> Path:
@@ -38,8 +39,15 @@ def journal_path(out: Path) -> Path:
     return path.with_name(f"{path.name}.journal")
 
 
+def _new_journal_path(out: Path) -> Path:
+    """Where it lies while it is rewritten."""
+    path = journal_path(out)
+    return path.with_name(f"{path.name}.new")
+
+
 def discard(out: Path) -> None:
     """Take a partial file and its journal away."""
+    _new_journal_path(out).unlink(missing_ok=True)
     journal_path(out).unlink(missing_ok=True)
     partial_path(out).unlink(missing_ok=True)
 
@@ -55,7 +63,8 @@ def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume:
     if out.exists() and not out.is_file():
         raise InvalidArgument(f"{out}: must be a regular file, since it is written in parts")
     path = partial_path(out)
-    with open(path, "r+b" if path.exists() else "w+b", buffering=0) as file:
+    _new_journal_path(out).exists()  # raises OSError where its name, the longest of all, is too long
+    with os.fdopen(os.open(path, _OPENED, 0o666), "r+b", buffering=0) as file:
         _lock(file, path)
         try:
             partial = PartialFile(out, file, layout, identity, resume)
@@ -158,11 +167,10 @@ class PartialFile:
 
     def _rewrite_journal(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Leave the lines that hold: a torn one at the end would spoil the next."""
-        path = journal_path(self._out)
         kept = [json.dumps(record).encode() + b"\n" for record in records[: 1 + len(self.done)]]
-        new = path.with_name(f"{path.name}.new")
+        new = _new_journal_path(self._out)
         new.write_bytes(b"".join(kept))
-        new.replace(path)
+        new.replace(journal_path(self._out))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -211,6 +219,8 @@ def _lock(file: RawIOBase, path: Path) -> None:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise EdgeInferError(f"{path}: another export is writing this file; wait for it, or end it") from error
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise EdgeInferError(f"{path}: another export has just finished this file; begin again to replace it")
 
 
 def _tell_how_to_go_on(error: BaseException, out: Path) -> None:

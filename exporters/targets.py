@@ -13,6 +13,8 @@ from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
+from edgeinfer.exporters.manifest import manifest_path, source_files
+from edgeinfer.exporters.partial import journal_path, partial_path
 from edgeinfer.exporters.request import Plan, Request, Target
 from edgeinfer.files import behind_links, check_writable
 
@@ -60,9 +62,21 @@ def check_places(request: Request) -> None:
     source, out = request.source, request.out
     if not source.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no such file or folder", str(source))
-    if out.exists() and out.samefile(source):
-        raise InvalidArgument(f"{out}: --out must be another file than the one that is read")
-    check_writable(out / "manifest.json" if out.is_dir() else out)
+    if out.is_dir():
+        written = [out]
+        check_writable(manifest_path(out))
+    else:
+        check_writable(out)
+        written = [out, partial_path(out), journal_path(out), manifest_path(out)]
+    for path in (source, *_files_read(request)):
+        if any(each.exists() and each.samefile(path) for each in written):
+            raise InvalidArgument(f"{out}: --out must be another file than those that are read: would overwrite {path}")
+
+
+def _files_read(request: Request) -> list[Path]:
+    """The files of the source, and those that options name."""
+    named = (request.imatrix, request.calibration, request.draft, *request.more.values())
+    return source_files(request.source) + [path for path in named if isinstance(path, Path) and path.exists()]
 
 
 def check_room(plan: Plan, out: Path) -> None:
@@ -73,6 +87,8 @@ def check_room(plan: Plan, out: Path) -> None:
             f"{out}: the export needs {human_bytes(plan.peak_bytes)} of memory, available are "
             f"{human_bytes(available)}: {human_bytes(plan.peak_bytes - available)} are missing"
         )
+    if out.exists() and not out.is_file() and not out.is_dir():  # a pipe or a device
+        return
     folder = out if out.is_dir() else behind_links(out).parent
     free = shutil.disk_usage(folder).free
     if plan.disk_bytes > free:

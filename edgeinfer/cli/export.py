@@ -127,16 +127,32 @@ def _check_options(context: click.Context, to: str) -> None:
         if to not in wanted and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
             names = " or ".join((", ".join(wanted[:-1]), wanted[-1]) if len(wanted) > 1 else wanted)
             raise InvalidArgument(f"{option.opts[-1]} goes with --to {names}, not with --to {to}")
+    _check_measured(context.params)
     given = context.params
-    for name in ("size", "fit", "cost"):
-        if given[name] is not None and (given["type"] or "").lower() != "auto":
-            raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
     if to == "gguf" and given["n_ctx"] is not None and given["fit"] is None:
         raise InvalidArgument("--ctx goes with --to gguf only for --fit: a GGUF file has no context size of its own")
+
+
+def _check_measured(given: dict[str, Any]) -> None:
+    """Raises InvalidArgument for options of --type auto and --imatrix that lack their partner, before a long pass."""
+    from edgeinfer.errors import InvalidArgument
+
+    is_auto = (given["type"] or "").lower() == "auto"
+    for name in ("size", "fit", "cost"):
+        if given[name] is not None and not is_auto:
+            raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
     if given["size"] is not None and given["fit"] is not None:
         raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
-    if given["calibration"] is not None and given["imatrix"] != "auto" and (given["type"] or "").lower() != "auto":
+    if is_auto and given["size"] is None and given["fit"] is None:
+        raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit")
+    if given["imatrix"] is not None and given["type"] is None:
+        raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
+    if given["calibration"] is not None and given["imatrix"] != "auto" and not is_auto:
         raise InvalidArgument("--calibration goes with --imatrix auto or --type auto")
+    if given["cost"] is not None:
+        from edgeinfer.exporters.auto.choice import parse_cost
+
+        parse_cost(given["cost"])
 
 
 def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request:

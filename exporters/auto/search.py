@@ -101,7 +101,7 @@ class Search:
         for key, distance in zip(missing, found, strict=True) if missing else ():
             for kind, value in distance._asdict().items():
                 self._state.add(f"{kind} {key}", value)
-        return [distance for key in keys if (distance := self._known(key)) is not None]
+        return [each for each in map(self._known, keys) if each is not None]
 
     def _known(self, key: str) -> Distance | None:
         divergence, agreement = (self._state.get(f"{kind} {key}") for kind in Distance._fields)

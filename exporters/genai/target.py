@@ -20,7 +20,6 @@ from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
-from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import (
     MESSAGES,
@@ -55,7 +54,7 @@ class GenaiTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, NAMES)
-        with planned_weights(request) as (file, n_made), _opened(request, file) as package:
+        with ModelFile.open(request.source) as file, _opened(request, file) as package:
             files: dict[Path, int] = {}
             for decoder in package.decoders:
                 constants = list(decoder.graph.constants.values())
@@ -64,17 +63,16 @@ class GenaiTarget:
                     files[request.out / name] = n_bytes
             tensors = [tensor for decoder in package.decoders for tensor in _planned(decoder)]
             largest = max(each.n_bytes for decoder in package.decoders for each in decoder.graph.constants.values())
-            disk = sum(files.values()) + _text_bytes(file) + n_made
+            disk = sum(files.values()) + _text_bytes(file)
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
-        weights = package_weights(request, progress)
-        with weights as (file, rest), _opened(request, file) as package:
+        with ModelFile.open(request.source) as file, _opened(request, file) as package:
             with whole_folder(request.out, NAMES) as folder:
-                names = _write(package, folder, rest)
+                names = _write(package, folder, progress)
                 check, facts = _checked(package, folder) if request.check else (None, {})
             facts |= {
                 "n_ctx": package.n_ctx,

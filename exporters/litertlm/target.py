@@ -18,7 +18,6 @@ from edgeinfer.exporters.litertlm.matrices import PIECE_WEIGHTS, is_rounded_agai
 from edgeinfer.exporters.litertlm.sections import MIN_RUNTIME, executor_section, language_section
 from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
-from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
@@ -49,11 +48,11 @@ class LitertlmTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
-        with planned_weights(request) as (file, n_made):
+        with ModelFile.open(request.source) as file:
             package = _package(request, file)
             out = behind_links(request.out)
             n_bytes = package.n_bytes
-            disk = n_bytes + n_made + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
+            disk = n_bytes + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
             return Plan(package.planned(), {out: n_bytes}, package.writing_bytes, disk, list(package.notes()))
 
     def write(self, request: Request, progress: Progress) -> Result:
@@ -61,11 +60,11 @@ class LitertlmTarget:
         if request.check:
             open_runtime()
         path = behind_links(request.out)
-        with package_weights(request, progress) as (source, rest), folder_beside(path) as folder:
+        with ModelFile.open(request.source) as source, folder_beside(path) as folder:
             package = _package(request, source)
             written = folder / path.name
             with written.open("wb") as file:
-                package.write(file, rest)
+                package.write(file, progress)
                 file.flush()
                 os.fsync(file.fileno())
             check, facts = _checked(package, written) if request.check else (None, {})

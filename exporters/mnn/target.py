@@ -23,7 +23,6 @@ from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.runtime import WANTED
 from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
-from edgeinfer.exporters.package_weights import package_weights, planned_weights
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.runtime_check import (
     MESSAGES,
@@ -56,7 +55,7 @@ class MnnTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with planned_weights(request) as (file, n_made):
+        with ModelFile.open(request.source) as file:
             package = _package(request, file)
             tensors = [
                 PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
@@ -66,15 +65,15 @@ class MnnTarget:
             weights = sum(tensor.n_bytes for tensor in tensors)
             files = {request.out / "llm.mnn.weight": weights}
             largest = max(tensor.n_bytes for tensor in tensors)
-            disk = n_made + weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
+            disk = weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
             return Plan(tensors, files, 6 * largest + (256 << 20), disk, list(_notes(package, weights)))
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
-        with package_weights(request, progress) as (file, rest), whole_folder(request.out, _NAMES) as folder:
+        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
-            _write(package, folder, rest)
+            _write(package, folder, progress)
             check, facts = _checked(package, folder) if request.check else (None, {})
             runtime = dict(zip(("name", "at_least"), WANTED.split(), strict=True))
             n_bytes = (folder / "llm.mnn.weight").stat().st_size

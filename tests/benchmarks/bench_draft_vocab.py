@@ -1,13 +1,13 @@
 """What a draft model gains and loses with logits for fewer tokens (`edgeinfer export --draft-vocab`).
 
     python tests/benchmarks/bench_draft_vocab.py TARGET.gguf DRAFT.gguf [DRAFT.gguf ...] --prompts FILE.jsonl
-        [--every 20] [--answer 64] [--rounds 40] [--text FILE] [--texts FILE.json]
+        [--every 8] [--answer 64] [--rounds 40] [--texts FILE.json] [--whole]
 
-The target answers every 20th prompt greedily; each draft model reads prompt and answer as it is loaded for drafts.
-accepted: share of the answer's tokens that are the draft model's most likely ones.  known: share that it has logits for.
-ms: median of passes of one token behind 256 others, the models by turns.  --text: writes the answers to the other
-prompts there, up to 16 times as many, a text for --draft-vocab N:FILE, and stops.  --texts: keeps the target's answers.
-One JSON line on stdout at the end.
+The target answers every 8th prompt greedily; each draft model reads prompt and answer as it is loaded for drafts.
+accepted: share of the answers' tokens that are the draft model's most likely ones.  known: share that has logits.
+ms: median of passes of one token behind 256 others, the models by turns.  --texts: keeps the target's answers.
+--whole: the first draft model again, with logits for all tokens, which it never has when it drafts. One JSON line on
+stdout at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from machine import machine
 
 from edgeinfer import devices
-from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native import NativeBackend, weights
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.exporters.running import greedy_tokens, native_model
 from edgeinfer.models import read_draft_spec
@@ -50,8 +50,9 @@ def answered(path: Path, lines: list[dict[str, Any]], n_answer: int) -> list[Tex
     return list(zip(asked, answers, strict=True))
 
 
-def opened(path: Path) -> tuple[NativeModel, np.ndarray]:
+def opened(path: Path, most_logits: int = weights.DRAFT_TOKENS) -> tuple[NativeModel, np.ndarray]:
     """A draft model as it drafts, and its tokens by row of logits."""
+    weights.DRAFT_TOKENS = most_logits
     with ModelFile.open(path) as file:
         spec, n_threads = read_draft_spec(file), devices.default_n_threads()
         backend = NativeBackend(for_drafts=True, resident=True)
@@ -99,21 +100,14 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("drafts", type=Path, nargs="+")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--text", type=Path)
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--texts", type=Path, help="Keeps the target's answers.")
     arguments = parser.parse_args()
     lines = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     held = lines[:: arguments.every]
-    if arguments.text is not None:
-        others = [line for n, line in enumerate(lines) if n % arguments.every][: 16 * len(held)]
-        with ModelFile.open(arguments.target) as file:
-            tokenizer = Tokenizer.from_file(file)
-            texts = answered(arguments.target, others, arguments.answer)
-            arguments.text.write_text("\n".join(tokenizer.decode(answer) for _, answer in texts))
-        return
     if arguments.texts is not None and arguments.texts.exists():
         texts = [tuple(text) for text in json.loads(arguments.texts.read_text())]
     else:
@@ -121,6 +115,9 @@ def main() -> None:
         if arguments.texts is not None:
             arguments.texts.write_text(json.dumps(texts))
     models = [opened(path) for path in arguments.drafts]
+    if arguments.whole:
+        arguments.drafts.insert(0, arguments.drafts[0])
+        models.insert(0, opened(arguments.drafts[0], most_logits=1 << 30))
     times = milliseconds([model for model, _ in models], arguments.rounds)
     results = [
         {
@@ -133,7 +130,8 @@ def main() -> None:
         }
         for path, (model, ids), of_model in zip(arguments.drafts, models, times, strict=True)
     ]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    ask, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
+    commit = subprocess.run(ask, capture_output=True, text=True, cwd=here).stdout.strip()
     facts = {"target": arguments.target.name, "prompts": len(texts), "machine": machine(), "commit": commit}
     print(json.dumps({"benchmark": "bench_draft_vocab", **facts, "drafts": results}))
 

@@ -20,7 +20,15 @@ from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.native.packed import write_packed
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf import write_gguf
-from edgeinfer.files import cache_folder, check_writable, home_folder, state_folder, write_whole, written_whole
+from edgeinfer.files import (
+    cache_folder,
+    check_writable,
+    home_folder,
+    state_folder,
+    whole_folder,
+    write_whole,
+    written_whole,
+)
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import load_curve, save_curve
 from edgeinfer.speculation.cost import CostCurve
@@ -459,3 +467,29 @@ def test_no_other_code_writes_files_in_a_way_of_its_own():
             "platformdirs",
         ):
             assert word not in text or name in owners, f"{name} has {word}: edgeinfer.files is the place for it"
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "package"
+    with whole_folder(out, ["*.txt"]) as folder:
+        (folder / "a.txt").write_text("1")
+        assert not out.exists()
+    with pytest.raises(KeyboardInterrupt), whole_folder(out, ["*.txt"]) as folder:
+        (folder / "b.txt").write_text("2")
+        raise KeyboardInterrupt
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("a.txt", "1")]
+    with whole_folder(out, ["*.txt"]) as folder:  # all in it is what such a folder has, so it is replaced
+        (folder / "b.txt").write_text("2")
+    assert [path.name for path in out.iterdir()] == ["b.txt"]
+    (out / "mine").touch()
+    with pytest.raises(FileExistsError, match="has other files, such as 'mine'"), whole_folder(out, ["*.txt"]):
+        raise AssertionError("it must not begin")
+    assert sorted(path.name for path in out.iterdir()) == ["b.txt", "mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+    (tmp_path / "file").touch()
+    for place, error in ((tmp_path / "file", NotADirectoryError), (tmp_path / "none" / "x", FileNotFoundError)):
+        with pytest.raises(error), whole_folder(place, ["*"]):
+            raise AssertionError("it must not begin")

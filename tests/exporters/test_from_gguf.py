@@ -6,7 +6,9 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.request import Plan, Request, Result
+from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.spec import ModelSpec
 
 
 class _Recorder:
@@ -14,10 +16,13 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.sources: list[Path] = []
+        self.specs: list[ModelSpec] = []
 
     def plan(self, request: Request) -> Plan:
         self.sources.append(request.source)
         assert (request.type, request.imatrix, request.size) == (None, None, None)
+        with ModelFile.open(request.source) as file:
+            self.specs.append(read_spec(file))
         return Plan((), {request.out: len(_types(request.source))}, 7, 11, ["of the target"])
 
     def write(self, request: Request, progress) -> Result:
@@ -52,3 +57,11 @@ def test_a_file_that_is_taken_as_it_is_goes_to_the_target_itself(tmp_path: Path)
     FromGguf(recorder).plan(request)
     FromGguf(recorder).write(request, lambda share: None)
     assert recorder.sources == [source, source]
+
+
+def test_a_plan_knows_the_frequencies_of_a_rotation(tmp_path: Path) -> None:
+    source, recorder = write_tiny_model(tmp_path / "a.gguf", "llama", "F16", rope_freqs=True), _Recorder()
+    FromGguf(recorder).plan(Request(source, tmp_path / "out", type="Q8_0"))
+    with ModelFile.open(source) as file:
+        assert "rope_freqs.weight" in file.tensors
+        assert recorder.specs == [read_spec(file)]

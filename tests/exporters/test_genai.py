@@ -13,6 +13,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.genai import GenaiTarget, target
 from edgeinfer.exporters.request import Request, Result
 
@@ -24,9 +25,9 @@ FILES = ["genai_config.json", "model.onnx", "model.onnx.data", "tokenizer.json",
 
 def exported(source: Path, out: Path, draft: Path | str | None = None, check: bool = True, **more: Any) -> Result:
     request = Request(source, out, draft=draft, n_ctx=128, check=check, **more)
-    plan = GenaiTarget().plan(request)
+    plan = FromGguf(GenaiTarget()).plan(request)
     shares: list[float] = []
-    result = GenaiTarget().write(request, shares.append)
+    result = FromGguf(GenaiTarget()).write(request, shares.append)
     assert shares == sorted(shares) and shares[-1] == 1
     assert {path.name for path in plan.files} == {path.name for path in result.files if "onnx" in path.name}
     for path, n_bytes in plan.files.items():
@@ -68,7 +69,7 @@ def test_ngrams_give_the_same_text(tmp_path: Path) -> None:
     assert is_near(result.facts), result.check
     config = json.loads((tmp_path / "out" / "genai_config.json").read_text())
     assert config["speculative"]["ngram_size"] == 3
-    notes = " ".join(GenaiTarget().plan(Request(source, tmp_path / "out", type="Q5_0")).notes)
+    notes = " ".join(FromGguf(GenaiTarget()).plan(Request(source, tmp_path / "out", type="Q5_0")).notes)
     assert "are Q5_0 and get codes of 8 bits" in notes and "onnxruntime-genai 0.18.0 or newer" in notes
 
 

@@ -17,8 +17,12 @@ from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters import manifest as manifest_module
 from edgeinfer.exporters import partial as partial_module
 from edgeinfer.exporters.file_types import FILE_TYPES
+from edgeinfer.exporters.imatrix import Imatrix, Squares, write_imatrix
+from edgeinfer.exporters.manifest import manifest_path
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 
@@ -84,6 +88,18 @@ def test_experts_of_mxfp4_pass_through_and_what_is_quantised_twice_is_said(tmp_p
     assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_exps.bias"] == "F32"
 
 
+def test_ternary_matrices_are_copied_unless_floats_are_asked_for(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "TQ2_0", types={"output": "F16", "token_embd": "F16"})
+    for type, expected in (("Q4_K_M", "TQ2_0"), ("F16", "F16")):
+        result = run(source, "--type", type, "-o", tmp_path / "b.gguf", "--no-check")
+        assert result.exit_code == 0, result.output
+        with ModelFile.open(tmp_path / "b.gguf") as file:
+            assert file.tensors["blk.0.ffn_up.weight"].type.name == expected
+    before, after = weights_of(source), weights_of(tmp_path / "b.gguf")
+    for name, weights in before.items():
+        assert_array_equal(after[name], weights)
+
+
 def test_a_split_source_gives_the_file_of_a_whole_one(source: Path, tmp_path: Path) -> None:
     from split_models import split_model
 
@@ -94,10 +110,15 @@ def test_a_split_source_gives_the_file_of_a_whole_one(source: Path, tmp_path: Pa
     assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
 
 
-def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(source: Path, tmp_path: Path) -> None:
+def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1 << 16)
     texts = []
     for folder in (tmp_path / "x", tmp_path / "y"):
         folder.mkdir()
+        (folder / "b.gguf").write_bytes(b"what was there before")
+        manifest_module.sha256_of(folder / "b.gguf")
         assert run(source, "--type", "F32", "-o", folder / "b.gguf", "--no-check").exit_code == 0
         texts.append((folder / "b.gguf.manifest.json").read_text())
     assert texts[0] == texts[1]
@@ -208,7 +229,80 @@ def test_a_partial_file_of_another_export_or_with_other_bytes_is_not_relied_on(
     assert out.read_bytes() == whole.read_bytes()
 
 
+def test_an_export_that_went_on_has_the_manifest_of_one_that_nothing_disturbed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "b.gguf"
+    manifest = manifest_path(out)
+    assert run(source, "--type", "Q8_0", "-o", out, "--no-check").exit_code == 0
+    expected = manifest.read_bytes()
+    out.unlink()
+    manifest.unlink()
+    with monkeypatch.context() as patched:
+        _Limited(patched, 1_000_000, full)
+        assert run(source, "--type", "Q8_0", "-o", out, "--no-check").exit_code == 1
+    assert not manifest.exists()
+    assert run(source, "--type", "Q8_0", "-o", out, "--no-check", "--resume").exit_code == 0
+    assert manifest.read_bytes() == expected
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", ["a.gguf.partial", "a.gguf.partial.journal", "a.gguf.manifest.json"])
+def test_a_source_that_the_export_would_write_over_stays(read: str, source: Path, tmp_path: Path) -> None:
+    moved = source.rename(tmp_path / read)
+    before = moved.read_bytes()
+    result = run(moved, "--type", "Q8_0", "-o", source, "--no-check")
+    assert result.exit_code == 2 and f"would overwrite {moved}" in "".join(result.stderr.splitlines()), result.output
+    assert moved.read_bytes() == before
+
+
+def test_files_of_a_checkpoint_and_parts_of_a_split_model_are_not_written_over(source: Path, tmp_path: Path) -> None:
+    from split_models import split_model
+
+    parts = split_model(source, tmp_path, 3)
+    before = parts[2].read_bytes()
+    assert run(parts[0], "--type", "Q8_0", "-o", parts[2], "--no-check").exit_code == 2
+    assert parts[2].read_bytes() == before
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert run(folder, "--type", "Q8_0", "-o", folder / "model.safetensors").exit_code == 2
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_importance_matrix_of_the_user_beside_the_output_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "b.gguf.imatrix.gguf"
+    write_imatrix(beside, Imatrix({}, n_chunks=1))
+    before = beside.read_bytes()
+    result = run(source, "--type", "Q4_0", "--imatrix", "auto", "-o", tmp_path / "b.gguf", "--no-check")
+    assert result.exit_code == 2 and "was not made by --imatrix auto" in result.stderr
+    assert beside.read_bytes() == before
+
+
+def test_a_partial_file_of_a_source_or_matrix_that_has_changed_since_is_not_gone_on_with(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, imatrix = tmp_path / "b.gguf", tmp_path / "i.gguf"
+    arguments = ["--type", "Q4_0", "--imatrix", imatrix, "-o", out, "--no-check"]
+    squares = np.arange(1, 257, dtype=np.float32)[None]
+    write_imatrix(imatrix, Imatrix({"blk.0.attn_q.weight": Squares(squares, np.ones(1, np.float32))}))
+    with monkeypatch.context() as patched:
+        _Limited(patched, 500_000, full)
+        assert run(source, *arguments).exit_code == 1
+    write_imatrix(imatrix, Imatrix({"blk.0.attn_q.weight": Squares(squares[:, ::-1], np.ones(1, np.float32))}))
+    os.utime(source, ns=(0, 0))
+    result = run(source, *arguments, "--resume")
+    assert result.exit_code == 2 and "is of another export (source, imatrix differs)" in " ".join(result.stderr.split())
+
+
+def test_a_partial_file_that_another_export_has_just_named_is_not_written(tmp_path: Path) -> None:
+    path, out = tmp_path / "b.gguf.partial", tmp_path / "b.gguf"
+    with path.open("w+b", buffering=0) as file:
+        path.rename(out)
+        with pytest.raises(EdgeInferError, match="another export has just finished this file"):
+            partial_module._lock(file, path)
 
 
 def test_what_has_no_room_is_refused_with_the_shortfall(
@@ -236,6 +330,8 @@ def test_what_has_no_room_is_refused_with_the_shortfall(
         (["--imatrix", "SOURCE"], "--imatrix goes with --type"),
         (["--draft", "ngram"], "--draft goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
         (["--type", "Q9"], "there is no type 'Q9'"),
+        (["--type", "auto"], "--type auto needs --size"),
+        (["--type", "auto", "--size", "1MB", "--cost", "fast"], "--cost must be verify:N"),
         (["--type", "auto", "--size", "50%"], "--size must be a size such as 900MB or 4GiB: found 50%"),
     ],
 )

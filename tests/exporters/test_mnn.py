@@ -16,6 +16,7 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.mnn import MnnTarget
 from edgeinfer.exporters.mnn.graph import Linear
 from edgeinfer.exporters.mnn.rebuild import rebuilt
@@ -147,6 +148,6 @@ def test_what_mnn_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
     for model, draft, error, words in cases:
         with pytest.raises(error, match=words):
             MnnTarget().plan(Request(model, tmp_path / "out", draft=draft))
-    plan = MnnTarget().plan(Request(source, tmp_path / "out", type="Q8_0"))
+    plan = FromGguf(MnnTarget()).plan(Request(source, tmp_path / "out", type="Q8_0"))
     assert {tensor.written.name for tensor in plan.tensors} == {"Q8_0"}
     assert list(plan.files.values()) == [sum(tensor.n_bytes for tensor in plan.tensors)]

@@ -26,8 +26,11 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "clang": ((), ()),  # comes with the driver for OpenCL
     "qemu": ((), ("aarch64-linux-gnu-g++", "qemu-aarch64")),
     "train": (("torch", "matplotlib"), ()),
+    "executorch": (("executorch", "torch"), ()),
     "transformers": (("torch", "transformers"), ()),
 }
+# Too large for `all`: these are required where they are named, and run by scripts in tests/benchmarks.
+BY_NAME = frozenset({"executorch"})
 
 
 def required() -> frozenset[str]:
@@ -35,7 +38,7 @@ def required() -> frozenset[str]:
     named = frozenset(os.environ.get("EDGEINFER_REQUIRE", "").replace(",", " ").split())
     if unknown := named - PARTS.keys() - {"all"}:
         raise pytest.UsageError(f"EDGEINFER_REQUIRE names {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}, all")
-    return frozenset(PARTS) if "all" in named else named
+    return PARTS.keys() - BY_NAME | named - {"all"} if "all" in named else named
 
 
 def missing(part: str, why: str) -> NoReturn:
@@ -52,7 +55,7 @@ def is_there(part: str) -> bool:
 
 
 def main() -> None:
-    absent = ", ".join(part for part in PARTS if not is_there(part))
+    absent = ", ".join(part for part in PARTS if part not in BY_NAME and not is_there(part))
     if absent:
         print(f"== not here, so that tests are skipped: {absent} (EDGEINFER_REQUIRE=all make test sets up all)")
 

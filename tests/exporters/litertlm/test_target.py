@@ -13,6 +13,7 @@ from parts import is_there, missing
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm import target as module
 from edgeinfer.exporters.litertlm.graph import ARCHITECTURES
@@ -123,11 +124,11 @@ def test_another_text_than_the_source_is_no_export(request_of_tiny: Request, mon
 
 def test_another_type_is_made_first_and_leaves_nothing(request_of_tiny: Request) -> None:
     request = replace(request_of_tiny, type="Q4_0")
-    plan = LitertlmTarget().plan(request)
+    plan = FromGguf(LitertlmTarget()).plan(request)
     written = {tensor.name: tensor.written for tensor in plan.tensors}
     assert written["blk.0.attn_q.weight"] == GGMLType.Q4_0 and plan.disk_bytes > 2 * request.source.stat().st_size / 8
     shares: list[float] = []
-    result = LitertlmTarget().write(request, shares.append)
+    result = FromGguf(LitertlmTarget()).write(request, shares.append)
     assert result.check is not None and shares == sorted(shares) and shares[-1] == 1.0
     assert sorted(request.out.parent.iterdir()) == [request.source, request.out]
 

@@ -1,0 +1,202 @@
+"""`edgeinfer export --to pte`: plan, write and check a folder for ExecuTorch's runner of language models."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
+from edgeinfer.exporters.pte.library import WANTED
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.runtime_check import N_TOKENS, GreedyRun, compare_logits, divergence, run_greedily
+from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
+from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.draft_head import is_draft_head
+from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
+
+FILES = ("model.pte", "tokenizer.json", "tokenizer_config.json")
+_NAMES = (*FILES, "manifest.json")
+_USUAL_N_CTX = 2048
+_RUNTIME = "edgeinfer.exporters.pte.library"
+_FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
+_GROUP = 32  # weights that share a scale
+_TOOL_BYTES = 1 << 30  # what the exporter takes beside the weights, with torch
+_MAX_DIVERGENCE = 1.0  # of weights rounded to 4 bits: more is another model
+
+
+class PteTarget:
+    """`--to pte`, see Target. ExecuTorch's own exporter makes the program; Request.draft is refused."""
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan."""
+        check_folder(request.out, _NAMES)
+        with ModelFile.open(request.source) as file:
+            package = _package(request, file)
+            tensors = _planned(package)
+            n_bytes = sum(tensor.n_bytes for tensor in tensors)
+            in_floats = 4 * sum(int(np.prod(file.tensors[name].shape)) for name in _names(package.spec))
+            disk = n_bytes + 2 * in_floats
+            files, peak = {request.out / "model.pte": n_bytes}, 3 * in_floats + _TOOL_BYTES
+            return Plan(tensors, files, peak, disk, _notes(package))
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. Raises BackendUnavailable without ExecuTorch."""
+        if importlib.util.find_spec("executorch") is None:
+            raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
+        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
+            package = _package(request, file)
+            found = _export(package, folder)
+            progress(0.9)
+            write_tokenizer(file, folder)
+            check, facts = _checked(package, folder) if request.check else (None, {})
+            progress(1.0)
+        name, version = WANTED.split()
+        runtime = {"name": name, "at_least": version}
+        made = {"made_with": f"{name} {found['version']}", "weights": "8da4w" if package.four_bits else "float32"}
+        facts |= {"n_ctx": package.n_ctx, "runtime": runtime, **made, "export_peak_bytes": found["peak_bytes"]}
+        return Result([request.out / name for name in FILES], check, facts)
+
+
+@dataclass(frozen=True)
+class _Package:
+    """four_bits: whether matrices are rounded to 4 bits in groups of 32; else all is float32."""
+
+    file: ModelFile
+    spec: ModelSpec
+    n_ctx: int
+    four_bits: bool
+
+
+def _package(request: Request, file: ModelFile) -> _Package:
+    """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
+    if request.draft is not None:
+        raise InvalidArgument("packages for ExecuTorch have no drafts here: leave --draft out, or take --to genai")
+    if is_draft_head(file):
+        raise UnsupportedModel(f"{file.path} is a draft head: ExecuTorch runs whole models only")
+    spec = read_spec(file)
+    params_of(file, spec)
+    shapes = [file.tensors[name] for name in _names(spec) if len(file.tensors[name].shape) > 1]
+    four_bits = any(info.type not in _FLOATS for info in shapes)
+    if four_bits and (odd := next((info for info in shapes if info.shape[1] % _GROUP), None)):
+        raise UnsupportedModel(
+            f"{file.path}: 4 bits of ExecuTorch want rows of a multiple of {_GROUP} weights: {odd.name} has "
+            f"{odd.shape[1]}; take --type F16, which becomes float32"
+        )
+    return _Package(file, spec, request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX), four_bits)
+
+
+def _names(spec: ModelSpec) -> list[str]:
+    """Tensors of the file that the program has, each once."""
+    return list(dict.fromkeys(ref if isinstance(ref, str) else ref.name for _, ref in weights_of(spec)))
+
+
+def _planned(package: _Package) -> list[PlannedTensor]:
+    """The matrices as they will be written; a tied embedding matrix is there twice, for lookups and for logits."""
+    file, found = package.file, []
+    for name, ref in weights_of(package.spec):
+        info = file.tensors[ref if isinstance(ref, str) else ref.name]
+        if len(info.shape) == 1:
+            continue
+        n, n_rows = int(np.prod(info.shape)), info.shape[0]
+        if not package.four_bits:
+            written, n_bytes = GGMLType.F32, 4 * n
+        elif name == "tok_embeddings.weight":
+            written, n_bytes = GGMLType.Q8_0, n + 4 * n_rows
+        else:
+            written, n_bytes = GGMLType.Q4_0, n // 2 + n // _GROUP * 2
+        found.append(PlannedTensor(name, info.type, written, n_bytes))
+    return found
+
+
+def _notes(package: _Package) -> list[str]:
+    rounded = (
+        "The weights are rounded again, to 4 bits in groups of 32 (8da4w), and the embeddings to 8 bits by row: "
+        "ExecuTorch cannot keep the codes of a GGUF file. A file of floats (--type F16) becomes float32."
+    )
+    exact = "The weights become float32; a file with quantised matrices (--type Q4_0) becomes 4 bits."
+    return [rounded if package.four_bits else exact, f"It needs {WANTED} or newer, with XNNPACK."]
+
+
+# --- writing and checking ---------------------------------------------------------------------------------------------
+
+
+def _export(package: _Package, folder: Path) -> dict[str, Any]:
+    """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
+    tokenizer = Tokenizer.from_file(package.file)
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.export-") as scratch:
+        question = {
+            "do": "export",
+            "source": str(Path(package.file.path).resolve()),
+            "folder": scratch,
+            "out": str(folder / "model.pte"),
+            "n_ctx": package.n_ctx,
+            "four_bits": package.four_bits,
+            "bos": tokenizer.bos_id,
+            "eos": sorted(tokenizer.stop_ids),
+        }
+        try:
+            return ask_runtime(_RUNTIME, question, "ExecuTorch's exporter")
+        except ModelFileError as error:
+            raise UnsupportedModel(f"{package.file.path}: {error}") from error
+
+
+def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Run a package in ExecuTorch; gives what to say, and facts for the manifest. Raises ModelFileError."""
+    file = package.file
+    tokenizer = Tokenizer.from_file(file)
+    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
+    with TemporaryDirectory() as scratch:
+        logits = Path(scratch) / "logits.npy"
+        question = {
+            "do": "run",
+            "folder": str(folder),
+            "prompt": run.prompt,
+            "tokens": run.forced,
+            "text": run.text,
+            "texts": probes_of(file),
+            "logits": str(logits),
+        }
+        found = ask_runtime(_RUNTIME, question, "ExecuTorch")
+        rows = np.load(logits)
+    runtime = f"ExecuTorch {found['version']}"
+    compare = _compare_rounded if package.four_bits else compare_logits
+    said, figures = compare(run, rows, runtime)
+    _check_texts(file, tokenizer, found, runtime)
+    text = tokenizer.decode(run.tokens, skip_special=True)
+    return said, {
+        "checked_in": runtime,
+        "measured_peak_bytes": found["peak_bytes"],
+        "same_text_from_runner": found["answer"].startswith(text),
+        **figures,
+    }
+
+
+def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:
+    """As compare_logits, of weights that were rounded again: only another model is an error."""
+    loss = divergence(run.logits, rows)
+    n_equal = int(np.sum(rows.argmax(axis=1) == np.array(run.forced)))
+    said = f"{n_equal} of {len(rows)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
+    if not loss <= _MAX_DIVERGENCE:
+        raise ModelFileError(f"the package gives another text than its source: {said}; nothing was written")
+    return f"{said} (weights rounded again to 4 bits)", {"n_equal_tokens": n_equal, "kl_divergence": loss}
+
+
+def _check_texts(file: ModelFile, tokenizer: Tokenizer, found: Mapping[str, Any], runtime: str) -> None:
+    """Raises ModelFileError where a text is cut into tokens otherwise than the file says."""
+    for text, ids in zip(probes_of(file), found["ids"], strict=True):
+        wanted = tokenizer.encode(text, parse_special=True, add_special=False)
+        if ids != wanted:
+            raise ModelFileError(
+                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {wanted[:40]}, found {ids[:40]}; "
+                "nothing was written"
+            )
