@@ -358,7 +358,7 @@ void bind_decoder(nb::module_& m) {
         .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
              "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
-        .def("expert_union", &Decoder::expert_union,
+        .def("expert_union", &Decoder::expert_union, nb::call_guard<nb::gil_scoped_release>(),
              "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
              "experts.")
         .def(

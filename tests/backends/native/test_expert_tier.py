@@ -205,6 +205,7 @@ def asked_while_a_pass_runs(file: ModelFile, ask: Callable[[NativeModel], Any]) 
 
 def test_routing_may_be_asked_for_while_a_pass_runs(file: ModelFile) -> None:
     assert asked_while_a_pass_runs(file, lambda model: model.routing()).shape[1] == 4
+    assert asked_while_a_pass_runs(file, lambda model: model.decoder().expert_union()) > 1
 
 
 def test_what_matrices_read_may_be_recorded_while_a_pass_runs(file: ModelFile) -> None:
