@@ -28,7 +28,7 @@ class FromGguf:
         if not _needs_file(request):
             return self.target.plan(request)
         with open_source(request.source) as source, tempfile.TemporaryDirectory() as folder:
-            job = prepare(source, request)
+            job = prepare(source, replace(request, resume=False))  # which is for files: a package begins again
             first = job.plan()
             path = Path(folder) / _name(request)
             _write_vectors(job, path)

@@ -261,5 +261,7 @@ def _is_exact(tensor: SourceTensor, type: GGMLType) -> bool:
 
 def _there(request: Request) -> int:
     """Bytes on disk that an export which goes on need not write again."""
+    if not request.resume:
+        return 0
     path = partial_path(request.out)
-    return path.stat().st_size if request.resume and path.exists() else 0
+    return path.stat().st_size if path.exists() else 0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from tiny_models import write_tiny_model
 
 from edgeinfer.exporters.from_gguf import FromGguf
@@ -65,3 +66,11 @@ def test_a_plan_knows_the_frequencies_of_a_rotation(tmp_path: Path) -> None:
     with ModelFile.open(source) as file:
         assert "rope_freqs.weight" in file.tensors
         assert recorder.specs == [read_spec(file)]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_package_is_planned_over_an_older_one(resume: bool, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    (tmp_path / "out").mkdir()
+    plan = FromGguf(_Recorder()).plan(Request(source, tmp_path / "out", type="Q4_0", resume=resume))
+    assert plan.disk_bytes > 11 + 50_000
