@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.exporters.gguf_target import Job, prepare, write_file
+from edgeinfer.exporters.gguf_target import Choices, Job, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.exporters.source import open_source
 from edgeinfer.files import folder_beside
@@ -22,13 +22,14 @@ class FromGguf:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self._choices = Choices()
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         if not _needs_file(request):
             return self.target.plan(request)
         with open_source(request.source) as source, tempfile.TemporaryDirectory() as folder:
-            job = prepare(source, replace(request, resume=False))  # which is for files: a package begins again
+            job = prepare(source, replace(request, resume=False), self._choices)  # a package begins again
             first = job.plan()
             path = Path(folder) / _name(request)
             _write_vectors(job, path)
@@ -46,7 +47,7 @@ class FromGguf:
             return self.target.write(request, progress)
         with _work_folder(request.out) as folder:
             path = folder / _name(request)
-            facts = write_file(request, path, lambda share: progress(0.5 * share))
+            facts = write_file(request, path, self._choices, lambda share: progress(0.5 * share))
             result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
         return replace(result, facts={**facts, **result.facts})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,39 @@ _EXACT = {  # what holds all weights of a type
 _FLOATS = frozenset(_EXACT)
 
 
+class Choices:
+    """The types that were measured for a request (`--type auto`): its plan and what is then written share them."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Request, TypeChoice] | None = None
+
+    def measured(self, source: Source, request: Request, imatrix: Imatrix | None) -> TypeChoice:
+        """The types of all tensors of a source. Raises what choose_types raises."""
+        asked = replace(request, resume=False)
+        if self._known is None or self._known[0] != asked:
+            from edgeinfer.exporters.auto import choose_types
+
+            chosen = choose_types(source, request, imatrix)
+            types = {**source_types(source.tensors), **chosen.types}
+            self._known = asked, TypeChoice(types, chosen.notes, chosen.facts, chosen.keys)
+        return self._known[1]
+
+
 class GgufTarget:
     """See Target."""
+
+    def __init__(self) -> None:
+        self._choices = Choices()
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
         with _opened(request) as source:
-            return prepare(source, request).plan()
+            return prepare(source, request, self._choices).plan()
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write."""
         with _opened(request) as source:
-            job = prepare(source, request)
+            job = prepare(source, request, self._choices)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
                 partial.write(job.tensors, progress)
                 checked = _checked(job, partial.path) if request.check else None
@@ -61,10 +82,10 @@ class GgufTarget:
         return Result([request.out], checked.sentence if checked else None, facts)
 
 
-def write_file(request: Request, path: Path, progress: Progress) -> Mapping[str, Any]:
+def write_file(request: Request, path: Path, choices: Choices, progress: Progress) -> Mapping[str, Any]:
     """Write the file of a request under another name, without a check; gives the facts for the manifest."""
     with _opened(request) as source:
-        job = prepare(source, request)
+        job = prepare(source, request, choices)
         with partial_file(path, job.identity(), job.layout, resume=False) as partial:
             partial.write(job.tensors, progress)
             partial.finish()
@@ -138,11 +159,11 @@ class Job:
         return Plan(planned, {self.request.out: n_bytes}, peak, n_bytes - _there(self.request), self.notes)
 
 
-def prepare(source: Source, request: Request) -> Job:
+def prepare(source: Source, request: Request, choices: Choices) -> Job:
     """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
     _check_measured(source, request)
     imatrix, path = _imatrix(source, request)
-    choice = _types(source, request, imatrix)
+    choice = _types(source, request, imatrix, choices)
     tensors = []
     for tensor in source.tensors:
         type = choice.types[tensor.name]
@@ -173,14 +194,11 @@ def _check_measured(source: Source, request: Request) -> None:
         raise InvalidArgument(f"{request.source}: {asked[0]} measures whole models, not {what}: name a type or a file")
 
 
-def _types(source: Source, request: Request, imatrix: Imatrix | None) -> TypeChoice:
+def _types(source: Source, request: Request, imatrix: Imatrix | None, choices: Choices) -> TypeChoice:
     if request.type is None:
         return TypeChoice(source_types(source.tensors))
     if request.type.lower() == AUTO:
-        from edgeinfer.exporters.auto import choose_types
-
-        chosen = choose_types(source, request, imatrix)
-        return TypeChoice({**source_types(source.tensors), **chosen.types}, chosen.notes, chosen.facts, chosen.keys)
+        return choices.measured(source, request, imatrix)
     kind = file_type(request.type)
     return TypeChoice(tensor_types(kind, source.metadata, source.tensors, imatrix is not None))
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters import auto
 from edgeinfer.exporters import manifest as manifest_module
 from edgeinfer.exporters import partial as partial_module
 from edgeinfer.exporters.file_types import FILE_TYPES
+from edgeinfer.exporters.gguf_target import GgufTarget
 from edgeinfer.exporters.imatrix import Imatrix, Squares, write_imatrix
 from edgeinfer.exporters.manifest import manifest_path
+from edgeinfer.exporters.request import Request, TypeChoice
+from edgeinfer.exporters.source import Source
 from edgeinfer.models.formats import dequantize
-from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.gguf import GGMLType, ModelFile
 
 
 def run(source: Path, *arguments: str | Path, to: str = "gguf") -> Result:
@@ -361,3 +366,20 @@ def test_the_numbers_of_the_file_types_are_those_of_the_format() -> None:
         theirs = "ALL_F32" if name == "F32" else f"MOSTLY_{name}"
         assert gguf.LlamaFileType[theirs] == kind.number
         assert name.startswith(kind.type.name)
+
+
+def test_what_a_plan_measured_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, asked = write_tiny_model(tmp_path / "a.gguf", "llama", "F16"), list[Request]()
+
+    def choose(source: Source, request: Request, imatrix: object) -> TypeChoice:
+        asked.append(request)
+        kind = GGMLType.Q8_0 if len(asked) == 1 else GGMLType.Q4_0
+        return TypeChoice({tensor.name: kind for tensor in source.tensors if len(tensor.shape) == 2})
+
+    monkeypatch.setattr(auto, "choose_types", choose)
+    target = GgufTarget()
+    request = Request(source, tmp_path / "b.gguf", type="auto", size=1 << 20, check=False)
+    planned = target.plan(request).files[request.out]
+    target.write(request, lambda share: None)
+    assert len(asked) == 1 and request.out.stat().st_size == planned
+    assert target.plan(replace(request, size=1 << 19)).files[request.out] < planned and len(asked) == 2
