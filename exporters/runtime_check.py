@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ModelFileError
+from edgeinfer.exporters.comparison import distance
 from edgeinfer.exporters.runtime_process import ask_runtime as ask_runtime
 from edgeinfer.exporters.runtime_process import peak_bytes as peak_bytes
 from edgeinfer.models import read_spec
@@ -25,6 +26,11 @@ _PLAIN = "The numbers from 1 to 30, one on each line:\n1\n2\n3\n"
 N_TOKENS = 32
 # Up to here a package is taken for the same model: a runtime rounds activations and sums in its own ways.
 _MAX_APART, _MAX_DIVERGENCE, TIE = 0.5, 0.02, 0.05
+
+
+def minimum_runtime(wanted: str) -> dict[str, str]:
+    """For the manifest: what a package needs at least. wanted: a name and a version."""
+    return dict(zip(("name", "at_least"), wanted.split(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def compare_logits(run: GreedyRun, rows: NDArray[np.float32], runtime: str) -> t
     chosen = rows.argmax(axis=1)
     others = [i for i, (a, b) in enumerate(zip(chosen, run.forced, strict=True)) if a != b]
     apart = max((float(run.logits[i].max() - run.logits[i, chosen[i]]) for i in others), default=0.0)
-    loss = divergence(run.logits, rows)
+    loss = distance(run.logits, rows).kl
     n_equal = len(chosen) - len(others)
     said = f"{n_equal} of {len(chosen)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
     if others:
@@ -114,15 +120,3 @@ def compare_logits(run: GreedyRun, rows: NDArray[np.float32], runtime: str) -> t
     if apart > _MAX_APART or not loss <= _MAX_DIVERGENCE:
         raise ModelFileError(f"the package gives another text than its source: {said}; nothing was written")
     return said, {"n_equal_tokens": n_equal, "kl_divergence": loss, "most_apart": apart}
-
-
-def divergence(wanted: NDArray[np.float32], found: NDArray[np.float32]) -> float:
-    """Mean Kullback-Leibler divergence of next tokens, in nats; both (n, n_vocab) logits."""
-    ours, theirs = (_log_softmax(np.asarray(each, np.float64)) for each in (wanted, found))
-    return float(np.mean(np.sum(np.exp(ours) * (ours - theirs), axis=1)))
-
-
-def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result

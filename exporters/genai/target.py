@@ -27,6 +27,7 @@ from edgeinfer.exporters.runtime_check import (
     GreedyRun,
     compare_logits,
     compare_tokens,
+    minimum_runtime,
     run_greedily,
 )
 from edgeinfer.exporters.runtime_process import ask_runtime
@@ -76,7 +77,7 @@ class GenaiTarget:
                 check, facts = _checked(package, folder) if request.check else (None, {})
             facts |= {
                 "n_ctx": package.n_ctx,
-                "runtime": {"name": WANTED.split()[0], "at_least": WANTED.split()[1]},
+                "runtime": minimum_runtime(WANTED),
                 "estimated_peak_bytes": estimated_peak(package),
             }
             return Result([request.out / name for name in names], check, facts)

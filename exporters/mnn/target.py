@@ -30,6 +30,7 @@ from edgeinfer.exporters.runtime_check import (
     GreedyRun,
     compare_logits,
     compare_tokens,
+    minimum_runtime,
     run_greedily,
 )
 from edgeinfer.exporters.runtime_process import ask_runtime
@@ -75,9 +76,12 @@ class MnnTarget:
             package = _package(request, file)
             _write(package, folder, progress)
             check, facts = _checked(package, folder) if request.check else (None, {})
-            runtime = dict(zip(("name", "at_least"), WANTED.split(), strict=True))
             n_bytes = (folder / "llm.mnn.weight").stat().st_size
-            facts |= {"n_ctx": package.n_ctx, "runtime": runtime, "estimated_peak_bytes": _peak(package, n_bytes)}
+            facts |= {
+                "n_ctx": package.n_ctx,
+                "runtime": minimum_runtime(WANTED),
+                "estimated_peak_bytes": _peak(package, n_bytes),
+            }
         return Result([request.out / name for name in FILES], check, facts)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.exporters.comparison import distance
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import N_TOKENS, GreedyRun, compare_logits, divergence, run_greedily
+from edgeinfer.exporters.runtime_check import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
 from edgeinfer.exporters.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
@@ -60,10 +61,16 @@ class PteTarget:
             write_tokenizer(file, folder)
             check, facts = _checked(package, folder) if request.check else (None, {})
             progress(1.0)
-        name, version = WANTED.split()
-        runtime = {"name": name, "at_least": version}
-        made = {"made_with": f"{name} {found['version']}", "weights": "8da4w" if package.four_bits else "float32"}
-        facts |= {"n_ctx": package.n_ctx, "runtime": runtime, **made, "export_peak_bytes": found["peak_bytes"]}
+        made = {
+            "made_with": f"{WANTED.split()[0]} {found['version']}",
+            "weights": "8da4w" if package.four_bits else "float32",
+        }
+        facts |= {
+            "n_ctx": package.n_ctx,
+            "runtime": minimum_runtime(WANTED),
+            **made,
+            "export_peak_bytes": found["peak_bytes"],
+        }
         return Result([request.out / name for name in FILES], check, facts)
 
 
@@ -183,7 +190,7 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
 
 def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:
     """As compare_logits, of weights that were rounded again: only another model is an error."""
-    loss = divergence(run.logits, rows)
+    loss = distance(run.logits, rows).kl
     n_equal = int(np.sum(rows.argmax(axis=1) == np.array(run.forced)))
     said = f"{n_equal} of {len(rows)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
     if not loss <= _MAX_DIVERGENCE:
