@@ -98,7 +98,7 @@ def _n_ways(weights: _Weights, seen: set[_Weights]) -> int:
 
 
 _ROM = """\
-// The walk over the {n_entries} entries of a table of {n_trits} trits: word i takes the sum to the i-th entry of the walk.
+// The walk over the {n_entries} entries of a table of {n_trits} trits: word i takes the sum to the i-th entry.
 // Written by hls/walk.py; do not edit. Latency: 2 cycles, both registers hold while `enable` is low.
 //
 //   bits [{high}:0]   the entry

@@ -1,4 +1,4 @@
-// The walk over the 27 entries of a table of 3 trits: word i takes the sum to the i-th entry of the walk.
+// The walk over the 27 entries of a table of 3 trits: word i takes the sum to the i-th entry.
 // Written by hls/walk.py; do not edit. Latency: 2 cycles, both registers hold while `enable` is low.
 //
 //   bits [4:0]   the entry
