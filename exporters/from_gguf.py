@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.exporters.gguf_target import Choices, Job, prepare, write_file
+from edgeinfer.exporters.gguf.target import Choices, Job, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.exporters.source import open_source
 from edgeinfer.files import folder_beside

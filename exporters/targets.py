@@ -14,8 +14,8 @@ from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
+from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
-from edgeinfer.exporters.partial import journal_path, partial_path
 from edgeinfer.exporters.request import Plan, Request, Target
 from edgeinfer.files import behind_links, check_writable
 
@@ -37,7 +37,7 @@ class Entry:
 
 
 TARGETS = {  # in the order of --help
-    "gguf": Entry("edgeinfer.exporters.gguf_target", "GgufTarget", "a GGUF file"),
+    "gguf": Entry("edgeinfer.exporters.gguf.target", "GgufTarget", "a GGUF file"),
     "genai": Entry("edgeinfer.exporters.genai", "GenaiTarget", "a folder for ONNX Runtime GenAI", takes_gguf=True),
     "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file", takes_gguf=True),
     "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN", takes_gguf=True),

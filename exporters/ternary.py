@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
-from edgeinfer.exporters.gguf import Progress, Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Progress, Tensor, write_gguf
 from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.formats import PACK, dequantize, quantize

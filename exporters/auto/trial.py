@@ -14,7 +14,7 @@ import numpy as np
 from edgeinfer.backends.native.repacking import RepackableModel, Trace
 from edgeinfer.exporters.auto.rounding import Importance, amplified_rows, rounded_bytes
 from edgeinfer.exporters.auto.windows import Window
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.models import formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile

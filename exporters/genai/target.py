@@ -17,11 +17,7 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.onnx import data_names, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
-from edgeinfer.exporters.genai.graph import genai_graph
-from edgeinfer.exporters.genai.runtime import WANTED, check_installed
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import (
+from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
     N_TOKENS,
     GreedyRun,
@@ -30,7 +26,11 @@ from edgeinfer.exporters.runtime_check import (
     minimum_runtime,
     run_greedily,
 )
-from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
+from edgeinfer.exporters.genai.graph import genai_graph
+from edgeinfer.exporters.genai.runtime import WANTED, check_installed
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec

@@ -16,15 +16,7 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.onnx import write_graph
 from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.mnn.config import engine_config, model_config
-from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
-from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
-from edgeinfer.exporters.mnn.rebuild import rebuilt
-from edgeinfer.exporters.mnn.runtime import WANTED
-from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
-from edgeinfer.exporters.mnn.weights import Placed, place
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import (
+from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
     N_TOKENS,
     GreedyRun,
@@ -33,7 +25,15 @@ from edgeinfer.exporters.runtime_check import (
     minimum_runtime,
     run_greedily,
 )
-from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.mnn.config import engine_config, model_config
+from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
+from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
+from edgeinfer.exporters.mnn.rebuild import rebuilt
+from edgeinfer.exporters.mnn.runtime import WANTED
+from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
+from edgeinfer.exporters.mnn.weights import Placed, place
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.comparison import distance
+from edgeinfer.exporters.checks.comparison import distance
+from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
-from edgeinfer.exporters.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec

@@ -19,7 +19,7 @@ import edgeinfer
 from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.native.packed import write_packed
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.files import (
     cache_folder,
     check_writable,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.gguf import Tensor, layout, write_gguf
-from edgeinfer.exporters.partial import journal_path, partial_file, partial_path
+from edgeinfer.exporters.gguf.partial import journal_path, partial_file, partial_path
+from edgeinfer.exporters.gguf.writer import Tensor, layout, write_gguf
 from edgeinfer.models.gguf import GGMLType
 
 METADATA = {"general.architecture": "llama"}

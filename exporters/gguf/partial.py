@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import EdgeInferError, InvalidArgument
-from edgeinfer.exporters.gguf import Layout, Tensor
+from edgeinfer.exporters.gguf.writer import Layout, Tensor
 from edgeinfer.files import behind_links, check_writable, take_over
 
 Progress = Callable[[float], None]

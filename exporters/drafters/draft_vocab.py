@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.calibration.prompts import PROMPTS
+from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.conversion import rows
-from edgeinfer.exporters.gguf import Metadata
-from edgeinfer.exporters.prompts import PROMPTS
-from edgeinfer.exporters.running import model_file_of
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB
 from edgeinfer.models.gguf import GGMLType

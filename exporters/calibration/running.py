@@ -18,7 +18,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.formats import quantize
