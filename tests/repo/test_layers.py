@@ -26,6 +26,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         ],
     ),
     ("architectures", [{"models", "models.architectures"}]),
+    ("hardware for ternary products", [{"hls"}]),
     ("interface of backends", [{"backends"}]),
     (
         "backends",
