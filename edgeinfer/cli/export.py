@@ -161,6 +161,9 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
 
     rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, "size", "fit") and value is not None}
     more = {name: value for name, value in rest.items() if to in _ONLY_FOR.get(name, (to,))}
+    if "draft_vocab" in more:
+        more["draft_vocab"], _, text = more["draft_vocab"].partition(":")
+        more |= {"draft_text": FileName().convert(text, None, None)} if text else {}
     fields = {name: flags[name] for name in _FIELDS}
     for name, word in (("imatrix", "auto"), ("draft", "ngram")):
         if flags[name] is not None and flags[name] != word:
