@@ -95,11 +95,12 @@ def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run:
     takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
     """
     from edgeinfer.exporters.manifest import write_manifest
-    from edgeinfer.exporters.targets import TARGETS, check_places, check_room, open_target
+    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
 
     _check_options(context, to)
     request = _request(to, source, out, flags)
     check_places(request)
+    check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():
         if "auto" in (request.type, request.imatrix):
