@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, stable_uuid, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
 from edgeinfer.exporters.litertlm.library import open_runtime, versions
@@ -19,7 +20,6 @@ from edgeinfer.exporters.litertlm.sections import MIN_RUNTIME, executor_section,
 from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
 from edgeinfer.files import behind_links, folder_beside, put_in_place
 from edgeinfer.models import ModelSpec, read_spec

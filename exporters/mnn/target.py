@@ -16,15 +16,7 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.onnx import write_graph
 from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.mnn.config import engine_config, model_config
-from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
-from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
-from edgeinfer.exporters.mnn.rebuild import rebuilt
-from edgeinfer.exporters.mnn.runtime import WANTED
-from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
-from edgeinfer.exporters.mnn.weights import Placed, place
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import (
+from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
     N_TOKENS,
     GreedyRun,
@@ -33,9 +25,17 @@ from edgeinfer.exporters.runtime_check import (
     minimum_runtime,
     run_greedily,
 )
-from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.mnn.config import engine_config, model_config
+from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
+from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
+from edgeinfer.exporters.mnn.rebuild import rebuilt
+from edgeinfer.exporters.mnn.runtime import WANTED
+from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
+from edgeinfer.exporters.mnn.weights import Placed, place
+from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -133,7 +133,7 @@ def _peak(package: _Package, weights: int) -> int:
 def _write(package: _Package, folder: Path, progress: Progress) -> None:
     """Write all files into a folder."""
     file, spec, made = package.file, package.spec, package.made
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.graph-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="graph-") as scratch:
         onnx = Path(scratch) / "graph.onnx"
         write_graph(made.graph, onnx, None)
         content = from_onnx(onnx, Path(scratch))
@@ -172,8 +172,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "folder": str(folder),
             "prompt": run.prompt,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters.checks.runtime import TIE
 from edgeinfer.exporters.request import Request
-from edgeinfer.exporters.runtime_check import TIE
 from edgeinfer.exporters.targets import open_target
 
 N_WANTED = 24

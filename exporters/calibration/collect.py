@@ -11,8 +11,10 @@ import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
-from edgeinfer.exporters import prompts
-from edgeinfer.exporters.calibration import (
+from edgeinfer.exporters.calibration import prompts
+from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
+from edgeinfer.exporters.calibration.running import model_file_of, native_model, read_text
+from edgeinfer.exporters.calibration.texts import (
     ANSWER_TOKENS,
     CHUNK_TOKENS,
     DEFAULT,
@@ -20,9 +22,7 @@ from edgeinfer.exporters.calibration import (
     own_answers,
     texts_of_file,
 )
-from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
 from edgeinfer.exporters.manifest import sha256_of, tool_version
-from edgeinfer.exporters.running import model_file_of, native_model, read_text
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.draft_head import HEADS
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError
-from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 
 Floats = NDArray[np.float32]

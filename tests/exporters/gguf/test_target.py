@@ -21,10 +21,10 @@ from edgeinfer import cli
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.exporters import auto
 from edgeinfer.exporters import manifest as manifest_module
-from edgeinfer.exporters import partial as partial_module
-from edgeinfer.exporters.file_types import FILE_TYPES
-from edgeinfer.exporters.gguf_target import GgufTarget
-from edgeinfer.exporters.imatrix import Imatrix, Squares, write_imatrix
+from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, write_imatrix
+from edgeinfer.exporters.gguf import partial as partial_module
+from edgeinfer.exporters.gguf.file_types import FILE_TYPES
+from edgeinfer.exporters.gguf.target import GgufTarget
 from edgeinfer.exporters.manifest import manifest_path
 from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source

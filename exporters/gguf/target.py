@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.comparison import Checked, compare
-from edgeinfer.exporters.draft_vocab import DraftVocabSource, draft_vocab_source
-from edgeinfer.exporters.file_types import (
+from edgeinfer.exporters.calibration.imatrix import Imatrix, read_imatrix
+from edgeinfer.exporters.checks.comparison import Checked, compare
+from edgeinfer.exporters.checks.head import compare_heads
+from edgeinfer.exporters.drafters.draft_vocab import DraftVocabSource, draft_vocab_source
+from edgeinfer.exporters.gguf.file_types import (
     QUANTIZATION_VERSION,
     file_type,
     file_type_number,
@@ -20,14 +22,12 @@ from edgeinfer.exporters.file_types import (
     source_types,
     tensor_types,
 )
-from edgeinfer.exporters.gguf import Layout, Tensor, layout
-from edgeinfer.exporters.head_check import compare_heads
-from edgeinfer.exporters.imatrix import Imatrix, read_imatrix
+from edgeinfer.exporters.gguf.partial import partial_file, partial_path
+from edgeinfer.exporters.gguf.weights import is_copied, peak_bytes, written_tensor
+from edgeinfer.exporters.gguf.writer import Layout, Tensor, layout
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
-from edgeinfer.exporters.partial import partial_file, partial_path
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
-from edgeinfer.exporters.weights import is_copied, peak_bytes, written_tensor
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
@@ -97,7 +97,7 @@ def _opened(request: Request) -> Iterator[Source]:
     """What is written: the source, or the draft model that is made of it."""
     with open_source(request.source, _target_of(request)) as source:
         wanted = request.more.get("draft_vocab")
-        yield source if wanted is None else draft_vocab_source(source, wanted)
+        yield source if wanted is None else draft_vocab_source(source, wanted, request.more.get("draft_text"))
 
 
 def _target_of(request: Request) -> Path | None:
@@ -228,7 +228,7 @@ def _imatrix(source: Source, request: Request) -> tuple[Imatrix | None, Path | N
 
 def _made_imatrix(source: Source, request: Request) -> Path:
     """The importance matrix beside the output, which is made where it is not there."""
-    from edgeinfer.exporters.collect import imatrix_beside
+    from edgeinfer.exporters.calibration.collect import imatrix_beside
 
     return imatrix_beside(source, request.out, request.calibration)
 

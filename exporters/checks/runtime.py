@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ModelFileError
-from edgeinfer.exporters.comparison import distance
-from edgeinfer.exporters.runtime_process import ask_runtime as ask_runtime
-from edgeinfer.exporters.runtime_process import peak_bytes as peak_bytes
+from edgeinfer.exporters.checks.comparison import distance
+from edgeinfer.exporters.checks.runtime_process import ask_runtime as ask_runtime
+from edgeinfer.exporters.checks.runtime_process import peak_bytes as peak_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile

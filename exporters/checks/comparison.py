@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BudgetExceeded, NumericalError, UnsupportedModel
-from edgeinfer.exporters.calibration import check_tokens
-from edgeinfer.exporters.running import Logits, greedy_tokens, logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import ModelFile
 

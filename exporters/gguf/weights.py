@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, ShapeError, UnsupportedModel
-from edgeinfer.exporters.gguf import Tensor
+from edgeinfer.exporters.gguf.writer import Tensor
 from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType

@@ -17,8 +17,8 @@ from tiny_models import write_tiny_model
 from edgeinfer import cli
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel
 from edgeinfer.errors import ModelFileError
-from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
-from edgeinfer.exporters.running import native_model, read_text
+from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
+from edgeinfer.exporters.calibration.running import native_model, read_text
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device

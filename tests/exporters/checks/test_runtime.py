@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BackendUnavailable, ModelFileError
-from edgeinfer.exporters.comparison import distance
-from edgeinfer.exporters.runtime_check import GreedyRun, compare_logits, compare_tokens
-from edgeinfer.exporters.runtime_process import ask_runtime
+from edgeinfer.exporters.checks.comparison import distance
+from edgeinfer.exporters.checks.runtime import GreedyRun, compare_logits, compare_tokens
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
 
 
 def greedy_run(n_answer: int = 3) -> GreedyRun:

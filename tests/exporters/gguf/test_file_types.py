@@ -11,7 +11,7 @@ from parts import is_there, missing
 from stretched import CASES, stretched_model
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.file_types import FILE_TYPES, file_type, file_type_number, source_types, tensor_types
+from edgeinfer.exporters.gguf.file_types import FILE_TYPES, file_type, file_type_number, source_types, tensor_types
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models.gguf import GGMLType
 
@@ -32,7 +32,7 @@ def digest(types: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_gets_the_type_that_llama_cpp_gave_it(case: str, tmp_path: Path) -> None:
-    """The committed table was written by llama.cpp: python tests/exporters/test_file_types.py"""
+    """The committed table was written by llama.cpp: python tests/exporters/gguf/test_file_types.py"""
     path = stretched_model(tmp_path / "m.gguf", case)
     expected = json.loads(TABLE.read_text())[case]
     found = {f"{name}{mark}": digest(ours(path, name, bool(mark))) for name, mark in kinds_of(case)}

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
+from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.models import read_spec
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.draft_head import fingerprint

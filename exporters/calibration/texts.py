@@ -7,8 +7,8 @@ from pathlib import Path
 
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ModelFileError, TemplateError
-from edgeinfer.exporters.prompts import PROMPTS
-from edgeinfer.exporters.running import greedy_tokens
+from edgeinfer.exporters.calibration.prompts import PROMPTS
+from edgeinfer.exporters.calibration.running import greedy_tokens
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import TERNARY_TYPES, GGMLType

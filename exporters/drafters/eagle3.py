@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.architectures import all_recipes
+from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checkpoint import Checkpoint, Config
 from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import NORMS, Keys, Recipe
 from edgeinfer.exporters.conversion.rope import rope_tensors
 from edgeinfer.exporters.conversion.tensors import EMBEDDINGS, OUTPUT, check_all_taken, layer_tensors, named
-from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.huggingface import HuggingFaceSource
-from edgeinfer.exporters.running import model_file_of
 from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.draft_head import EAGLE3, EAGLE3_VOCAB, read_head
