@@ -17,9 +17,10 @@ from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf.writer import Progress, Tensor, write_gguf
 from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import PACK, dequantize, quantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
-from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
+from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile, TensorInfo
 
 Bytes = NDArray[np.uint8]
 Format = Literal["i2_s", "tq1_0", "tq2_0"]
@@ -116,24 +117,48 @@ def _content(
 
 
 def _of_file(file: ModelFile, format: Format, head: Head) -> Iterator[Tensor]:
+    """Raises UnsupportedModel for a file whose layers are not ternary, as far as types tell."""
+    if is_draft_head(file):
+        _check_head(file)
     output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     for name, info in file.tensors.items():
         if name == output:
             yield _head(name, info.shape, info.type, file.data(name), head)
-        elif name.startswith("blk.") and len(info.shape) == 2:
+        elif _is_of_layer(info):
+            _check_type(file, info)
             yield _ternary(name, info.shape, format, partial(_matrix_of_file, file, name))
         else:
             yield Tensor(name, info.type, info.shape, partial(_one, file.data(name)))
 
 
-def _matrix_of_file(file: ModelFile, name: str) -> TernaryMatrix:
-    """Raises UnsupportedModel for a matrix that is not ternary."""
-    info, data = file.tensors[name], file.data(name)
+def _is_of_layer(info: TensorInfo) -> bool:
+    """Whether a tensor is a matrix of a layer, which is to be ternary."""
+    return info.name.startswith("blk.") and len(info.shape) == 2
+
+
+def _check_head(file: ModelFile) -> None:
+    """Raises UnsupportedModel for a draft head that is not in a ternary type, as those that are trained here."""
+    other = {info.type for info in file.tensors.values() if _is_of_layer(info)} - set(_TERNARY)
+    if other:
+        raise UnsupportedModel(
+            f"{file.path} is a draft head with matrices in {', '.join(sorted(kind.name for kind in other))}: --to "
+            f"ternary rounds nothing, it takes ternary matrices ({', '.join(kind.name for kind in _TERNARY)}) alone; "
+            "for a smaller head take --to gguf --type Q4_0"
+        )
+
+
+def _check_type(file: ModelFile, info: TensorInfo) -> None:
+    """Raises UnsupportedModel for a matrix whose type holds more than three values."""
     if info.type not in (*_TERNARY, *_FLOATS):
         known = ", ".join(kind.name for kind in (*_TERNARY, *_FLOATS))
         raise UnsupportedModel(
-            f"{file.path}: tensor {name} is {info.type.name}, which is not ternary; these can be: {known}"
+            f"{file.path}: tensor {info.name} is {info.type.name}, which is not ternary; these can be: {known}"
         )
+
+
+def _matrix_of_file(file: ModelFile, name: str) -> TernaryMatrix:
+    """Raises UnsupportedModel for a matrix that is not ternary."""
+    info, data = file.tensors[name], file.data(name)
     if info.type == GGMLType.I2_S:
         parts = [TernaryMatrix.of_weights(name, dequantize(info.type, data, info.shape))]
     else:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,7 @@ from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
+from edgeinfer.files import temporary_folder
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import ModelFile
@@ -39,8 +38,8 @@ def model_file_of(source: Source) -> Iterator[ModelFile]:
     if isinstance(source, GgufSource):
         yield source.file
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{source.path.name}.gguf"
+    with temporary_folder() as folder:
+        path = folder / f"{source.path.name}.gguf"
         write_gguf(path, source.metadata, [])
         with ModelFile.open(path) as file:
             for tensor in source.tensors:

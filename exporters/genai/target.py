@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -249,8 +248,8 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any]]:
     """
     file = package.decoders[0].file
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")
         rows = np.load(logits)
     runtime = f"onnxruntime-genai {found['version']}"

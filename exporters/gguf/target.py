@@ -97,7 +97,7 @@ def _opened(request: Request) -> Iterator[Source]:
     """What is written: the source, or the draft model that is made of it."""
     with open_source(request.source, _target_of(request)) as source:
         wanted = request.more.get("draft_vocab")
-        yield source if wanted is None else draft_vocab_source(source, wanted)
+        yield source if wanted is None else draft_vocab_source(source, wanted, request.more.get("draft_text"))
 
 
 def _target_of(request: Request) -> Path | None:

@@ -35,7 +35,7 @@ from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -133,7 +133,7 @@ def _peak(package: _Package, weights: int) -> int:
 def _write(package: _Package, folder: Path, progress: Progress) -> None:
     """Write all files into a folder."""
     file, spec, made = package.file, package.spec, package.made
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.graph-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="graph-") as scratch:
         onnx = Path(scratch) / "graph.onnx"
         write_graph(made.graph, onnx, None)
         content = from_onnx(onnx, Path(scratch))
@@ -172,8 +172,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "folder": str(folder),
             "prompt": run.prompt,

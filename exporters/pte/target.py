@@ -19,7 +19,7 @@ from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -140,7 +140,7 @@ def _notes(package: _Package) -> list[str]:
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.export-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="export-") as scratch:
         question = {
             "do": "export",
             "source": str(Path(package.file.path).resolve()),
@@ -162,8 +162,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "do": "run",
             "folder": str(folder),
