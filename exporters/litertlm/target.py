@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
-from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, stable_uuid, write_container
+from edgeinfer.exporters.identity import stable_uuid
+from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
 from edgeinfer.exporters.litertlm.library import open_runtime, versions
 from edgeinfer.exporters.litertlm.matrices import PIECE_WEIGHTS, is_rounded_again, type_in_file

@@ -26,8 +26,9 @@ from edgeinfer.exporters.checks.runtime import (
     run_greedily,
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.manifest import sha256_of
 from edgeinfer.exporters.mnn.config import engine_config, model_config
-from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
+from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, identified, to_mnn
 from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
 from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.runtime import WANTED
@@ -139,7 +140,7 @@ def _write(package: _Package, folder: Path, progress: Progress) -> None:
         content = from_onnx(onnx, Path(scratch))
         with (folder / "llm.mnn.weight").open("xb") as out:
             embeddings = _weights(package, content, Path(scratch) / "converted.mnn.weight", out, progress)
-        to_mnn(content, folder / "llm.mnn")
+        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), folder / "llm.mnn")
     config = tokenizer_config(file)
     stops = sorted(Tokenizer.from_file(file).stop_ids)
     (folder / "tokenizer.mtok").write_bytes(tokenizer_file(tokenizer_json(file), config, stops))
