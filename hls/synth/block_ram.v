@@ -96,9 +96,13 @@ module ei_block_ram #(
         end
   end
 
+  reg [(1<<BITS)-1:0] content;  // a constant of this size is slow to index
+  reg [(1<<(BITS-3))-1:0] content_parity;
   initial begin
-    for (i = 0; i < 1 << BITS; i = i + 1) data[i] = CONTENT[i];
-    for (i = 0; i < 1 << (BITS - 3); i = i + 1) parity[i] = PARITY[i];
+    content = CONTENT;
+    content_parity = PARITY;
+    for (i = 0; i < 1 << BITS; i = i + 1) data[i] = content[i];
+    for (i = 0; i < 1 << (BITS - 3); i = i + 1) parity[i] = content_parity[i];
   end
 
   // An x in a control signal would be taken for 0 above.
