@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile

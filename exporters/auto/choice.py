@@ -17,7 +17,7 @@ from edgeinfer.exporters.auto.divergence import Distance
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
-from edgeinfer.exporters.imatrix import Imatrix
+from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.request import Progress, Request, TypeChoice
 from edgeinfer.exporters.source import Source
 from edgeinfer.models import read_spec
@@ -38,7 +38,7 @@ def choose_types(
     What is measured is kept in OUT.auto.jsonl, so that a second call with the same request measures nothing. Raises
     InvalidArgument, UnsupportedModel, BudgetExceeded, ModelFileError.
     """
-    from edgeinfer.exporters.running import model_file_of
+    from edgeinfer.exporters.calibration.running import model_file_of
 
     with model_file_of(source) as file:
         spec = read_spec(file)
@@ -128,8 +128,8 @@ def told(search: Search, subjects: Sequence[Subject], mix: Mix, found: Distance,
 
 def _texts(file: ModelFile, calibration: Path | None) -> list[CalibrationText]:
     """The texts of a file, or answers of the model to prompts of our own."""
-    from edgeinfer.exporters.calibration import answer_context, own_answers, texts_of_file
-    from edgeinfer.exporters.running import native_model
+    from edgeinfer.exporters.calibration.running import native_model
+    from edgeinfer.exporters.calibration.texts import answer_context, own_answers, texts_of_file
 
     if calibration is not None:
         return [CalibrationText(tokens) for tokens in texts_of_file(calibration, file)]
