@@ -19,9 +19,9 @@ from edgeinfer.files import cache_folder
 
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"
-# Floats are rounded after each operation, as the hardware does it. Pragmas are for synthesis.
-_FLAGS = ("-std=c++14", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas")
-_STRICT = ("-Wall", "-Wextra", "-Werror")
+# Floats are rounded after each operation, as the hardware does it. Pragmas, and labels of loops, are for synthesis.
+_FLAGS = ("-std=c++14", "-O1", "-ffp-contract=off")
+_STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-label")
 _VENDOR_TYPES = "templates/vivado/ap_types"
 _SUFFIXES = {"-shared": ".so"}
 

@@ -15,8 +15,8 @@ def model_header(manifest: BoardManifest) -> str:
     """`edgeinfer_model.h`, for C and C++: sizes as macros, and tables of tensors and arrays with their offsets."""
     lines = [
         f"/* {_NOTE} */",
-        "#ifndef EDGEINFER_MODEL_H",
-        "#define EDGEINFER_MODEL_H",
+        "#ifndef EI_MODEL_H",
+        "#define EI_MODEL_H",
         "",
         *_defines(_engine(manifest)),
         "",

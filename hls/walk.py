@@ -64,7 +64,7 @@ def rom_source(n_trits: int) -> str:
         high=address_bits - 1,
         word_high=word_bits - 1,
         select=f"[{address_bits + select_bits - 1}:{address_bits}]",
-        negative=address_bits + select_bits,
+        positive=address_bits + select_bits,
         uses_last=address_bits + select_bits + 1,
         last=address_bits + select_bits + 2,
         words=",\n".join(f"        {line}" for line in lines),
@@ -83,7 +83,7 @@ def _word(move: Move, n_trits: int, address_bits: int, select_bits: int, last: b
     """A word of the ROM; its layout stands in the header of the module."""
     uses_last = move.digit == n_trits - 1
     select = 0 if uses_last else move.digit
-    flags = move.negative | uses_last << 1 | last << 2
+    flags = (not move.negative) | uses_last << 1 | last << 2
     return move.entry | select << address_bits | flags << (address_bits + select_bits)
 
 
@@ -103,7 +103,7 @@ _ROM = """\
 //
 //   bits [{high}:0]   the entry
 //   bits {select}  the activation that is added, where it is not the last one
-//   bit  {negative}      it is subtracted
+//   bit  {positive}      it is added, not subtracted
 //   bit  {uses_last}      it is activation {n_trits} - 1
 //   bit  {last}      the last word
 module {name} (

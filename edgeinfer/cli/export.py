@@ -225,9 +225,12 @@ def _written(target: Any, request: Request, plan: Plan) -> Result:
 
 
 def _report(result: Result, request: Request) -> None:
+    from edgeinfer.arguments import human_bytes
+
     for path in result.files:
         note(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
     if result.check is not None:
-        note(f"check: {result.check}")
+        memory = "" if result.check_bytes is None else f"; at most {human_bytes(result.check_bytes)} of memory"
+        note(f"check: {result.check}{memory}")
     elif not request.check:
         note("check: left out (--no-check)")

@@ -57,15 +57,16 @@ def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:
 
 
 @contextmanager
-def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None) -> Iterator[NativeModel]:
+def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, beside: int = 0) -> Iterator[NativeModel]:
     """A model in the native engine, for texts of up to n_ctx tokens.
 
+    beside: bytes that the caller takes while it has the model.
     Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for.
     """
     backend = NativeBackend(packed=False, tuned=False)
     spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
     plan = backend.plan(file, spec, n_ctx, min(n_ctx, N_BATCH), n_threads)
-    n_bytes = plan.use.total
+    n_bytes = plan.use.total + beside
     if n_bytes > (available := devices.available_memory()):
         raise BudgetExceeded(f"running it needs {human_bytes(n_bytes)}, available are {human_bytes(available)}")
     model = backend.load(file, spec, plan, Device(n_threads))

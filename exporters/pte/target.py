@@ -59,19 +59,15 @@ class PteTarget:
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
-            check, facts = _checked(package, folder) if request.check else (None, {})
+            check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
             progress(1.0)
-        made = {
-            "made_with": f"{WANTED.split()[0]} {found['version']}",
-            "weights": "8da4w" if package.four_bits else "float32",
-        }
         facts |= {
             "n_ctx": package.n_ctx,
             "runtime": minimum_runtime(WANTED),
-            **made,
-            "export_peak_bytes": found["peak_bytes"],
+            "made_with": f"{WANTED.split()[0]} {found['version']}",
+            "weights": "8da4w" if package.four_bits else "float32",
         }
-        return Result([request.out / name for name in FILES], check, facts)
+        return Result([request.out / name for name in FILES], check, facts, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,8 @@ def _export(package: _Package, folder: Path) -> dict[str, Any]:
             raise UnsupportedModel(f"{package.file.path}: {error}") from error
 
 
-def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run a package in ExecuTorch; gives what to say, and facts for the manifest. Raises ModelFileError."""
+def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int | None]:
+    """Run a package in ExecuTorch; gives what genai's does. Raises ModelFileError."""
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
@@ -180,12 +176,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     said, figures = compare(run, rows, runtime)
     _check_texts(file, tokenizer, found, runtime)
     text = tokenizer.decode(run.tokens, skip_special=True)
-    return said, {
-        "checked_in": runtime,
-        "measured_peak_bytes": found["peak_bytes"],
-        "same_text_from_runner": found["answer"].startswith(text),
-        **figures,
-    }
+    same_text = found["answer"].startswith(text)
+    return said, {"checked_in": runtime, "same_text_from_runner": same_text, **figures}, found["peak_bytes"]
 
 
 def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:

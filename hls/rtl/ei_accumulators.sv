@@ -28,13 +28,12 @@ module ei_accumulators #(
     localparam integer AGES = LATENCY + 1;
     logic [TILE-1:0] tiles[0:AGES-1];
     logic [AGES-1:0] beats, results, last_results;
-    logic [LATENCY-1:0] firsts;
+    logic [LATENCY-2:0] firsts;
 
     integer i;
     always_ff @(posedge clk) begin
         tiles[0] <= tile;
         for (i = 1; i < AGES; i = i + 1) tiles[i] <= tiles[i-1];
-        firsts <= {firsts[LATENCY-2:0], first_step};
         beats <= {beats[AGES-2:0], beat && !rst};
         results <= {results[AGES-2:0], beat && last_step && !rst};
         last_results <= {last_results[AGES-2:0], last_tile};
@@ -42,12 +41,16 @@ module ei_accumulators #(
     assign result = results[AGES-1];
     assign last_result = last_results[AGES-1];
 
+    // The first step reads 0.
     wire [TILE-1:0] read_tile;
+    wire first = firsts[LATENCY-2];
     generate
         if (LATENCY == 2) begin : g_at_once
             assign read_tile = tile;
+            always_ff @(posedge clk) firsts <= first_step;
         end else begin : g_later
             assign read_tile = tiles[LATENCY-3];
+            always_ff @(posedge clk) firsts <= {firsts[LATENCY-3:0], first_step};
         end
     endgenerate
 
@@ -58,6 +61,7 @@ module ei_accumulators #(
         .write_address(tiles[AGES-1]),
         .write_data(totals),
         .read_address(read_tile),
+        .clear(first),
         .read_data(earlier)
     );
 
@@ -66,7 +70,6 @@ module ei_accumulators #(
         for (r = 0; r < ROWS; r = r + 1) begin : g_row
             ei_accumulate #(.SUM_BITS(SUM_BITS), .ACC_BITS(ACC_BITS)) accumulate (
                 .clk(clk),
-                .first(firsts[LATENCY-1]),
                 .sum(sums[r*SUM_BITS+:SUM_BITS]),
                 .earlier(earlier[r*ACC_BITS+:ACC_BITS]),
                 .total(totals[r*ACC_BITS+:ACC_BITS])

@@ -72,6 +72,7 @@ module ei_activations #(
         .write_address(n_written[ADDRESS-1:0]),
         .write_data(x_data),
         .read_address(n_read[ADDRESS-1:0]),
+        .clear(1'b0),
         .read_data(beat)
     );
 

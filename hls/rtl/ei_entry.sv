@@ -11,7 +11,7 @@ module ei_entry #(
     input  logic [SELECT-1:0] select,
     input  logic add,
     input  logic uses_last,
-    input  logic negative,
+    input  logic positive,
     output logic [WIDTH-1:0] sum
 );
     // The last activation joins behind the register: a select of G - 1 and the adder each fit their look-up tables.
@@ -19,11 +19,12 @@ module ei_entry #(
     always_ff @(posedge clk) if (prepare) selected <= x[8*select+:8];
 
     wire [7:0] term = uses_last ? x[8*G-1-:8] : selected;
-    wire [WIDTH-1:0] signed_term = {{(WIDTH - 8) {term[7]}}, term} ^ {WIDTH{negative}};
+    wire [WIDTH-1:0] inverted = {{(WIDTH - 8) {term[7]}}, term} ^ {WIDTH{positive}};
 
-    // The bit below the lowest carries `negative` into the sum.
+    // sum + term = sum - ~term - 1; the bit below the lowest has the 1. As a difference, because synthesis may exchange
+    // the operands of a sum, and only with `sum` on the left does the choice of the term fit in front of the carry.
     logic unused;
     wire [WIDTH-1:0] next_sum;
-    assign {next_sum, unused} = {sum, 1'b1} + {signed_term, negative};
+    assign {next_sum, unused} = {sum, 1'b0} - {inverted, positive};
     always_ff @(posedge clk) if (!add) sum <= 0; else sum <= next_sum;
 endmodule

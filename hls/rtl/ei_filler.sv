@@ -21,7 +21,7 @@ module ei_filler #(
     output logic [SELECT-1:0] select,
     output logic add,  // and added; the sum is cleared where this is low
     output logic uses_last,
-    output logic negative,
+    output logic positive,
     output logic write,  // the sum is that of entry `entry`
     output logic [ADDRESS-1:0] entry
 );
@@ -79,7 +79,7 @@ module ei_filler #(
     always_ff @(posedge clk)
         if (prepare) begin
             entry_selected <= word[ADDRESS-1:0];
-            negative <= word[ADDRESS+SELECT];
+            positive <= word[ADDRESS+SELECT];
             uses_last <= word[ADDRESS+SELECT+1];
             is_last <= next_is_last;
         end

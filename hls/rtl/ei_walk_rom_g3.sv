@@ -3,7 +3,7 @@
 //
 //   bits [4:0]   the entry
 //   bits [5:5]  the activation that is added, where it is not the last one
-//   bit  6      it is subtracted
+//   bit  6      it is added, not subtracted
 //   bit  7      it is activation 3 - 1
 //   bit  8      the last word
 module ei_walk_rom_g3 (
@@ -13,11 +13,11 @@ module ei_walk_rom_g3 (
     output logic [8:0] word
 );
     localparam logic [27*9-1:0] WORDS = {
-        9'h176, 9'h059, 9'h03a, 9'h097, 9'h06e, 9'h011,
-        9'h090, 9'h047, 9'h028, 9'h005, 9'h0c4, 9'h02d,
-        9'h08a, 9'h041, 9'h0c2, 9'h0cb, 9'h014, 9'h013,
-        9'h072, 9'h075, 9'h098, 9'h08f, 9'h026, 9'h023,
-        9'h0c0, 9'h069, 9'h04c
+        9'h136, 9'h019, 9'h07a, 9'h0d7, 9'h02e, 9'h051,
+        9'h0d0, 9'h007, 9'h068, 9'h045, 9'h084, 9'h06d,
+        9'h0ca, 9'h001, 9'h082, 9'h08b, 9'h054, 9'h053,
+        9'h032, 9'h035, 9'h0d8, 9'h0cf, 9'h066, 9'h063,
+        9'h080, 9'h029, 9'h00c
     };
 
     (* rom_style = "distributed", ram_style = "distributed" *) logic [8:0] words[0:(1<<(4+1))-1];

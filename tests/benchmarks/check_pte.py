@@ -38,7 +38,8 @@ def checked(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]
     rounded = facts["weights"] != "float32"
     passed = rounded or facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
     seconds = round(time.monotonic() - start)
-    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, "seconds": seconds, **facts}
+    result |= {"peak_bytes": written.check_bytes, "seconds": seconds}
+    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, **facts}
 
 
 def main() -> int:
