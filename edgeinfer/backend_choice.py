@@ -19,7 +19,7 @@ from edgeinfer.errors import (
     warn,
 )
 from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
-from edgeinfer.memory.planner import Settings
+from edgeinfer.memory.planner import LoadSettings
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
@@ -67,19 +67,19 @@ class Target:
     backend: Backend
     spec: ModelSizes
     device: Device
-    wanted: Settings
+    wanted: LoadSettings
     sizes: ExpertSizes | None
     rough: Target | None = None
     _plans: dict[tuple[object, ...], MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
 
-    def planned(self, settings: Settings) -> PlannedModel:
+    def planned(self, settings: LoadSettings) -> PlannedModel:
         """The model with these settings."""
         key = settings.n_ctx, settings.n_batch, settings.cache_type, settings.expert_cache
         if key not in self._plans:
             self._plans[key] = self._plan(settings)
         return PlannedModel(self.file, self.backend, self.spec, self._plans[key], self.device)
 
-    def _plan(self, settings: Settings) -> MemoryPlan:
+    def _plan(self, settings: LoadSettings) -> MemoryPlan:
         asked = settings.n_ctx, settings.n_batch, self.device.n_threads, settings.cache_type
         if settings.expert_cache is None:
             return self.backend.plan(self.file, self.spec, *asked)
@@ -147,7 +147,7 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
             )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
-    wanted = Settings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
+    wanted = LoadSettings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
     target = Target(file, backend, spec, device, wanted, sizes)
     if is_measured:
         target = replace(target, rough=replace(target, backend=open_backend("native", "1.6"), _plans={}))
