@@ -22,6 +22,7 @@ from edgeinfer.exporters.calibration import (
 )
 from edgeinfer.exporters.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
 from edgeinfer.exporters.manifest import sha256_of, tool_version
+from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.running import model_file_of, native_model, read_text
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.draft_head import HEADS
@@ -49,7 +50,7 @@ def imatrix_of(
     return Imatrix(of, [DEFAULT if calibration is None else calibration.name], n_chunks, CHUNK_TOKENS)
 
 
-def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
+def imatrix_beside(source: Source, out: Path, calibration: Path | None, told: Told = untold) -> Path:
     """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
     path = out.with_name(f"{out.name}.imatrix.gguf")
     made_of = _made_of(source, calibration)
@@ -59,7 +60,7 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
     if there == "":
         what = "is there and was not made by --imatrix auto"
         raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
-    imatrix = imatrix_of(source, calibration)
+    imatrix = imatrix_of(source, calibration, progress=lambda share: told("importance matrix: reading the text", share))
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path
 
