@@ -60,6 +60,7 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None, told: To
     if there == "":
         what = "is there and was not made by --imatrix auto"
         raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
+    told("importance matrix: reading the text", 0.0)
     imatrix = imatrix_of(source, calibration, progress=lambda share: told("importance matrix: reading the text", share))
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path

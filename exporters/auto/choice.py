@@ -44,6 +44,7 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
     """
     with model_file_of(source) as file:
         spec = read_spec(file)
+        request.told("texts: answers of the model", 0.0)
         texts, held_out = _texts(file, request.calibration)
     subjects = subjects_of(source, spec)
     if not subjects:
@@ -119,7 +120,7 @@ def told(search: Search, subjects: Sequence[Subject], mix: Mix, found: Distance,
     notes = [
         f"auto: KL {found.divergence:.4f} measured on other texts, {mix.predicted:.4f} predicted; top-1 agreement "
         f"{100 * found.agreement:.1f} %",
-        f"auto: {human_bytes(mix.n_bytes)} of {human_bytes(limits.n_bytes)}; products of a pass: {times}",
+        f"auto: {human_bytes(mix.n_bytes)} of {human_bytes(int(limits.n_bytes))}; products of a pass: {times}",
     ]
     facts: dict[str, Any] = {
         "predicted_kl": mix.predicted,

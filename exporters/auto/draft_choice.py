@@ -40,9 +40,11 @@ def choose_draft_types(source: Source, request: Request, imatrix: Imatrix | None
     """
     lengths = lengths_of(request, _MOST_OF_HEAD if is_head(source) else _MOST_OF_MODEL)
     device = Device(devices.default_n_threads())
+    request.told("target: its answers", 0.0)
     with open_target(request.more["model"], device) as target:
         n_least = max(lengths) + 1
         texts, held_out = target.texts(request.calibration, _TEXT_TOKENS, n_least), target.held_out(n_least)
+        request.told("target: its answers", 1.0)
         search = _search(source, request, imatrix, target, texts, lengths, device)
         try:
             search.measure(request.told)

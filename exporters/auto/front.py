@@ -66,7 +66,7 @@ def _thinned(sums: Numbers, kept: NDArray[np.intp]) -> NDArray[np.intp]:
     bins = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * (_MOST - 2)).astype(np.intp)
     is_last = np.append(np.diff(bins) > 0, True)
     is_last[0] = True
-    return kept[is_last]
+    return np.asarray(kept[is_last])
 
 
 def best_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:

@@ -77,8 +77,9 @@ class Search:
         choose: Choose | None = None,
     ) -> None:
         self._source, self._subjects, self._importance, self._device = source, subjects, importance, device
-        is_open = isinstance(state, State)
-        self._state = state if is_open else State(state, fingerprint_of(subjects, windows, importance))
+        if not isinstance(state, State):
+            state = State(state, fingerprint_of(subjects, windows, importance))
+        self._state = state
         self._choose = choose or self._least_loss
         self._trials: Measured = trials or Trials(
             source, subjects, importance, windows, device, objective or Divergence(), self._state
