@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.checkpoint import Checkpoint
-from edgeinfer.exporters.eagle3 import eagle3_source, is_eagle3
+from edgeinfer.exporters.drafters.eagle3 import eagle3_source, is_eagle3
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.source import Source, open_source
 

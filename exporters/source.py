@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 

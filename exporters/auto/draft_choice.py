@@ -19,7 +19,7 @@ from edgeinfer.exporters.auto.speed import MOST_LOAD
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.target import Target, TargetText, open_target
 from edgeinfer.exporters.auto.trials import Types
-from edgeinfer.exporters.imatrix import Imatrix
+from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.draft_head import HEADS

@@ -24,8 +24,8 @@ from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import Target, TargetText
 from edgeinfer.exporters.auto.trial import Rounding, open_rounded
 from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
-from edgeinfer.exporters.head_check import target_rows
-from edgeinfer.exporters.running import model_file_of
+from edgeinfer.exporters.calibration.running import model_file_of
+from edgeinfer.exporters.checks.head import target_rows
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType

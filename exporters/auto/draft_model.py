@@ -19,8 +19,8 @@ from edgeinfer.exporters.auto.target import Target, TargetText
 from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.trials import Measured, Trials, Types
 from edgeinfer.exporters.auto.windows import Window
-from edgeinfer.exporters.imatrix import Imatrix
-from edgeinfer.exporters.running import model_file_of
+from edgeinfer.exporters.calibration.imatrix import Imatrix
+from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.source import Source
 from edgeinfer.models import ModelSpec, TensorRows, read_draft_spec
 from edgeinfer.models.draft_vocab import draft_vocab_of

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.exporters.calibration import ANSWER_TOKENS, answer_context, asked, texts_of_file
-from edgeinfer.exporters.prompts import HELD_OUT, PROMPTS
-from edgeinfer.exporters.running import N_BATCH, greedy_tokens, logits_of, model_file_of
+from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
+from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of, model_file_of
+from edgeinfer.exporters.calibration.texts import ANSWER_TOKENS, answer_context, asked, texts_of_file
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,9 @@ import numpy as np
 from edgeinfer.backends.native.repacking import RepackableModel, Trace
 from edgeinfer.exporters.auto.rounding import Importance, amplified_rows, rounded_bytes
 from edgeinfer.exporters.auto.windows import Window
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
+from edgeinfer.files import temporary_folder
 from edgeinfer.models import ModelSpec, formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device, Logits
@@ -52,12 +53,14 @@ class TrialModel:
     ) -> None:
         self._held = held
         self._rounded: dict[str, Rounding] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="edgeinfer-auto-")
+        self._resources = ExitStack()
         try:
-            self._file = open_rounded(Path(self._folder.name), source, self._held, self._rounded, importance)
-            spec = read(self._file)
+            folder = self._resources.enter_context(temporary_folder())
+            file = open_rounded(folder, source, self._held, self._rounded, importance)
+            self._resources.enter_context(file)
+            spec = read(file)
             self.n_layers = spec.n_layers
-            self._model = RepackableModel(self._file, spec, n_tokens, device)
+            self._model = RepackableModel(file, spec, n_tokens, device)
         except BaseException:
             self.close()
             raise
@@ -97,9 +100,7 @@ class TrialModel:
 
     def close(self) -> None:
         """Give everything back."""
-        if hasattr(self, "_file"):
-            self._file.close()
-        self._folder.cleanup()
+        self._resources.close()
 
     def __enter__(self) -> TrialModel:
         return self

@@ -34,10 +34,10 @@ from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Search
 from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
-from edgeinfer.exporters.calibration import own_answers
-from edgeinfer.exporters.file_types import file_type, tensor_types
-from edgeinfer.exporters.imatrix import read_imatrix
-from edgeinfer.exporters.running import native_model
+from edgeinfer.exporters.calibration.imatrix import read_imatrix
+from edgeinfer.exporters.calibration.running import native_model
+from edgeinfer.exporters.calibration.texts import own_answers
+from edgeinfer.exporters.gguf.file_types import file_type, tensor_types
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile

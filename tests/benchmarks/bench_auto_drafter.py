@@ -28,7 +28,7 @@ from edgeinfer.exporters.auto.draft_choice import choose_draft_types
 from edgeinfer.exporters.auto.machine_load import LoadMeter, MachineClock
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.trials import digest_of
-from edgeinfer.exporters.imatrix import read_imatrix
+from edgeinfer.exporters.calibration.imatrix import read_imatrix
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import open_source
 

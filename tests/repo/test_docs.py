@@ -13,7 +13,7 @@ from edgeinfer.models.architectures import supported_architectures
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
-SHIPPED = ("backends", "edgeinfer", "exporters", "models")
+SHIPPED = ("backends", "edgeinfer", "exporters", "hls", "models")
 
 
 def anchors(page: Path) -> set[str]:

@@ -26,6 +26,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         ],
     ),
     ("architectures", [{"models", "models.architectures"}]),
+    ("hardware for ternary products", [{"hls"}]),
     ("interface of backends", [{"backends"}]),
     (
         "backends",
@@ -176,7 +177,7 @@ def test_a_test_imports_the_package_under_its_one_name(path: Path) -> None:
         ("edgeinfer.speculation.drafters.head", "from edgeinfer.speculation.pipeline import Speculator"),
         ("edgeinfer.speculation.pipeline", "from edgeinfer.stream import Stream"),
         ("edgeinfer.chat", "from edgeinfer.loading import load"),
-        ("edgeinfer.exporters.gguf", "from edgeinfer.engine import Engine"),
+        ("edgeinfer.exporters.gguf.writer", "from edgeinfer.engine import Engine"),
         ("edgeinfer.training.distill", "from edgeinfer.cli import main"),
         ("edgeinfer.engine", "from edgeinfer.newpart import x"),
         ("edgeinfer.newpart", "from edgeinfer.errors import EdgeInferError"),
