@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.checkpoint import Checkpoint
-from edgeinfer.exporters.eagle3 import eagle3_source, is_eagle3
+from edgeinfer.exporters.drafters.eagle3 import eagle3_source, is_eagle3
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.source import Source, open_source
 
@@ -23,6 +23,4 @@ def open_model_or_head(path: Path, target: Path | None) -> Iterator[Source]:
         with open_source(target) as beside:
             yield eagle3_source(checkpoint, beside)
         return
-    if target is not None:
-        raise InvalidArgument(f"{path} is no draft head, which alone has a target: leave --target out")
     yield open_folder(path)

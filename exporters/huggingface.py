@@ -11,7 +11,7 @@ from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.check import check_runs
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.tensors import tensors
-from edgeinfer.exporters.gguf import Metadata
+from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.models.gguf import MetadataValue

@@ -10,6 +10,11 @@ from typing import Any, Protocol, TypeAlias
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share of the bytes that is done
+Told: TypeAlias = Callable[[str, float], None]  # called with what is done, such as "losses: 3 of 9", and its share
+
+
+def untold(what: str, share: float) -> None:
+    """A `Told` of nobody."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Request:
     of the weights that "auto" may take.  fit: instead, the bytes that the model may take when it runs.
     cost: the pass whose time counts for "auto", such as "verify:4".  draft: a model, a draft head, or "ngram".  n_ctx:
     None for the target's usual one.  resume: go on with what an export that was stopped left.  check: whether what was
-    written is run.  more: options of one target, by name.
+    written is run.  more: options of one target, by name.  told: is told what a plan measures, while it does.
     """
 
     source: Path
@@ -37,6 +42,7 @@ class Request:
     resume: bool = False
     check: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
+    told: Told = field(default=untold, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,14 @@ class Result:
     """What was written.
 
     files: whole, under their names.  check: what running it showed, a sentence; None where it was not run.  facts: for
-    the manifest, and what the check needed (versions of runtimes).
+    the manifest, and what the check needed (versions of runtimes), the same in each run.  check_bytes: most memory that
+    the runtime had in the check, None where that is not known.
     """
 
     files: Sequence[Path]
     check: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    check_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edgeinfer import devices, loading
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
-from edgeinfer.exporters.draft_head import HeadTypes, write_draft_head
+from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.files import write_whole
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
-from edgeinfer.exporters.draft_head import HeadTypes
+from edgeinfer.exporters.drafters.draft_head import HeadTypes
 from edgeinfer.files import write_whole
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.training.batches import Batch, Batches

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.exporters.gguf import Metadata, layout
+from edgeinfer.exporters.gguf.writer import Metadata, layout
 from edgeinfer.exporters.source import Bytes, SourceTensor
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.formats import quantize

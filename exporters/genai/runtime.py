@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendUnavailable
-from edgeinfer.exporters.runtime_process import peak_bytes
+from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
 WANTED = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it
 

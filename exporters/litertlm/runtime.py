@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgeinfer.exporters.checks.runtime import peak_bytes
 from edgeinfer.exporters.litertlm.library import open_runtime, versions
-from edgeinfer.exporters.runtime_check import peak_bytes
 
 NAME = "litert-lm-api"
 

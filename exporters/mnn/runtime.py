@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.exporters.runtime_process import peak_bytes
+from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
 WANTED = "MNN 3.6.1"  # what the packages were run with
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.backends.onnx.matrices import part_of
+from edgeinfer.exporters.checks.runtime_process import peak_bytes
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
-from edgeinfer.exporters.runtime_process import peak_bytes
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.comparison import distance
+from edgeinfer.exporters.checks.comparison import distance
+from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
+from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.runtime_check import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
-from edgeinfer.exporters.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -59,19 +59,15 @@ class PteTarget:
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
-            check, facts = _checked(package, folder) if request.check else (None, {})
+            check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
             progress(1.0)
-        made = {
-            "made_with": f"{WANTED.split()[0]} {found['version']}",
-            "weights": "8da4w" if package.four_bits else "float32",
-        }
         facts |= {
             "n_ctx": package.n_ctx,
             "runtime": minimum_runtime(WANTED),
-            **made,
-            "export_peak_bytes": found["peak_bytes"],
+            "made_with": f"{WANTED.split()[0]} {found['version']}",
+            "weights": "8da4w" if package.four_bits else "float32",
         }
-        return Result([request.out / name for name in FILES], check, facts)
+        return Result([request.out / name for name in FILES], check, facts, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def _notes(package: _Package) -> list[str]:
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.export-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="export-") as scratch:
         question = {
             "do": "export",
             "source": str(Path(package.file.path).resolve()),
@@ -157,13 +153,13 @@ def _export(package: _Package, folder: Path) -> dict[str, Any]:
             raise UnsupportedModel(f"{package.file.path}: {error}") from error
 
 
-def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run a package in ExecuTorch; gives what to say, and facts for the manifest. Raises ModelFileError."""
+def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int | None]:
+    """Run a package in ExecuTorch; gives what genai's does. Raises ModelFileError."""
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "do": "run",
             "folder": str(folder),
@@ -180,12 +176,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     said, figures = compare(run, rows, runtime)
     _check_texts(file, tokenizer, found, runtime)
     text = tokenizer.decode(run.tokens, skip_special=True)
-    return said, {
-        "checked_in": runtime,
-        "measured_peak_bytes": found["peak_bytes"],
-        "same_text_from_runner": found["answer"].startswith(text),
-        **figures,
-    }
+    same_text = found["answer"].startswith(text)
+    return said, {"checked_in": runtime, "same_text_from_runner": same_text, **figures}, found["peak_bytes"]
 
 
 def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:

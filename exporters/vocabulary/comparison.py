@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgeinfer.errors import TokenizerError, UnsupportedModel, warn
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.vocabulary.probes import probes
 from edgeinfer.exporters.vocabulary.tokenizer_file import TokenizerFile
 from edgeinfer.models.gguf import MetadataValue, ModelFile

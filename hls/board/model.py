@@ -13,7 +13,7 @@ from edgeinfer.arguments import check_integer
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.hls.board.boards import Board
 from edgeinfer.hls.board.workload import Product, Workload
-from edgeinfer.hls.cycles import ready_cycles
+from edgeinfer.hls.cycles import cycles
 from edgeinfer.hls.geometry import Geometry
 
 
@@ -61,10 +61,10 @@ class Token:
 def product_seconds(design: Design, product: Product) -> float:
     """Of one product with up to n_engines tokens: cycles of the engine, or the time to read its weights."""
     geometry, board = design.geometry, design.board
-    cycles = ready_cycles(geometry, product.n_out, product.n_in)
+    n_cycles = cycles(geometry, product.n_in, product.n_out)
     n_bytes = geometry.stream_bytes(product.n_out, product.n_in)
     rate = board.stream_rate * geometry.n_ports / board.n_ports
-    return max(cycles / board.clock_hz, n_bytes / rate)
+    return max(n_cycles / board.clock_hz, n_bytes / rate)
 
 
 def pass_seconds(design: Design, work: Workload) -> float:

@@ -34,10 +34,10 @@ from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Search
 from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
-from edgeinfer.exporters.calibration import own_answers
-from edgeinfer.exporters.file_types import file_type, tensor_types
-from edgeinfer.exporters.imatrix import read_imatrix
-from edgeinfer.exporters.running import native_model
+from edgeinfer.exporters.calibration.imatrix import read_imatrix
+from edgeinfer.exporters.calibration.running import native_model
+from edgeinfer.exporters.calibration.texts import own_answers
+from edgeinfer.exporters.gguf.file_types import file_type, tensor_types
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -116,7 +116,7 @@ def choices_of(
     choices, pairs = dict(plain), {}
     for name, types in plain.items():
         limits = Limits(search.n_bytes(types), n_tokens, float("inf"))
-        mix = search.refine(limits, lambda share: None) if is_refined else search.allocate(limits)
+        mix = search.refine(limits) if is_refined else search.allocate(limits)
         choices[f"auto, bytes of {name}"] = mix.types
         choices[f"auto, KL of {name}"] = fastest(search, search.predicted(types), limits.n_bytes, n_tokens)
         pairs[name] = (name, f"auto, KL of {name}")
@@ -132,9 +132,9 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     held = windows_of(texts_of(arguments.held, source.file, False), HELD_WINDOW, arguments.windows, HELD_ROWS)
     search = Search(source, subjects, importance, train, device, state=arguments.state)
     started = time.perf_counter()
-    search.measure(lambda share: print(f"\r{share:4.0%}", end="", file=sys.stderr))
+    search.measure(lambda what, share: print(f"\r{what}", end="", file=sys.stderr))
     seconds = time.perf_counter() - started
-    n_tokens, _ = parse_cost(arguments.cost)
+    n_tokens = parse_cost(arguments.cost)[0] or 4
     plain = plain_choices(source, subjects)
     choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)
     search.close()

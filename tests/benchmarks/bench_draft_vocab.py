@@ -26,7 +26,7 @@ from machine import machine
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend, weights
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.exporters.running import greedy_tokens, native_model
+from edgeinfer.exporters.calibration.running import greedy_tokens, native_model
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_vocab import draft_vocab_of

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
+from edgeinfer.exporters.checks.runtime import peak_bytes
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
 from edgeinfer.exporters.litertlm.library import open_interpreter, open_runtime, versions
 from edgeinfer.exporters.request import Request
-from edgeinfer.exporters.runtime_check import peak_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

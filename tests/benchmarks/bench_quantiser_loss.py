@@ -22,8 +22,8 @@ import numpy as np
 from text import SAMPLE_TEXT
 
 from edgeinfer.exporters.auto.divergence import Reference
-from edgeinfer.exporters.gguf import Tensor, write_gguf
-from edgeinfer.exporters.running import logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import logits_of, model_file_of, native_model
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.exporters.source import Bytes, Floats, Source, SourceTensor, open_source
 from edgeinfer.models.formats import quantize, quantize_plain
 from edgeinfer.models.gguf import GGMLType, ModelFile

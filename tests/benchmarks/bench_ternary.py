@@ -43,7 +43,7 @@ from machine import machine
 
 from edgeinfer.backends.native import MachineLimits, _core, best_isa
 from edgeinfer.backends.native.weights import BASE_THREE
-from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, MetadataValue
 from edgeinfer.types import TernaryBits
 

@@ -27,7 +27,7 @@ import off_grid
 
 from edgeinfer import load
 from edgeinfer.backends.base import run_text
-from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor
 from edgeinfer.models.formats import quantize

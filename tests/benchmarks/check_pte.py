@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters.checks.runtime import TIE
 from edgeinfer.exporters.request import Request
-from edgeinfer.exporters.runtime_check import TIE
 from edgeinfer.exporters.targets import open_target
 
 N_WANTED = 24
@@ -38,7 +38,8 @@ def checked(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]
     rounded = facts["weights"] != "float32"
     passed = rounded or facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
     seconds = round(time.monotonic() - start)
-    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, "seconds": seconds, **facts}
+    result |= {"peak_bytes": written.check_bytes, "seconds": seconds}
+    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, **facts}
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""Keys and tensors that llama.cpp's converter makes of tiny EAGLE-3 heads; tests/exporters/test_eagle3.py has ours.
+"""Keys and tensors that llama.cpp converts tiny EAGLE-3 heads to; ours in tests/exporters/drafters/test_eagle3.py.
 
-    python tests/support/eagle3_hashes.py LLAMA_CPP > tests/exporters/eagle3_hashes.json
+    python tests/support/eagle3_hashes.py LLAMA_CPP > tests/exporters/drafters/eagle3_hashes.json
 
 LLAMA_CPP: as in converter_hashes.py.
 """

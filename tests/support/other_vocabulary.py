@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import MetadataValue, ModelFile
 

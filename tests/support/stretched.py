@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from tiny_experts import EXPERT_ARCHITECTURES, write_tiny_experts
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, write_tiny_model
 
-from edgeinfer.exporters.gguf import Tensor, layout
+from edgeinfer.exporters.gguf.writer import Tensor, layout
 from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 
 _DENSE = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]

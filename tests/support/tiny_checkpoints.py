@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from checkpoints import write_safetensors
 
-from edgeinfer.exporters.gguf import Tensor, write_gguf
+from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType

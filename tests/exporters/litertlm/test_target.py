@@ -13,12 +13,12 @@ from parts import is_there, missing
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.exporters.checks.runtime import GreedyRun
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm import target as module
 from edgeinfer.exporters.litertlm.graph import ARCHITECTURES
 from edgeinfer.exporters.request import Request
-from edgeinfer.exporters.runtime_check import GreedyRun
 from edgeinfer.models.chat_template import CHATML
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

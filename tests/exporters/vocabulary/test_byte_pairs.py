@@ -9,7 +9,7 @@ from checkpoints import LLAMA3, TEXTS, byte_level, sentence_piece
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
-from edgeinfer.exporters.gguf import write_gguf
+from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.vocabulary import read_vocabulary as read_vocabulary_of
 from edgeinfer.models.gguf import MetadataValue, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

@@ -1,0 +1,1 @@
+"""Texts, importance matrices and passes of the native engine over them."""

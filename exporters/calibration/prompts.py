@@ -1,0 +1,73 @@
+"""The prompts whose answers by the model itself are the text of `--imatrix auto` where no other is given, and others
+whose answers are held out: figures of what was calibrated come from these.
+
+Prompts with the model's own answers are nearer to what it will be asked for than an encyclopaedia. They are of many
+kinds, since columns that no text uses get no weight.
+"""
+
+PROMPTS: tuple[str, ...] = (
+    "Explain in a few sentences why the sky is blue in the day and red in the evening.",
+    "Write a Python function that returns the n largest numbers of a list, and explain how fast it is.",
+    "What is the difference between weather and climate? Give an example of each.",
+    "A train leaves at 9:40 and arrives at 13:15. It stops for 12 minutes on the way. How long does it move?",
+    "Write a short, friendly mail to a neighbour whose parcel I took in.",
+    "List five things to check before buying a used bicycle.",
+    "Translate into French: The museum is closed on Mondays, but the garden is open every day.",
+    "Summarise this in one sentence: The council met on Tuesday to discuss the bridge. After two hours it decided to "
+    "repair it instead of building a new one, which would have cost three times as much.",
+    "Write a SQL query that gives the ten customers with the highest sum of orders in 2023.",
+    "Who wrote Don Quixote, and what is the book about?",
+    "Give me a recipe for a soup of lentils for four people, with amounts.",
+    "What does this error mean, and how do I fix it? TypeError: 'NoneType' object is not subscriptable",
+    "Write a poem of eight lines about a lighthouse in winter.",
+    "Solve for x: 3x + 7 = 2x - 5. Show each step.",
+    "What are the advantages and disadvantages of working from home?",
+    "Explain to a child of eight how a vaccine works.",
+    "Write a bash command that finds all files larger than 100 MB and sorts them by size.",
+    "Wie funktioniert eine Waermepumpe? Antworte in drei Saetzen.",
+    "Plan a weekend in a small town by the sea for a family with two children.",
+    "Is the following sentence correct? If not, correct it: She don't has any siblings.",
+    "Write a regular expression for dates such as 2024-03-17 and say what each part does.",
+    "Describe the water cycle in five steps.",
+    "What would happen to the tides if the moon were twice as far away?",
+    "Turn this into JSON with keys name, age and city: Anna is 31 and lives in Oslo. Ben, 27, is from Lima.",
+    "Compare a list and a dictionary in Python: when would you use which?",
+    "Escribe un dialogo corto entre un camarero y un cliente que no encuentra su cartera.",
+    "Write a C function that reverses a string in place.",
+    "My plants have yellow leaves although I water them every day. What may be the reasons?",
+    "Name three inventions of the nineteenth century and say why each mattered.",
+    "Give a title and three key points for a talk about saving energy in an office.",
+    "If all bloops are razzies and all razzies are lazzies, are all bloops lazzies? Explain.",
+    "Write the opening paragraph of a detective story that takes place on a ferry.",
+    "What is 17 % of 2,450? Show how you get there.",
+    "Explain what a hash table is, with an example.",
+    "Write a polite answer to a customer whose order came three weeks late.",
+    "Give me ten words that have to do with sailing, each with a short definition.",
+    "What should I see in Rome in one day if I like old buildings but not crowds?",
+    "Rewrite so that it is shorter: Due to the fact that it was raining, we took the decision to remain at home.",
+    "Write an HTML page with a heading, a paragraph and a table of two rows.",
+    "Was war der Dreissigjaehrige Krieg, und wann fand er statt?",
+    "What are prime numbers? List all below 50.",
+    "Write a Java class for a bank account that refuses to go below zero.",
+    "Explain the rules of chess for somebody who has never played.",
+    "How do I get red wine out of a white shirt?",
+    "What is the capital of Australia, and why is it not Sydney?",
+    "Write unit tests for a function that says whether a year is a leap year.",
+    "Give arguments for and against school uniforms.",
+    "Convert 75 degrees Fahrenheit to Celsius and 10 miles to kilometres.",
+)
+
+HELD_OUT: tuple[str, ...] = (
+    "Why do leaves change their colour in autumn? Answer in a short paragraph.",
+    "Write a Python function that checks whether a text reads the same forwards and backwards.",
+    "A shop sells pens at 1.20 each and notebooks at 3.50 each. What do 7 pens and 4 notebooks cost?",
+    "Write a short message to a colleague to move a meeting from Monday to Wednesday.",
+    "Explain the difference between a virus and a bacterium.",
+    "Write a JavaScript function that removes duplicates from an array, and explain it in one sentence.",
+    "Nenne drei Gruende, warum regelmaessiger Schlaf wichtig ist.",
+    "List the steps to change a flat tyre on a car.",
+    "Write a short story of five sentences about a fox that finds a key.",
+    "Write a SQL query that counts the orders of each customer since January 2024.",
+    "What is the boiling point of water at sea level, and why is it lower on a mountain?",
+    "Describe how a bill becomes a law, in simple words.",
+)

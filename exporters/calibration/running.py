@@ -1,0 +1,138 @@
+"""Sources and written files in the native engine: to check an export, and to measure what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer import devices
+from edgeinfer.arguments import human_bytes
+from edgeinfer.backends.base import Rows
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.backends.native.session import NativeSession
+from edgeinfer.errors import BudgetExceeded
+from edgeinfer.exporters.gguf.writer import write_gguf
+from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
+from edgeinfer.files import temporary_folder
+from edgeinfer.models import read_draft_spec
+from edgeinfer.models.formats import quantize
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device
+
+Logits = NDArray[np.float32]
+N_TEXTS = 16  # go through a pass together
+N_BATCH = 128  # tokens of a pass: the logits of all of them are in memory
+
+
+@contextmanager
+def model_file_of(source: Source) -> Iterator[ModelFile]:
+    """A source as a model file: its own, or one of its metadata whose tensors are read from the source.
+
+    It takes no disk but for the metadata.
+    """
+    if isinstance(source, GgufSource):
+        yield source.file
+        return
+    with temporary_folder() as folder:
+        path = folder / f"{source.path.name}.gguf"
+        write_gguf(path, source.metadata, [])
+        with ModelFile.open(path) as file:
+            for tensor in source.tensors:
+                file.define(tensor.name, tensor.type, tensor.shape, partial(_made, tensor))
+            yield file
+
+
+def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:
+    """Bytes first..last-1 of a tensor, made of the rows that they are in."""
+    row_bytes = tensor.type.n_bytes(tensor.n_in)
+    rows = first // row_bytes, -(-last // row_bytes)
+    data = tensor.stored(*rows) if tensor.stored is not None else quantize(tensor.type, tensor.rows(*rows))
+    start = rows[0] * row_bytes
+    return data.reshape(-1)[first - start : last - start]
+
+
+@contextmanager
+def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, beside: int = 0) -> Iterator[NativeModel]:
+    """A model in the native engine, for texts of up to n_ctx tokens.
+
+    beside: bytes that the caller takes while it has the model.
+    Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for.
+    """
+    backend = NativeBackend(packed=False, tuned=False)
+    spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
+    plan = backend.plan(file, spec, n_ctx, min(n_ctx, N_BATCH), n_threads)
+    n_bytes = plan.use.total + beside
+    if n_bytes > (available := devices.available_memory()):
+        raise BudgetExceeded(f"running it needs {human_bytes(n_bytes)}, available are {human_bytes(available)}")
+    model = backend.load(file, spec, plan, Device(n_threads))
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def logits_of(model: NativeModel, tokens: Sequence[int]) -> Logits:
+    """(n, n_vocab) the logits behind each token of a text."""
+    session = model.session(len(tokens))
+    rows = []
+    try:
+        for first in range(0, len(tokens), N_BATCH):
+            piece = list(tokens[first : first + N_BATCH])
+            rows.append(session.forward(piece, logits="all").logits.copy())
+            session.commit(list(range(len(piece))))
+    finally:
+        session.close()
+    return np.concatenate(rows)
+
+
+def greedy_tokens(
+    model: NativeModel, prompts: Sequence[Sequence[int]], n_tokens: int, ends: Collection[int] = ()
+) -> list[list[int]]:
+    """The most likely tokens behind each prompt, each behind the one before: n_tokens, or up to one that ends the text.
+
+    Some texts go through a pass together.
+    """
+    answers = []
+    for first in range(0, len(prompts), N_TEXTS):
+        answers += _together(model, prompts[first : first + N_TEXTS], n_tokens, ends)
+    return answers
+
+
+def _together(
+    model: NativeModel, prompts: Sequence[Sequence[int]], n_tokens: int, ends: Collection[int]
+) -> list[list[int]]:
+    sessions = [model.session(len(prompt) + n_tokens) for prompt in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
+    try:
+        for session, prompt, answer in zip(sessions, prompts, answers, strict=True):
+            answer.append(_last(read_text(session, prompt)))
+        for _ in range(n_tokens - 1):
+            open_ = [n for n, answer in enumerate(answers) if answer[-1] not in ends]
+            if not open_:
+                break
+            outs = model.forward([Rows(sessions[n], answers[n][-1:]) for n in open_])
+            for n, out in zip(open_, outs, strict=True):
+                sessions[n].commit([0])
+                answers[n].append(_last(out.logits))
+    finally:
+        for session in sessions:
+            session.close()
+    return answers
+
+
+def read_text(session: NativeSession, tokens: Sequence[int]) -> Logits:
+    """(1, n_vocab) the logits behind a text, which the session has read and committed."""
+    for first in range(0, len(tokens), N_BATCH):
+        piece = list(tokens[first : first + N_BATCH])
+        logits = session.forward(piece).logits
+        session.commit(list(range(len(piece))))
+    return logits
+
+
+def _last(logits: Logits) -> int:
+    return int(logits[-1].argmax())

@@ -1,0 +1,1 @@
+"""Checks of what was written against its source."""

@@ -1,0 +1,103 @@
+"""The check of a written draft head: what it drafts beside its target, against what its source drafts there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer import devices
+from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.native import load_head, plan_head
+from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.errors import BudgetExceeded, NumericalError
+from edgeinfer.exporters.calibration.running import N_BATCH, Logits, model_file_of, native_model
+from edgeinfer.exporters.calibration.texts import check_tokens
+from edgeinfer.exporters.checks.comparison import N_TEXT, Checked, distance
+from edgeinfer.exporters.source import Source, open_source
+from edgeinfer.models import read_spec
+from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import Device, Features
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a head expects along a text.
+
+    logits: (n - 1, n_logits), behind tokens[1:].  accepted: share of its most likely tokens that are the target's too.
+    """
+
+    logits: Logits
+    accepted: float
+
+
+def compare_heads(source: Source, written: Path, target: Path | None) -> Checked:
+    """Run a written head and its source beside their target.
+
+    Raises UnsupportedModel for another target, NumericalError where the file gives no numbers though its source does;
+    BudgetExceeded of running them becomes words.
+    """
+    if target is None:
+        return Checked("not run: --target names the model that the head is for", {"checked": False})
+    with open_source(target) as beside, model_file_of(beside) as file, model_file_of(source) as head:
+        tokens = check_tokens(file)[:N_TEXT]
+        try:
+            with native_model(file, len(tokens)) as model, ModelFile.open(written) as other:
+                expected, found = (drafted(each, file, model, tokens) for each in (head, other))
+        except BudgetExceeded as error:
+            return Checked(f"not run: {error}", {"checked": False})
+    if not np.isfinite(found.logits).all() and np.isfinite(expected.logits).all():
+        raise NumericalError(f"{written}: gives logits that are not numbers, though its source does not")
+    apart = distance(expected.logits, found.logits)
+    sentence = (
+        f"KL {apart.kl:.4f} nats a token against the source, {apart.agreement:.1%} the same most likely token, over "
+        f"{apart.n_tokens} tokens; {found.accepted:.1%} of its tokens are the target's, of the source's "
+        f"{expected.accepted:.1%}"
+    )
+    facts = {"kl": apart.kl, "top_1_agreement": apart.agreement, "accepted": found.accepted}
+    return Checked(sentence, {"checked": True, **{key: round(value, 6) for key, value in facts.items()}})
+
+
+def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list[int]) -> Drafted:
+    """What a head expects along a text.  model: of the target, with room for the text.
+
+    Raises UnsupportedModel for a head of another target.
+    """
+    spec = read_head_beside(head, target, read_spec(target))
+    rows, chosen = target_rows(model, tokens, spec)
+    n_threads, n = devices.default_n_threads(), len(tokens) - 1
+    plan = plan_head(head, spec, n, N_BATCH, n_threads)
+    opened = load_head(head, spec, model, plan, Device(n_threads))
+    found = []
+    try:
+        session, features = opened.session(), opened.combine(rows[:n])
+        for first in range(0, n, plan.n_batch):
+            last = min(first + plan.n_batch, n)
+            found.append(
+                session.forward(tokens[first + 1 : last + 1], features[first:last], logits="all").logits.copy()
+            )
+            session.commit(range(last - first) if spec.decoder.n_layers else ())
+    finally:
+        opened.close()
+    logits = np.concatenate(found)
+    return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])))
+
+
+def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:
+    """The target's hidden rows that a head is fed by, and its most likely tokens, (n,) behind each token."""
+    session, rows, chosen = model.session(len(tokens)), [], []
+    try:
+        for first in range(0, len(tokens), N_BATCH):
+            piece = list(tokens[first : first + N_BATCH])
+            out = session.forward(piece, logits="all", hidden=spec.taps)
+            assert out.features is not None
+            rows.append(out.features.copy())
+            chosen.append(out.logits.argmax(axis=1))
+            session.commit(range(len(piece)))
+    finally:
+        session.close()
+    return np.concatenate(rows), np.concatenate(chosen)

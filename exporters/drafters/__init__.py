@@ -1,0 +1,1 @@
+"""Export of draft heads and draft models."""

@@ -1,0 +1,1 @@
+"""Export to GGUF: types, layout, and writing that can be resumed."""
