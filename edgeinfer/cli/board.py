@@ -74,6 +74,7 @@ def _matrices(spec: ModelSpec) -> Iterator[str]:
 def profile_board(model: Path, board: str, flags: dict[str, Any], as_json: bool) -> None:
     """Print the report. Raises BudgetExceeded where the board has no room, InvalidArgument, UnsupportedModel."""
     from edgeinfer.hls.board.boards import board_of
+    from edgeinfer.hls.board.counted import counts_of
     from edgeinfer.hls.board.model import Design
     from edgeinfer.hls.board.report import report, report_lines
     from edgeinfer.hls.board.workload import workload_of
@@ -89,7 +90,7 @@ def profile_board(model: Path, board: str, flags: dict[str, Any], as_json: bool)
     if others:
         note(f"the matrices of this file are {', '.join(others)}, not ternary: `export --to fpga` would refuse it")
     n_ctx = flags["ctx_size"] or min(spec.n_ctx_train, CONTEXT)
-    found = report(design, workload_of(model.name, spec), n_ctx)
+    found = report(design, workload_of(model.name, spec), n_ctx, counts_of(geometry))
     show(json.dumps(found.as_dict()) if as_json else visible("\n".join(report_lines(found))))
     short = [each.what for each in found.room if not each.fits]
     if short:
