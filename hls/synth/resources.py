@@ -15,7 +15,9 @@ from edgeinfer.hls.synth.designs import Design
 RECORD = Path(__file__).with_name("resources.json")
 TOLERANCE = 0.02
 BASELINE = "2bit"  # the encoding of the engine with adders
-_WHAT = "logic estimates of yosys for UltraScale+ (synth_xilinx -family xcup): not placed, not routed, no figures of Vivado"
+_WHAT = (
+    "logic estimates of yosys for UltraScale+ (synth_xilinx -family xcup): not placed, not routed, no figures of Vivado"
+)
 
 
 def counted(designs: Iterable[Design]) -> dict[str, Any]:
@@ -61,7 +63,9 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         if other is None or other["parameters"] != row["parameters"]:
             told.append(f"{name}: of other parameters, or not recorded")
             continue
-        kinds = [kind for kind, n in row.items() if isinstance(n, int) and abs(n - other[kind]) > TOLERANCE * other[kind]]
+        kinds = [
+            kind for kind, n in row.items() if isinstance(n, int) and abs(n - other[kind]) > TOLERANCE * other[kind]
+        ]
         told += [f"{name}: {row[kind]} {kind}, recorded {other[kind]}" for kind in kinds]
     return told
 
@@ -75,7 +79,18 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> str:
     """The record as lines of text."""
-    columns = ("lut", "lut_memory", "ff", "carry", "ramb18", "ramb36", "uram", "dsp", "trits_per_cycle", "luts_per_trit")
+    columns = (
+        "lut",
+        "lut_memory",
+        "ff",
+        "carry",
+        "ramb18",
+        "ramb36",
+        "uram",
+        "dsp",
+        "trits_per_cycle",
+        "luts_per_trit",
+    )
     lines = [["design", *columns, "baseline / this"]]
     for (name, row), ratio in zip(found["designs"].items(), ratios(found).values(), strict=True):
         lines.append([name, *(str(row[column]) for column in columns), f"{ratio:.2f}" if ratio else ""])
