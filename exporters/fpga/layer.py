@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from edgeinfer.hls.packing import Trits
 
 Floats = NDArray[np.float32]
 Stage = tuple[str, NDArray[Any]]
+_Array = TypeVar("_Array", bound=NDArray[Any])
 
 
 class LayerWeights(Protocol):
@@ -101,7 +102,7 @@ class _Run:
 
     def _head_norm(self, name: str, heads: Floats, is_whole: bool) -> Floats:
         rows = heads.reshape(len(heads), -1) if is_whole else heads.reshape(-1, heads.shape[-1])
-        normed = rms_norm(rows, self.layer.vector(name), self.layer.facts["norm_epsilon"])
+        normed: Floats = rms_norm(rows, self.layer.vector(name), self.layer.facts["norm_epsilon"])
         return self._note(name, normed.reshape(heads.shape))
 
     def _rotated(self, heads: Floats) -> Floats:
@@ -116,7 +117,7 @@ class _Run:
         turned[..., second] = heads[..., first] * sines + heads[..., second] * cosines
         return turned
 
-    def _note(self, name: str, values: Any) -> Any:
+    def _note(self, name: str, values: _Array) -> _Array:
         self.stages.append((name, values))
         return values
 

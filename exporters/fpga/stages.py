@@ -42,8 +42,7 @@ def stage_faults(folder: BoardFolder) -> Iterator[str]:
     tokens = folder.array(_TOKENS)
     for name, wanted in stages_of(_OfFolder(folder), folder_embeddings(folder, tokens)):
         found = folder.array(f"{_PREFIX}{name}")
-        bits = [np.ascontiguousarray(each).view(np.uint8) for each in (wanted, found)]
-        if not np.array_equal(*bits):
+        if wanted.tobytes() != found.tobytes():
             at = tuple(np.argwhere(wanted != found)[0]) if (wanted != found).any() else (0,) * wanted.ndim
             yield (
                 f"{folder.path}: stage {name} of layer {LAYER} at {tuple(map(int, at))}: the folder's weights give "
@@ -56,8 +55,10 @@ def folder_embeddings(folder: BoardFolder, tokens: NDArray[np.int32]) -> Floats:
     """What goes into the first layer, (n, n_embd). Raises KeyError without any."""
     rows = folder.array("embed")[tokens]
     if rows.dtype == np.int8:
-        return rows.astype(np.float32) * folder.array("embed_scales")[tokens][:, None]
-    return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        found: Floats = rows.astype(np.float32) * folder.array("embed_scales")[tokens][:, None]
+        return found
+    floats: Floats = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return floats
 
 
 def _embeddings(content: Content, tokens: NDArray[np.uint32]) -> Floats:
