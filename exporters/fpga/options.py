@@ -7,12 +7,12 @@ from typing import Literal
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.request import Request
+from edgeinfer.hls.board.boards import Board, board_of
 from edgeinfer.hls.geometry import ENCODINGS, Geometry
 
 EmbeddingType = Literal["int8", "bf16"]
 USUAL_N_CTX = 4096
 USUAL_GOLDEN = 4  # vectors a matrix
-_PORTS = {"kv260": 4}  # of boards, to the memory
 _USUAL_SHAPES = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}  # rows, tables
 
 
@@ -22,7 +22,7 @@ class BoardOptions:
     output matrix lets through, 0 without that stage.  n_ctx: None for the usual one.
     """
 
-    board: str
+    board: Board
     geometry: Geometry
     n_golden: int
     embeddings: EmbeddingType
@@ -33,13 +33,11 @@ class BoardOptions:
     def of(cls, request: Request) -> BoardOptions:
         """Those of a request. Raises InvalidArgument."""
         more = request.more
-        board, encoding = more.get("board") or "kv260", more.get("encoding") or "base3"
-        if board not in _PORTS:
-            raise InvalidArgument(f"there is no board {board!r}; there are {', '.join(_PORTS)}")
+        board, encoding = board_of(more.get("board") or "kv260"), more.get("encoding") or "base3"
         if encoding not in ENCODINGS:
             raise InvalidArgument(f"--encoding must be one of {', '.join(ENCODINGS)}: found {encoding!r}")
         rows, tables = _USUAL_SHAPES[encoding]
-        geometry = Geometry(encoding, more.get("rows") or rows, more.get("tables") or tables, _PORTS[board])
+        geometry = Geometry(encoding, more.get("rows") or rows, more.get("tables") or tables, board.n_ports)
         golden = more.get("golden")
         return cls(
             board=board,

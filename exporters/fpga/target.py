@@ -10,7 +10,7 @@ from typing import Any
 from edgeinfer.exporters.fpga.content import Content, content_of, model_facts
 from edgeinfer.exporters.fpga.doctor import check_against
 from edgeinfer.exporters.fpga.options import BoardOptions
-from edgeinfer.exporters.fpga.report import report_json
+from edgeinfer.exporters.fpga.report import board_report, report_json
 from edgeinfer.exporters.fpga.sizes import file_sizes, weight_bits
 from edgeinfer.exporters.fpga.stages import write_stages
 from edgeinfer.exporters.fpga.writing import head_facts, write_model
@@ -66,7 +66,7 @@ def _facts(request: Request, content: Content) -> dict[str, Any]:
     """What the manifest says beside the places of tensors."""
     metadata = content.source.metadata
     return {
-        "board": content.options.board,
+        "board": content.options.board.name,
         "model": model_facts(content),
         "embeddings": {"array": "embed", "type": content.options.embeddings},
         "head": head_facts(content),
@@ -110,3 +110,8 @@ def _notes(content: Content) -> Iterator[str]:
             f"The source has {names}: the CPU then rounds activations in blocks of the format, a board has one scale "
             "a token; texts may differ."
         )
+    token = board_report(content).tokens[0]
+    yield (
+        f"{token.tokens_per_second:.1f} tokens/s (model, not measured) at the beginning of a text on "
+        f"{options.board.name}; report.json has the rest."
+    )

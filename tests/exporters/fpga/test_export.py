@@ -161,16 +161,18 @@ def test_the_plan_has_the_bytes_that_are_written(tiny: Path, written: Path, tmp_
         <= 1
     )
     dry = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--dry-run")
-    assert "bits a ternary weight with padding" in dry.stdout
+    assert "bits a ternary weight with padding" in dry.stdout and "tokens/s (model, not measured)" in dry.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_the_report_counts_bytes(written: Path) -> None:
+def test_the_report_counts_bytes_and_says_what_is_modelled(written: Path) -> None:
     folder, report = BoardFolder.open(written), json.loads((written / "report.json").read_text())
     n_trits = sum(tensor.n_out * tensor.n_in for tensor in folder.tensors.values() if tensor.phase != "head")
     n_bytes = sum((written / f"weights.{port}.bin").stat().st_size for port in range(4))
     assert report["bytes"]["weights"] == n_bytes
     assert report["ddr_bits_a_trit"] == pytest.approx(8 * n_bytes / n_trits, abs=1e-6)
+    assert report["board"]["bits_a_trit"] == pytest.approx(report["ddr_bits_a_trit"], rel=0.02)
+    assert set(report["board"]["modelled"]) == {"tokens", "first_token_seconds", "floor_seconds"}
 
 
 @pytest.mark.parametrize(
