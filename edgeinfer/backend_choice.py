@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,7 @@ _BACKENDS = {
     "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
     "opencl": ("edgeinfer.backends.opencl", "OpenCLBackend"),
     "onnx": ("edgeinfer.backends.onnx", "OnnxBackend"),
+    "fpga-sim": ("edgeinfer.backends.fpga_sim", "FpgaSimBackend"),
 }
 
 
@@ -88,7 +90,7 @@ class Target:
 def choose_target(file: ModelFile, options: LoadOptions) -> Target:
     """The backend that `edgeinfer.load` takes for a file. Errors as there."""
     try:
-        return _target_on(open_backend(options.backend, options.ternary_bits, options.verify), file, options)
+        return _target_on(_backend_for(options), file, options)
     except UnsupportedModel as error:
         if options.backend != "auto":
             raise
@@ -108,9 +110,19 @@ def open_backend(name: BackendName, ternary_bits: TernaryChoice = "auto", verify
         except BackendUnavailable as error:
             warn(f"{error}; using the numpy reference, which is far slower")
             return open_backend("reference")
+    return _opened(name, {"ternary_bits": ternary_bits, "verify": verify} if name == "native" else {})
+
+
+def _backend_for(options: LoadOptions) -> Backend:
+    """The backend that a caller wants. Raises as open_backend, and BadBoardFolder."""
+    if options.backend == "fpga-sim":
+        return _opened("fpga-sim", {"folder": options.fpga_folder})
+    return open_backend(options.backend, options.ternary_bits, options.verify)
+
+
+def _opened(name: str, options: Mapping[str, object]) -> Backend:
     module, attribute = _BACKENDS[name]
     try:
-        options = {"ternary_bits": ternary_bits, "verify": verify} if name == "native" else {}
         backend: Backend = getattr(importlib.import_module(module), attribute)(**options)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error

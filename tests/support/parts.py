@@ -28,6 +28,10 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("torch", "matplotlib"), ()),
     "executorch": (("executorch", "torch"), ()),
     "transformers": (("torch", "transformers"), ()),
+    "pyosys": (("pyosys",), ()),
+    "hls4ml": (("hls4ml",), ()),
+    "iverilog": ((), ("iverilog", "vvp")),
+    "verilator": ((), ("verilator", "g++")),
 }
 # Too large for `all`: these are required where they are named, and run by scripts in tests/benchmarks.
 BY_NAME = frozenset({"executorch"})
