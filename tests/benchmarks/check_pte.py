@@ -1,14 +1,18 @@
 """Packages for ExecuTorch in its runtime: greedy tokens and logits against the native engine.
 
-    python tests/benchmarks/check_pte.py MODEL.gguf ... [--type F32|Q4_0] [-c N]
+    python tests/benchmarks/check_pte.py MODEL ... [--type F32|Q4_0] [-c N] [--out RECORD.json]
 
-Each model is exported with the check that the command makes, into a folder that is gone afterwards; float types give
-float32, others 4 bits. Needs edgeinfer[executorch]. The last line on stdout is JSON with every figure; the exit code is
-1 where a package was refused, or one in float32 has other greedy tokens than its source that are no ties.
+Each model, a GGUF file or a folder of Hugging Face, is exported with the check that the command makes, into a folder
+that is gone afterwards; float types give float32, others 4 bits. Needs edgeinfer[executorch], and some ten minutes a
+model. The last line on stdout is JSON with every figure; --out puts it in a file, beside what an earlier run with
+other arguments found. The exit code is 1 where a package was refused, or one in float32 has other greedy tokens than
+its source that are no ties.
 """
 
 import argparse
 import json
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +28,13 @@ N_WANTED = 24
 
 
 def checked(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]:
-    """Figures of one package."""
+    """Figures of one package: planned, measured, and whether it is good."""
     result: dict[str, Any] = {"model": source.name, "type": type}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         request = Request(source, Path(folder) / "package", type=type, n_ctx=n_ctx)
         try:
+            result["planned_peak_bytes"] = open_target("pte").plan(request).peak_bytes
             written = open_target("pte").write(request, lambda share: None)
         except EdgeInferError as error:
             return result | {"passed": False, "error": str(error)}
@@ -41,19 +46,45 @@ def checked(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]
     return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, "seconds": seconds, **facts}
 
 
-def main() -> int:
+def record(options: argparse.Namespace, packages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What this run found, as it stands in docs/measurements."""
     from machine import machine
 
+    words = ["python", "tests/benchmarks/check_pte.py", *(source.name for source in options.models)]
+    words += ["--type", options.type] if options.type else []
+    words += ["-c", str(options.n_ctx)] if options.n_ctx else []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return {
+        "command": shlex.join(words),
+        "commit": commit.stdout.strip(),
+        "machine": machine(),
+        "packages": packages,
+    }
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    """Add a run to a file of them, in place of one with the same command."""
+    what = "Packages for ExecuTorch in its runtime: greedy tokens and logits against the native engine"
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [run for run in runs if run["command"] != found["command"]]
+    path.write_text(json.dumps({"what": what, "runs": [*runs, found]}, indent=1) + "\n")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--type", help="of the weights, as in edgeinfer export; else those of the file")
     parser.add_argument("-c", "--ctx", type=int, dest="n_ctx")
+    parser.add_argument("--out", type=Path, metavar="RECORD.json")
     options = parser.parse_args()
     packages = []
     for source in options.models:
         packages.append(checked(source, options.type, options.n_ctx))
         print(packages[-1], file=sys.stderr)
-    print(json.dumps({"packages": packages, "machine": machine()}))
+    found = record(options, packages)
+    if options.out is not None:
+        keep(options.out, found)
+    print(json.dumps(found))
     return 0 if all(package["passed"] for package in packages) else 1
 
 
