@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.checks.comparison import distance
-from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, minimum_runtime, run_greedily
+from edgeinfer.exporters.checks.runtime import minimum_runtime
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.pte.check import RUNTIME, check_package
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
-from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
+from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
@@ -29,14 +28,12 @@ from edgeinfer.models.tokenizer import Tokenizer
 FILES = ("model.pte", "tokenizer.json", "tokenizer_config.json")
 _NAMES = (*FILES, "manifest.json")
 _USUAL_N_CTX = 2048
-_RUNTIME = "edgeinfer.exporters.pte.library"
 _FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 _GROUP = 32  # weights that share a scale
 # Of ExecuTorch's exporter, with torch: its memory beside the weights, and its time, for a model and for each layer.
 _TOOL_BYTES, _LAYER_BYTES = 600 << 20, 30 << 20
 _TOOL_SECONDS, _LAYER_SECONDS = 40, 14
 _PATIENCE_SECONDS = 6 * 3600  # on slow machines, with large models
-_MAX_DIVERGENCE = 1.0  # of weights rounded to 4 bits: more is another model
 
 
 class PteTarget:
@@ -62,7 +59,9 @@ class PteTarget:
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
-            check, facts = _checked(package, folder) if request.check else (None, {})
+            check, facts = None, {}
+            if request.check:
+                check, facts = check_package(file, folder, package.n_ctx, package.four_bits)
             progress(1.0)
         made = {
             "made_with": f"{WANTED.split()[0]} {found['version']}",
@@ -150,9 +149,6 @@ def _notes(package: _Package) -> list[str]:
     return [rounded if package.four_bits else exact, takes, f"It needs {WANTED} or newer, with XNNPACK."]
 
 
-# --- writing and checking ---------------------------------------------------------------------------------------------
-
-
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
@@ -168,58 +164,6 @@ def _export(package: _Package, folder: Path) -> dict[str, Any]:
             "eos": sorted(tokenizer.stop_ids),
         }
         try:
-            return ask_runtime(_RUNTIME, question, "ExecuTorch's exporter", _PATIENCE_SECONDS)
+            return ask_runtime(RUNTIME, question, "ExecuTorch's exporter", _PATIENCE_SECONDS)
         except ModelFileError as error:
             raise UnsupportedModel(f"{package.file.path}: {error}") from error
-
-
-def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run a package in ExecuTorch; gives what to say, and facts for the manifest. Raises ModelFileError."""
-    file = package.file
-    tokenizer = Tokenizer.from_file(file)
-    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
-        question = {
-            "do": "run",
-            "folder": str(folder),
-            "prompt": run.prompt,
-            "tokens": run.forced,
-            "text": run.text,
-            "texts": probes_of(file),
-            "logits": str(logits),
-        }
-        found = ask_runtime(_RUNTIME, question, "ExecuTorch")
-        rows = np.load(logits)
-    runtime = f"ExecuTorch {found['version']}"
-    compare = _compare_rounded if package.four_bits else compare_logits
-    said, figures = compare(run, rows, runtime)
-    _check_texts(file, tokenizer, found, runtime)
-    text, answer = tokenizer.decode(run.tokens, skip_special=True), found["answer"]
-    return said, {
-        "checked_in": runtime,
-        "measured_peak_bytes": found["peak_bytes"],
-        "same_text_from_runner": None if answer is None else answer.startswith(text),
-        **figures,
-    }
-
-
-def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:
-    """As compare_logits, of weights that were rounded again: only another model is an error."""
-    loss = distance(run.logits, rows).kl
-    n_equal = int(np.sum(rows.argmax(axis=1) == np.array(run.forced)))
-    said = f"{n_equal} of {len(rows)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
-    if not loss <= _MAX_DIVERGENCE:
-        raise ModelFileError(f"the package gives another text than its source: {said}; nothing was written")
-    return f"{said} (weights rounded again to 4 bits)", {"n_equal_tokens": n_equal, "kl_divergence": loss}
-
-
-def _check_texts(file: ModelFile, tokenizer: Tokenizer, found: Mapping[str, Any], runtime: str) -> None:
-    """Raises ModelFileError where a text is cut into tokens otherwise than the file says."""
-    for text, ids in zip(probes_of(file), found["ids"], strict=True):
-        wanted = tokenizer.encode(text, parse_special=True, add_special=False)
-        if ids != wanted:
-            raise ModelFileError(
-                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {wanted[:40]}, found {ids[:40]}; "
-                "nothing was written"
-            )

@@ -1,12 +1,13 @@
 """Packages for ExecuTorch in its runtime: greedy tokens and logits against the native engine.
 
-    python tests/benchmarks/check_pte.py MODEL ... [--type F32|Q4_0] [-c N] [--out RECORD.json]
+    python tests/benchmarks/check_pte.py MODEL ... [--type F32|Q4_0] [-c N] [--package FOLDER] [--out RECORD.json]
 
 Each model, a GGUF file or a folder of Hugging Face, is exported with the check that the command makes, into a folder
 that is gone afterwards; float types give float32, others 4 bits. Needs edgeinfer[executorch], and some ten minutes a
-model. The last line on stdout is JSON with every figure; --out puts it in a file, beside what an earlier run with
-other arguments found. The exit code is 1 where a package was refused, or one in float32 has other greedy tokens than
-its source that are no ties.
+model. --package checks a folder that is there, made of the model with that type and context, in half a minute. The
+last line on stdout is JSON with every figure; --out puts it in a file, beside what a run with other arguments found.
+The exit code is 1 where a package was refused, or one in float32 has other greedy tokens than its source that are no
+ties.
 """
 
 import argparse
@@ -21,29 +22,51 @@ from typing import Any
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.exporters.checks.runtime import TIE
+from edgeinfer.exporters.pte.check import check_package
+from edgeinfer.exporters.pte.target import FILES
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.targets import open_target
+from edgeinfer.models import read_spec
+from edgeinfer.models.gguf import ModelFile
 
 N_WANTED = 24
+FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
-def checked(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]:
-    """Figures of one package: planned, measured, and whether it is good."""
-    result: dict[str, Any] = {"model": source.name, "type": type}
+def exported(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]:
+    """Figures of a package that is made here."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         request = Request(source, Path(folder) / "package", type=type, n_ctx=n_ctx)
-        try:
-            result["planned_peak_bytes"] = open_target("pte").plan(request).peak_bytes
-            written = open_target("pte").write(request, lambda share: None)
-        except EdgeInferError as error:
-            return result | {"passed": False, "error": str(error)}
+        planned = open_target("pte").plan(request).peak_bytes
+        written = open_target("pte").write(request, lambda share: None)
         n_bytes = sum(path.stat().st_size for path in written.files)
-    facts = dict(written.facts)
-    rounded = facts["weights"] != "float32"
-    passed = rounded or facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
     seconds = round(time.monotonic() - start)
-    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, "seconds": seconds, **facts}
+    found = {"check": written.check, "n_bytes": n_bytes, "seconds": seconds, "planned_peak_bytes": planned}
+    return found | dict(written.facts)
+
+
+def there(source: Path, folder: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]:
+    """Figures of a package that is there."""
+    rounded = type not in FLOAT_TYPES
+    with ModelFile.open(source) as file:
+        check, facts = check_package(file, folder, n_ctx or read_spec(file).n_ctx_train, rounded)
+    n_bytes = sum((folder / name).stat().st_size for name in FILES)
+    return {"check": check, "n_bytes": n_bytes, "weights": "8da4w" if rounded else "float32", **facts}
+
+
+def checked(source: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one package, and whether it is good."""
+    result = {"model": source.name, "type": options.type, "n_ctx": options.n_ctx}
+    try:
+        if options.package is None:
+            facts = exported(source, options.type, options.n_ctx)
+        else:
+            facts = there(source, options.package, options.type, options.n_ctx)
+    except EdgeInferError as error:
+        return result | {"passed": False, "error": str(error)}
+    passed = facts["weights"] != "float32" or facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
+    return result | {"passed": passed, **facts}
 
 
 def record(options: argparse.Namespace, packages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,6 +76,7 @@ def record(options: argparse.Namespace, packages: list[dict[str, Any]]) -> dict[
     words = ["python", "tests/benchmarks/check_pte.py", *(source.name for source in options.models)]
     words += ["--type", options.type] if options.type else []
     words += ["-c", str(options.n_ctx)] if options.n_ctx else []
+    words += ["--package", options.package.name] if options.package else []
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return {
         "command": shlex.join(words),
@@ -75,11 +99,12 @@ def main() -> int:
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--type", help="of the weights, as in edgeinfer export; else those of the file")
     parser.add_argument("-c", "--ctx", type=int, dest="n_ctx")
+    parser.add_argument("--package", type=Path, metavar="FOLDER", help="check this one, and make none")
     parser.add_argument("--out", type=Path, metavar="RECORD.json")
     options = parser.parse_args()
     packages = []
     for source in options.models:
-        packages.append(checked(source, options.type, options.n_ctx))
+        packages.append(checked(source, options))
         print(packages[-1], file=sys.stderr)
     found = record(options, packages)
     if options.out is not None:

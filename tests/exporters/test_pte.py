@@ -61,6 +61,7 @@ def test_what_executorch_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
     assert {tensor.written.name for tensor in plan.tensors} == {"Q4_0", "Q8_0"}
 
 
+@pytest.mark.timeout(1800)  # a minute of a core each
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_package_gives_the_logits_of_its_source(architecture: str, tmp_path: Path) -> None:
     """llama has its rows of queries and keys in pairs, the others in halves; a wrong order gives other tokens."""
