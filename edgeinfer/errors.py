@@ -48,6 +48,10 @@ class BadPack(ModelFileError):
     """The packed weights beside a model are damaged, of another version, or of another model: pack it again."""
 
 
+class BadBoardFolder(ModelFileError):
+    """A folder for an FPGA board is damaged, of another version, or of another engine: export the model again."""
+
+
 class UnsupportedModel(ModelFileError):
     """The file is valid, but has an architecture, a tensor type or a tokenizer that is not supported."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -133,17 +134,32 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def folder_beside(path: Path) -> Iterator[Path]:
-    """A new folder beside a file that is to be written, on the same file system; gone afterwards with all in it."""
-    import shutil
+    """A new folder beside a file that is to be written, on the same file system; gone afterwards with all in it.
 
+    Those that a process which was killed has left for the same file are removed first.
+    """
     with _named(path):
         check_writable(path)
-        folder = _partial_name(_target(path)[0])
-        folder.mkdir()
+        folder = _WorkFolder(_target(path)[0])
     try:
-        yield folder
+        yield folder.path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder in the system's place for temporary files; gone afterwards with all in it.
+
+    Those that a process of this user which was killed has left are removed first.
+    """
+    import tempfile
+
+    folder = _WorkFolder(Path(tempfile.gettempdir()) / _APPLICATION, mode=0o700)
+    try:
+        yield folder.path
+    finally:
+        folder.close()
 
 
 @contextmanager
@@ -151,6 +167,7 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     """A folder to write into, which gets its name when everything is in it; on an error nothing is left behind.
 
     names: patterns of what such a folder holds. One that has nothing else in it is replaced, once the new one is whole.
+    What a process that was killed has left is removed first.
     Raises OSError, which names the folder, for one with other files, and as `written_whole` does.
     """
     import shutil
@@ -158,27 +175,93 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     with _named(path):
         check_folder(path, names)
-        folder = _partial_name(path)
-        folder.mkdir()
+        folder = _WorkFolder(path)
     old = None
     try:
-        yield folder
+        yield folder.path
         with _named(path):
             check_folder(path, names)
-            for written in folder.iterdir():
+            for written in folder.path.iterdir():
                 _flush(written)
             if path.exists():
-                old = _partial_name(path)
+                old = _name_beside(path, "replaced")
                 path.rename(old)
-            folder.rename(path)
+            folder.path.rename(path)
     except BaseException:
         if old is not None and not path.exists():
             old.rename(path)
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+class _WorkFolder:
+    """A new folder beside a place, which its process holds locked: what nobody holds is of a process that was killed.
+
+    Where the system locks no folders (Windows), those stay.
+    """
+
+    def __init__(self, place: Path, mode: int = 0o777) -> None:
+        _remove_left_over(place)
+        self._lock: int | None = None
+        while True:
+            self.path = _partial_name(place)
+            self.path.mkdir(mode)
+            # Between the two calls, another process may take the folder for one that was left.
+            with suppress(BlockingIOError, FileNotFoundError):
+                self._lock = _locked(self.path)
+                if self.path.exists():
+                    return
+                self._unlock()
+
+    def close(self) -> None:
+        """Remove what still has the name."""
+        import shutil
+
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+
+def _locked(folder: Path) -> int | None:
+    """The descriptor that keeps other processes from locking a folder, None where the system locks none.
+
+    Raises BlockingIOError where another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _remove_left_over(place: Path) -> None:
+    """Remove the work folders beside a place that no process holds, and what whole ones have replaced."""
+    import shutil
+
+    with suppress(OSError):  # a folder that can be written need not be readable
+        found = list(place.parent.iterdir())
+        kinds = ("partial", "replaced") if place.exists() else ("partial",)  # nothing has replaced it where it is gone
+        for folder in (path for path in found if any(_is_beside(path, place, kind) for kind in kinds)):
+            with suppress(OSError):
+                lock = _locked(folder)
+                if lock is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(lock)
 
 
 def check_folder(path: Path, names: Sequence[str]) -> None:
@@ -256,7 +339,17 @@ def _opened_in_place(path: Path, found: os.stat_result) -> BinaryIO:
 
 def _partial_name(target: Path) -> Path:
     """A name beside a file that nothing has, and that is no longer than names may be."""
-    return target.with_name(f"{target.name:.40}.partial-{os.urandom(4).hex()}")
+    return _name_beside(target, "partial")
+
+
+def _name_beside(target: Path, kind: str) -> Path:
+    return target.with_name(f"{target.name:.40}.{kind}-{os.urandom(4).hex()}")
+
+
+def _is_beside(found: Path, target: Path, kind: str) -> bool:
+    """Whether a name is one that _name_beside gives."""
+    start, _, number = found.name.rpartition("-")
+    return start == f"{target.name:.40}.{kind}" and re.fullmatch("[0-9a-f]{8}", number) is not None
 
 
 def _take_over(found: os.stat_result | None, written: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.exporters.gguf.target import Choices, Job, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.exporters.source import open_source
-from edgeinfer.files import folder_beside
+from edgeinfer.files import folder_beside, temporary_folder
 
 
 class FromGguf:
@@ -28,10 +27,10 @@ class FromGguf:
         """See Target.plan."""
         if not _needs_file(request):
             return self.target.plan(request)
-        with open_source(request.source) as source, tempfile.TemporaryDirectory() as folder:
+        with open_source(request.source) as source, temporary_folder() as folder:
             job = prepare(source, replace(request, resume=False), self._choices)  # a package begins again
             first = job.plan()
-            path = Path(folder) / _name(request)
+            path = folder / _name(request)
             _write_vectors(job, path)
             then = self.target.plan(_of_file(request, path))
         n_bytes = job.layout.n_bytes

@@ -48,8 +48,9 @@ def manifest(target: str, request: Request, plan: Plan, result: Result) -> Mappi
         "check": result.check,
         "tool": {"edgeinfer": tool_version()},
     }
-    for name, value in (("imatrix", request.imatrix), ("calibration", request.calibration), ("draft", request.draft)):
-        if isinstance(value, Path):
+    read = {"imatrix": request.imatrix, "calibration": request.calibration, "draft": request.draft, **request.more}
+    for name, value in read.items():
+        if isinstance(value, Path) and value.is_file():
             content[name] = record(value)
     return {**content, **result.facts}
 

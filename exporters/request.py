@@ -69,12 +69,14 @@ class Result:
     """What was written.
 
     files: whole, under their names.  check: what running it showed, a sentence; None where it was not run.  facts: for
-    the manifest, and what the check needed (versions of runtimes).
+    the manifest, and what the check needed (versions of runtimes), the same in each run.  check_bytes: most memory that
+    the runtime had in the check, None where that is not known.
     """
 
     files: Sequence[Path]
     check: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    check_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.util
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Entry:
 
     module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
     one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
-    are wanted: such a file is made where it is not.
+    are wanted: such a file is made where it is not.  folders: whether it reads folders of Hugging Face.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Entry:
     writes: str
     has_manifest: bool = True
     takes_gguf: bool = False
+    folders: bool = True
 
 
 TARGETS = {  # in the order of --help
@@ -42,7 +44,7 @@ TARGETS = {  # in the order of --help
     "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file", takes_gguf=True),
     "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN", takes_gguf=True),
     "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch", takes_gguf=True),
-    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False),
+    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False, folders=False),
     "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
 }
 
@@ -71,6 +73,19 @@ def check_places(request: Request) -> None:
         written = [out, partial_path(out), journal_path(out), manifest_path(out)]
     named = (request.imatrix, request.calibration, request.draft, *request.more.values())
     check_kept(out, written, [source, *source_files(source), *(path for path in named if isinstance(path, Path))])
+
+
+def check_gguf_files(name: str, request: Request) -> None:
+    """Raises InvalidArgument where a folder of Hugging Face stands for what the target reads of GGUF files alone."""
+    read = {"--draft": request.draft}
+    if not TARGETS[name].folders:
+        read |= {f"--to {name}": request.source, "--target": request.more.get("model")}
+    for what, path in read.items():
+        if isinstance(path, Path) and path.is_dir() and not any(path.glob("*.gguf")):
+            made = shlex.join(["edgeinfer", "export", str(path), "--to", "gguf", "-o", f"{path.resolve().name}.gguf"])
+            raise InvalidArgument(
+                f"{path}: {what} reads GGUF files, and this is a folder: make one of it first: {made}"
+            )
 
 
 def check_kept(out: Path, written: Sequence[Path], read: Sequence[Path]) -> None:

@@ -26,6 +26,7 @@ from edgeinfer.backends.native.weights import (
     PIECE_BYTES,
     Packing,
     Part,
+    Placement,
     embedding_of,
     inputs_of,
     is_mostly_ternary,
@@ -58,7 +59,7 @@ class NativeBackend:
     after loading, so a file that is truncated or unplugged does no harm; mapped parts are copied.  packed: False
     ignores packed weights.  tuned: whether prefetch is tuned, which may take half a second at the first load; see
     tuning.tune.  threads: those of a model that never runs at the same time, see NativeModel.threads; used if there are
-    as many as the device is to have.
+    as many as the device is to have.  placement: moves products to a device, see Placement.
     """
 
     name = "native"
@@ -74,6 +75,7 @@ class NativeBackend:
         packed: bool = True,
         tuned: bool = True,
         threads: _core.Threads | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.for_drafts = for_drafts
         self.ternary_bits = ternary_bits
@@ -82,6 +84,7 @@ class NativeBackend:
         self.packed = packed
         self.tuned = tuned
         self.threads = threads
+        self.placement = placement
 
     def read_spec(self, model: ModelFile) -> ModelSpec:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
@@ -148,6 +151,7 @@ class NativeBackend:
         rows = embedding_of(model, spec, parts, is_held=self.resident or is_cached)
         if rows is not None:
             set_embedding(weights, model, rows)
+        beside = None if self.placement is None else self.placement(weights, model, parts)
         device = Device(device.n_threads, isa)
         config = self._config(model, spec, plan.ternary_bits, plan.n_ctx, plan.n_batch)
         made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
@@ -155,6 +159,7 @@ class NativeBackend:
         weights.check_all_are_used()
         model.unmap()
         loaded = NativeModel(made, spec, plan)
+        loaded.beside = beside
         if self.tuned and not is_cached:  # what is measured while experts are read is the disk
             loaded.tuning = self._tune(loaded, model, parts, device, plan.ternary_bits)
         return loaded

@@ -46,8 +46,8 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
     throw nb::python_error();
 }
 
-// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, ExpertReadError and
-// ModelFileError.
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, ExpertReadError,
+// ModelFileError and BackendLost.
 template <class Run>
 bool interruptible(const Run& run) {
     bool raised = false, whole = false;
@@ -66,6 +66,8 @@ bool interruptible(const Run& run) {
             kind = "ExpertReadError", unreadable = error.what();
         } catch (const RowUnreadable& error) {
             kind = "ModelFileError", unreadable = error.what();
+        } catch (const DeviceFailed& error) {
+            kind = "BackendLost", unreadable = error.what();
         }
     }
     if (raised) throw nb::python_error();

@@ -81,9 +81,25 @@ void set_embedding_of_matrix(Weights& weights, const std::string& block, const s
     weights.set_embedding(std::make_unique<RowsOfMatrix>(matrix));
 }
 
+void init_device(ProductDevice* device, uintptr_t product, uintptr_t state, nb::object) {
+    if (!product) throw nb::value_error("product must be the address of a function");
+    new (device) ProductDevice(reinterpret_cast<DeviceProduct>(product), reinterpret_cast<void*>(state));
+}
+
+void set_device(Weights& weights, const std::string& block, const std::string& role,
+                std::shared_ptr<ProductDevice> device, int number) {
+    weights.set_device(name_of(block, role), std::move(device), number);
+}
+
 }  // namespace
 
 void bind_weights(nb::module_& m) {
+    nb::class_<ProductDevice>(m, "ProductDevice",
+                              "A function of C that multiplies with ternary matrices; see product_device.h.")
+        .def("__init__", &init_device, "product"_a, "state"_a, "owner"_a.none(), nb::keep_alive<1, 4>(),
+             "product, state: addresses; owner: what keeps both alive.")
+        .def_static("n_bytes", &ProductDevice::n_bytes, "n_out"_a, "Memory that it takes for a matrix of n_out rows.");
+
     nb::class_<Pool>(m, "Threads",
                      "Threads shared by models that never run at the same time, such as a target and its drafters.")
         .def(
@@ -120,6 +136,8 @@ void bind_weights(nb::module_& m) {
              "Embeddings that are read from a file, row by row. descriptor: of the open file, of which a copy is kept.")
         .def("set_embedding_of_matrix", &set_embedding_of_matrix, "block"_a, "role"_a,
              "Embeddings that are the rows of a packed matrix.")
+        .def("set_device", &set_device, "block"_a, "role"_a, "device"_a, "number"_a,
+             "Let a device multiply with a matrix, as its matrix of that number; before decoders are made.")
         .def("check_all_are_used", &Weights::check_all_are_used,
              "Raises ValueError for a weight that no decoder and no part of a head has looked up.")
         .def_prop_ro("n_bytes", &Weights::n_bytes)

@@ -132,6 +132,8 @@ bool Decoder::run_by_all(const Pass& pass) {
     pool_->run([&](int thread) { run(pass, thread); });
     const bool is_whole = !stop_.load(std::memory_order_relaxed);
     if (!pass.failure().empty()) throw RowUnreadable(pass.failure());
+    const std::string failed = weights_->device() ? weights_->device()->take_failure() : "";
+    if (!failed.empty()) throw DeviceFailed("the device of ternary products failed at " + failed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
     if (!is_whole && tier_) tier_->rethrow();
     return is_whole;

@@ -35,6 +35,12 @@ public:
     using std::runtime_error::runtime_error;
 };
 
+// A device could not multiply, and so the pass has no result.
+class DeviceFailed : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
 class Decoder {
 public:
     // store: of the experts, null for a model without any. Throws std::invalid_argument for weights that are missing or
@@ -47,7 +53,7 @@ public:
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
     // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable,
-    // RowUnreadable.
+    // RowUnreadable, DeviceFailed.
     bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
                  const std::function<bool()>& poll);
 

@@ -19,7 +19,7 @@ void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const
     const Activations& b = pass.b;
     const Kernels& kernels = pass.kernels;
     const auto activate = activation_of(kernels, config_.activation);
-    const Tasks tasks(gate_, pass.n, pass.pool.size(), kernels.at_once(pass.n));
+    const Tasks tasks(up_.device ? up_ : gate_, pass.n, pass.pool.size(), kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
         for (int c = 0; c < pass.n; c += kTokensTogether) {
@@ -27,8 +27,8 @@ void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const
             const Inputs some = inputs.from(c);
             float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
             const uint8_t* up = up_.data + static_cast<size_t>(first) * up_.group_bytes;
-            kernels.matmul(gate_, some, n, first, last, up, gate, b.ld_ff);
-            kernels.matmul(up_, some, n, first, last, tasks.behind(gate_, task), b.up, b.ld_ff);
+            pass.product(thread, gate_, some, n, first, last, up, gate, b.ld_ff);
+            pass.product(thread, up_, some, n, first, last, tasks.behind(gate_, task), b.up, b.ld_ff);
             for (int i = 0; i < n; i++) {
                 const size_t at = static_cast<size_t>(i) * b.ld_ff + static_cast<size_t>(first * kRows);
                 activate(gate + at, b.up + at, (last - first) * kRows);

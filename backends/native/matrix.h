@@ -133,6 +133,8 @@ static constexpr bool is_ternary(Format format) {
     }
 }
 
+class ProductDevice;
+
 struct Matrix {
     Format format = Format::F32;
     int n_out = 0, n_in = 0;
@@ -140,6 +142,8 @@ struct Matrix {
     const uint8_t* data = nullptr;
     bool is_kept = false;  // in the outer caches from pass to pass, as far as they have room
     const PrefetchPolicy* policy = &known_policy;
+    ProductDevice* device = nullptr;  // that multiplies with it as its matrix `number`; null for the kernels
+    int number = 0;
 
     int n_groups() const { return (n_out + kRows - 1) / kRows; }
     size_t n_bytes() const { return group_bytes * static_cast<size_t>(n_groups()); }
@@ -178,7 +182,7 @@ inline int groups_of_task(const Matrix& w, int n, int n_threads, int together) {
 
 // A matrix product cut into tasks of some row groups each. Those that come last are smaller: of two threads, one waits for
 // the other's last task. Only for a stream, where one thread gets what another leaves of the memory's rate, long ones are
-// better on some CPUs.
+// better on some CPUs. A device gets its matrix whole.
 struct Tasks {
     int n_groups, groups_each, n_whole, groups_of_rest, n_threads;
 
@@ -191,6 +195,7 @@ struct Tasks {
         const int rest = cut ? std::min(n_groups, n_threads * groups_each) : 0;
         n_whole = (n_groups - rest) / groups_each;
         groups_of_rest = rest ? std::max(least, groups_each / 4 / least * least) : groups_each;
+        if (w.device) n_whole = 1, groups_each = groups_of_rest = n_groups;
     }
     int count() const { return n_whole + (n_groups - n_whole * groups_each + groups_of_rest - 1) / groups_of_rest; }
     int first(int task) const {

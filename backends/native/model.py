@@ -69,11 +69,16 @@ def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
     return other if other is not None and other.n == n else _core.Threads(n)
 
 
+def with_device(use: MemoryUse, beside: MemoryUse) -> MemoryUse:
+    """Memory with that of a device's weights and activations."""
+    return replace(use, weights=use.weights + beside.weights, activations=use.activations + beside.activations)
+
+
 class NativeDecoder:
     """A decoder in memory: the common part of models and draft heads.
 
     decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
-    pass, None for nothing beside it.
+    pass, None for nothing beside it.  beside: memory of a device that does some of the products, None without one.
     """
 
     def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
@@ -91,6 +96,7 @@ class NativeDecoder:
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
         self.watcher: Watcher | None = None
+        self.beside: MemoryUse | None = None
 
     @property
     def isa(self) -> str:
@@ -110,6 +116,8 @@ class NativeDecoder:
         experts = 0 if self._experts is None else self._experts.n_bytes
         weights = decoder.weight_bytes + self._embedding_bytes
         use = MemoryUse(weights, 0, decoder.activation_bytes, experts=experts)
+        if self.beside is not None:
+            use = with_device(use, self.beside)
         return replace(use, mapped=weights, mapped_experts=experts) if self._is_mapped else use
 
     def interrupt(self) -> None:

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "product_device.h"
+
 void Pass::add(const TextRows& rows) {
     Text text{rows, n, rows.state->n_past(), true};
     for (int i = 0; i < rows.n_pending + rows.n; i++) text.chain = text.chain && rows.parents[i] == i - 1;
@@ -89,6 +91,11 @@ void add_bias(const Matrix& w, const float* bias, int n, int first, int last, fl
     }
 }
 
+void Pass::product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,
+                             size_t ldy) const {
+    if (!w.device->multiply(w, inputs, n_columns, y, ldy, [&] { return gives_up_waiting(thread); })) stop();
+}
+
 void Pass::multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const {
     const Tasks tasks(w, n, pool.size(), kernels.at_once(n));
     for_tasks(thread, tasks.count(), [&](int task) {
@@ -119,7 +126,7 @@ void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_nor
     const Tasks tasks(w, n, pool.size(), kernels.at_once(n));
     for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        kernels.matmul(w, inputs, n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
+        product(thread, w, inputs, n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
         add_bias(w, bias, n, first, last, b.h, b.ld_embd);
         for (int c = 0; !post_norm && c < n; c++) {
             const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first * kRows);

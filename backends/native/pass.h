@@ -106,6 +106,12 @@ public:
                          std::initializer_list<const Matrix*> readers) const;
     // Adds the squares of n_inputs inputs to those of their readers, where they are recorded.
     void record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const;
+    // Kernels::matmul, or the product of w's device, which gets all row groups at once.
+    void product(int thread, const Matrix& w, const Inputs& inputs, int n_columns, int first, int last,
+                 const uint8_t* next, float* y, size_t ldy) const {
+        if (w.device) return product_on_device(thread, w, inputs, n_columns, y, ldy);
+        kernels.matmul(w, inputs, n_columns, first, last, next, y, ldy);
+    }
     // y = w inputs
     void multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const;
     // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
@@ -127,6 +133,8 @@ public:
     ExpertTier* tier = nullptr;       // null where the CPU computes all experts
 
 private:
+    void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,
+                           size_t ldy) const;
     void add_to_residual(int thread, const float* post_norm) const;
 
     std::atomic<bool>& stop_;

@@ -100,6 +100,19 @@ void Weights::set_vector(const std::string& name, const float* source, int n) {
     used_[name] = false;
 }
 
+void Weights::set_device(const std::string& name, std::shared_ptr<ProductDevice> device, int number) {
+    const auto found = matrices_.find(name);
+    if (found == matrices_.end()) refuse_missing(name);
+    Matrix& m = found->second;
+    if (input_kind(m.format) != InputKind::Int8ByToken) {
+        throw std::invalid_argument("weight " + name + " must be I2_S for a device: found another format");
+    }
+    if (device_ && device_ != device) throw std::invalid_argument("weights can have one device: found a second one");
+    device_ = std::move(device);
+    m.device = device_.get();
+    m.number = number;
+}
+
 // ---- looking up ----------------------------------------------------------------------------------------------------
 
 const Matrix& Weights::matrix(const std::string& name, int n_out, int n_in) const {

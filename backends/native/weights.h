@@ -12,6 +12,7 @@
 #include "matrix.h"
 #include "platform.h"
 #include "pool.h"
+#include "product_device.h"
 #include "recipe.h"
 
 class Weights {
@@ -64,6 +65,12 @@ public:
         if (mapping_) mapping_->wait();
     }
 
+    // Products with a matrix that is here, in a format with a scale a row, are the device's from then on, as its matrix of
+    // that number. Before decoders are made. Throws std::invalid_argument for another format, and for a second device.
+    void set_device(const std::string& name, std::shared_ptr<ProductDevice> device, int number);
+    // Null where the kernels do all products.
+    ProductDevice* device() const { return device_.get(); }
+
     // How products read the matrices, which changes no bits; it may be changed between passes.
     PrefetchPolicy& policy() { return policy_; }
 
@@ -89,5 +96,6 @@ private:
     std::map<std::string, Vector> vectors_;
     mutable std::map<std::string, bool> used_;
     std::unique_ptr<const Embedding> embedding_;
+    std::shared_ptr<ProductDevice> device_;
     std::unique_ptr<MappedBytes> mapping_;
 };

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from edgeinfer.backends.native import _core
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
-from edgeinfer.types import TernaryBits
+from edgeinfer.types import MemoryUse, TernaryBits
 
 MATRIX_TYPES = frozenset(
     GGMLType[name]
@@ -94,6 +94,10 @@ class EmbeddingRows:
         """Memory that they take beside the packed weights."""
         return self.info.n_bytes if self.place == "memory" else 0
 
+
+# Lets a _core.ProductDevice multiply with some of the matrices that were packed of these parts, before there is a decoder
+# (Weights.set_device). Gives the memory that the device takes.
+Placement: TypeAlias = Callable[[_core.Weights, ModelFile, Sequence[Part]], MemoryUse]
 
 # ---- which tensors ---------------------------------------------------------------------------------------------------
 

@@ -95,11 +95,12 @@ def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run:
     takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
     """
     from edgeinfer.exporters.manifest import write_manifest
-    from edgeinfer.exporters.targets import TARGETS, check_places, check_room, open_target
+    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
 
     _check_options(context, to)
     request = _request(to, source, out, flags)
     check_places(request)
+    check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():
         if "auto" in (request.type, request.imatrix):
@@ -161,6 +162,9 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
 
     rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, "size", "fit") and value is not None}
     more = {name: value for name, value in rest.items() if to in _ONLY_FOR.get(name, (to,))}
+    if "draft_vocab" in more:
+        more["draft_vocab"], _, text = more["draft_vocab"].partition(":")
+        more |= {"draft_text": FileName().convert(text, None, None)} if text else {}
     fields = {name: flags[name] for name in _FIELDS}
     for name, word in (("imatrix", "auto"), ("draft", "ngram")):
         if flags[name] is not None and flags[name] != word:
@@ -221,9 +225,12 @@ def _written(target: Any, request: Request, plan: Plan) -> Result:
 
 
 def _report(result: Result, request: Request) -> None:
+    from edgeinfer.arguments import human_bytes
+
     for path in result.files:
         note(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
     if result.check is not None:
-        note(f"check: {result.check}")
+        memory = "" if result.check_bytes is None else f"; at most {human_bytes(result.check_bytes)} of memory"
+        note(f"check: {result.check}{memory}")
     elif not request.check:
         note("check: left out (--no-check)")

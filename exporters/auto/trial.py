@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from edgeinfer.exporters.auto.rounding import Importance, amplified_rows, rounde
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
+from edgeinfer.files import temporary_folder
 from edgeinfer.models import formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device, Logits
@@ -48,9 +49,9 @@ class TrialModel:
         self._tensors = {tensor.name: tensor for tensor in source.tensors}
         self._held = {name: held.get(name, tensor.type) for name, tensor in self._tensors.items()}
         self._rounded: dict[str, Rounding] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="edgeinfer-auto-")
+        self._resources = ExitStack()
         try:
-            self._file = self._opened(Path(self._folder.name))
+            self._file = self._opened(self._resources.enter_context(temporary_folder()))
             spec = read_spec(self._file)
             self.n_layers = spec.n_layers
             self._model = RepackableModel(self._file, spec, n_tokens, device)
@@ -84,14 +85,12 @@ class TrialModel:
 
     def close(self) -> None:
         """Give everything back."""
-        if hasattr(self, "_file"):
-            self._file.close()
-        self._folder.cleanup()
+        self._resources.close()
 
     def _opened(self, folder: Path) -> ModelFile:
         """A model file with the metadata of the source, which gives the tensors as they are to be in memory."""
         write_gguf(folder / "trial.gguf", self._source.metadata, [])
-        file = ModelFile.open(folder / "trial.gguf")
+        file = self._resources.enter_context(ModelFile.open(folder / "trial.gguf"))
         for name, tensor in self._tensors.items():
             file.define(name, self._held[name], tensor.shape, partial(self._bytes, tensor))
         return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,9 +25,12 @@ from edgeinfer.exporters.calibration.texts import (
 )
 from edgeinfer.exporters.manifest import sha256_of, tool_version
 from edgeinfer.exporters.source import Source
+from edgeinfer.models import ModelSpec, read_draft_spec
 from edgeinfer.models.draft_head import HEADS
+from edgeinfer.models.spec import Weight
 
 Progress = Callable[[float], None]
+_COLUMN_BYTES = 8 + 8 + 4  # float64 in the engine and of what it gives, float32 of the file
 
 
 def imatrix_of(
@@ -42,11 +46,25 @@ def imatrix_of(
     with model_file_of(source) as file:
         texts = None if calibration is None else texts_of_file(calibration, file)
         n_ctx = answer_context(file) if texts is None else max(map(len, texts))
-        with native_model(file, n_ctx, n_threads) as model:
+        with native_model(file, n_ctx, n_threads, squares_bytes(read_draft_spec(file))) as model:
             texts = own_answers(model, file) if texts is None else texts
             of = _squares(model, texts, progress)
     n_chunks = -(-sum(map(len, texts)) // CHUNK_TOKENS)
     return Imatrix(of, [DEFAULT if calibration is None else calibration.name], n_chunks, CHUNK_TOKENS)
+
+
+def squares_bytes(spec: ModelSpec) -> int:
+    """Memory for the sums of all columns, of each expert apart: in the engine, handed out, and as a file has them.
+
+    The engine has one for what several matrices read, so that this is a little more than it takes.
+    """
+    return _COLUMN_BYTES * sum(_n_columns(weight) for weight in spec.weights())
+
+
+def _n_columns(weight: Weight) -> int:
+    """Columns that are summed of a weight: not those of the output matrix, and none of vectors and biases."""
+    is_summed = len(weight.shape) > 1 and weight.block != "" and not weight.role.endswith("bias")
+    return math.prod(weight.shape[:-2]) * weight.shape[-1] if is_summed else 0
 
 
 def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:

@@ -51,6 +51,11 @@ class Imatrix:
     chunk_size: int = 0
     made_of: str = ""
 
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory, with the means of all tensors."""
+        return sum(2 * each.sums.nbytes + each.counts.nbytes for each in self.of.values())
+
     def means(self, name: str, n_matrices: int = 1) -> Floats | None:
         """(n_matrices, n_in), see Squares.means; None for a tensor that is not in it.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +18,7 @@ from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
+from edgeinfer.files import temporary_folder
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import ModelFile
@@ -39,8 +38,8 @@ def model_file_of(source: Source) -> Iterator[ModelFile]:
     if isinstance(source, GgufSource):
         yield source.file
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{source.path.name}.gguf"
+    with temporary_folder() as folder:
+        path = folder / f"{source.path.name}.gguf"
         write_gguf(path, source.metadata, [])
         with ModelFile.open(path) as file:
             for tensor in source.tensors:
@@ -58,15 +57,16 @@ def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:
 
 
 @contextmanager
-def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None) -> Iterator[NativeModel]:
+def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, beside: int = 0) -> Iterator[NativeModel]:
     """A model in the native engine, for texts of up to n_ctx tokens.
 
+    beside: bytes that the caller takes while it has the model.
     Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for.
     """
     backend = NativeBackend(packed=False, tuned=False)
     spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
     plan = backend.plan(file, spec, n_ctx, min(n_ctx, N_BATCH), n_threads)
-    n_bytes = plan.use.total
+    n_bytes = plan.use.total + beside
     if n_bytes > (available := devices.available_memory()):
         raise BudgetExceeded(f"running it needs {human_bytes(n_bytes)}, available are {human_bytes(available)}")
     model = backend.load(file, spec, plan, Device(n_threads))

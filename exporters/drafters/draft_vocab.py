@@ -30,12 +30,11 @@ _OUTPUT, _EMBEDDINGS = "output.weight", "token_embd.weight"
 LEAST_TOKENS = 16
 
 
-def draft_vocab_source(source: Source, wanted: str) -> Source:
-    """A model with the output rows of some tokens alone. wanted: "N" or "N:FILE", a text whose tokens are counted.
+def draft_vocab_source(source: Source, number: str, text: Path | None = None) -> Source:
+    """A model with the output rows of some tokens alone. number: of these.  text: whose tokens are counted.
 
     Raises InvalidArgument, UnsupportedModel for a source that is no whole model, OSError for the text.
     """
-    number, _, name = wanted.partition(":")
     tensors = {tensor.name: tensor for tensor in source.tensors}
     if _EMBEDDINGS not in tensors or DRAFT_VOCAB in tensors or "d2t" in tensors:
         raise UnsupportedModel(f"{source.path}: must be a whole language model for --draft-vocab")
@@ -44,10 +43,11 @@ def draft_vocab_source(source: Source, wanted: str) -> Source:
     if not number.isdecimal() or not LEAST_TOKENS <= int(number) < n_vocab:
         raise InvalidArgument(
             f"--draft-vocab must be a number of tokens in {LEAST_TOKENS}..{n_vocab - 1}, such as 32000, or 32000:FILE "
-            f"with a text: found {wanted:.80}"
+            f"with a text: found {number:.80}"
         )
-    text = Path(name).read_text(encoding="utf-8", errors="replace") if name else "\n".join((*PROMPTS, TEXT))
-    return DraftVocabSource(source, output, frequent_tokens(source, int(number), n_vocab, text), name or "built in")
+    words = "\n".join((*PROMPTS, TEXT)) if text is None else text.read_text(encoding="utf-8", errors="replace")
+    name = "built in" if text is None else text.name
+    return DraftVocabSource(source, output, frequent_tokens(source, int(number), n_vocab, words), name)
 
 
 def frequent_tokens(source: Source, n_tokens: int, n_vocab: int, text: str) -> NDArray[np.int32]:

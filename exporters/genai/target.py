@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -74,13 +73,13 @@ class GenaiTarget:
         with ModelFile.open(request.source) as file, _opened(request, file) as package:
             with whole_folder(request.out, NAMES) as folder:
                 names = _write(package, folder, progress)
-                check, facts = _checked(package, folder) if request.check else (None, {})
+                check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
             facts |= {
                 "n_ctx": package.n_ctx,
                 "runtime": minimum_runtime(WANTED),
                 "estimated_peak_bytes": estimated_peak(package),
             }
-            return Result([request.out / name for name in names], check, facts)
+            return Result([request.out / name for name in names], check, facts, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -242,15 +241,15 @@ def _share(progress: Progress, before: int, own: int, total: int) -> Callable[[f
     return lambda done: progress((before + done * own) / max(1, total))
 
 
-def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run a package in the real runtime; gives what to say, and facts for the manifest.
+def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any], int | None]:
+    """Run a package in the real runtime; gives what to say, facts for the manifest, and the runtime's peak memory.
 
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
     file = package.decoders[0].file
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")
         rows = np.load(logits)
     runtime = f"onnxruntime-genai {found['version']}"
@@ -262,12 +261,12 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any]]:
             f"{found['rendered']!r:.300}; nothing was written"
         )
     _check_ids(file, found["ids"], runtime)
-    facts: dict[str, Any] = {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"], **figures}
+    facts: dict[str, Any] = {"checked_in": runtime, **figures}
     if package.drafts:
         n_made = len(found["answer"])
         said += f"; with drafts {found['n_passes']} passes of the model for {n_made} tokens"
         facts |= {name: found[name] for name in ("n_passes", "n_accepted")} | {"n_tokens": n_made}
-    return said, facts
+    return said, facts, found["peak_bytes"]
 
 
 def _question(package: Package, folder: Path, run: GreedyRun, logits: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume:
     """A file to write, which is kept for --resume where the system ends the work, and else gone if it is not finished.
 
     identity: what the bytes are a function of; an export is resumed only where it is the same. Raises InvalidArgument
-    for a partial file of another export, EdgeInferError while another process writes it, OSError.
+    for a partial file of another export or of no export, EdgeInferError while another process writes it, OSError.
     """
     check_writable(out)
     if out.exists() and not out.is_file():
@@ -85,7 +85,9 @@ class PartialFile:
         self._out = out
         self._file = file
         self._layout = layout
-        self._first = {**identity, "header": hashlib.sha256(layout.header).hexdigest(), "n_bytes": layout.n_bytes}
+        header = {"header": hashlib.sha256(layout.header).hexdigest(), "header_bytes": len(layout.header)}
+        self._first = {**identity, **header, "n_bytes": layout.n_bytes}
+        self._check_own()
         if resume:
             self._read_journal()
         if not self.done:
@@ -113,12 +115,31 @@ class PartialFile:
         self.path.replace(behind_links(self._out))
         journal_path(self._out).unlink(missing_ok=True)
 
+    def _check_own(self) -> None:
+        """Raises InvalidArgument for bytes that no journal of an export speaks of: they may be the user's."""
+        n_bytes = self._file.seek(0, os.SEEK_END)
+        if n_bytes and not self._is_own(next(_records(journal_path(self._out)), {}), n_bytes):
+            raise InvalidArgument(
+                f"{self.path} is there, and no journal of an export ({journal_path(self._out).name}) belongs to it, so "
+                "that it may be a file of yours: move it or remove it, then begin again"
+            )
+
+    def _is_own(self, first: Mapping[str, Any], n_bytes: int) -> bool:
+        """Whether the bytes begin as the first line of a journal says."""
+        n_header, n_whole = first.get("header_bytes"), first.get("n_bytes")
+        if not isinstance(n_header, int) or not isinstance(n_whole, int) or n_bytes > n_whole:
+            return False
+        self._file.seek(0)
+        found = self._file.read(n_header) or b""
+        # A kill leaves part of a header, a power cut zeros.
+        return len(found) < n_header or not any(found) or hashlib.sha256(found).hexdigest() == first.get("header")
+
     def _begin(self) -> None:
-        journal_path(self._out).unlink(missing_ok=True)  # before the bytes that it speaks of
+        # In this order there is a journal beside whatever has bytes.
         self._file.truncate(0)
+        self._rewrite_journal([self._first])
         self._file.seek(0)
         _write_all(self._file, memoryview(self._layout.header))
-        self._append(self._first)
 
     def _write(self, tensor: Tensor) -> None:
         start, digest = self._layout.offsets[tensor.name], hashlib.sha256()

@@ -97,7 +97,7 @@ def _opened(request: Request) -> Iterator[Source]:
     """What is written: the source, or the draft model that is made of it."""
     with open_source(request.source, _target_of(request)) as source:
         wanted = request.more.get("draft_vocab")
-        yield source if wanted is None else draft_vocab_source(source, wanted)
+        yield source if wanted is None else draft_vocab_source(source, wanted, request.more.get("draft_text"))
 
 
 def _target_of(request: Request) -> Path | None:
@@ -118,7 +118,8 @@ def _checked(job: Job, written: Path) -> Checked:
 class Job:
     """A file that is to be written.
 
-    types: of each tensor.  imatrix: the file of the importance matrix.  notes, facts: for the plan and the manifest.
+    types: of each tensor.  imatrix: the file of the importance matrix.  imatrix_bytes: what it takes in memory.
+    notes, facts: for the plan and the manifest.
     """
 
     request: Request
@@ -127,6 +128,7 @@ class Job:
     tensors: Sequence[Tensor]
     layout: Layout
     imatrix: Path | None = None
+    imatrix_bytes: int = 0
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,7 +156,7 @@ class Job:
             for tensor, written in zip(self.source.tensors, self.tensors, strict=True)
         ]
         pairs = zip(self.source.tensors, self.tensors, strict=True)
-        peak = max((peak_bytes(tensor, written.type) for tensor, written in pairs), default=0)
+        peak = max((peak_bytes(tensor, written.type) for tensor, written in pairs), default=0) + self.imatrix_bytes
         n_bytes = self.layout.n_bytes
         return Plan(planned, {self.request.out: n_bytes}, peak, n_bytes - _there(self.request), self.notes)
 
@@ -180,6 +182,7 @@ def prepare(source: Source, request: Request, choices: Choices) -> Job:
         tensors,
         layout(metadata, tensors),
         path,
+        0 if imatrix is None else imatrix.n_bytes,
         [*choice.notes, *_notes(request, source, choice.types, imatrix)],
         facts,
     )

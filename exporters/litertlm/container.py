@@ -7,7 +7,6 @@ litert-lm-builder writes the same, with the time and a random number in it; here
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,15 +56,6 @@ def write_container(file: BinaryIO, texts: Mapping[str, str], sections: Sequence
     file.write(_header(texts, sections, spans))
     file.seek(end)
     return end
-
-
-def stable_uuid(*parts: bytes) -> str:
-    """A random-looking identity that follows from these bytes, in the form of a UUID of version 8."""
-    digest = bytearray(hashlib.sha256(b"\0".join(parts)).digest()[:16])
-    digest[6] = digest[6] & 0x0F | 0x80
-    digest[8] = digest[8] & 0x3F | 0x80
-    text = digest.hex()
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
 def _header(texts: Mapping[str, str], sections: Sequence[Section], spans: Sequence[tuple[int, int]]) -> bytes:

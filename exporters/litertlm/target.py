@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
-from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, stable_uuid, write_container
+from edgeinfer.exporters.identity import stable_uuid
+from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
 from edgeinfer.exporters.litertlm.library import open_runtime, versions
 from edgeinfer.exporters.litertlm.matrices import PIECE_WEIGHTS, is_rounded_again, type_in_file
@@ -67,9 +68,9 @@ class LitertlmTarget:
                 package.write(file, progress)
                 file.flush()
                 os.fsync(file.fileno())
-            check, facts = _checked(package, written) if request.check else (None, {})
+            check, facts, check_bytes = _checked(package, written) if request.check else (None, {}, None)
             put_in_place(written, path)
-            return Result([path], check, {**package.facts(), **facts})
+            return Result([path], check, {**package.facts(), **facts}, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ def _template(file: ModelFile, tokenizer: Tokenizer) -> tuple[str | None, bool]:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any]]:
-    """Run a file in the real runtime; gives what to say, and facts for the manifest.
+def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | None]:
+    """Run a file in the real runtime; gives what to say, facts for the manifest, and the runtime's peak memory.
 
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
@@ -247,7 +248,7 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any]]:
     said = compare_tokens(run, run.tokens if is_same else found["tokens"], runtime)
     _check_renderings(package, wanted, found["rendered"], runtime)
     _check_ids(package, found["ids"], runtime)
-    return said, {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"]}
+    return said, {"checked_in": runtime}, found["peak_bytes"]
 
 
 def _stable(text: str) -> str:

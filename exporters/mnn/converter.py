@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.driver_probe import interpreter
 from edgeinfer.errors import BackendUnavailable, UnsupportedModel
+from edgeinfer.exporters.identity import stable_uuid
 
 # The compiled module alone: what the package MNN.tools does besides installs other packages and reports home.
 _PROGRAM = "import sys, _tools; _tools.mnnconvert(['mnnconvert', *sys.argv[1:]])"
@@ -33,6 +35,16 @@ def from_onnx(graph: Path, folder: Path) -> dict[str, Any]:
     _convert("-f", "MNN", "--modelFile", str(made), "--JsonFile", str(text), written=text)
     content: dict[str, Any] = json.loads(text.read_text())
     return content
+
+
+def identified(content: dict[str, Any], weights: Sequence[str]) -> dict[str, Any]:
+    """A graph with an identity that follows from it and from the hashes of its weights.
+
+    The converter takes a random one. MNN names files that it makes of the weights by it, so other weights need another.
+    """
+    same = content | {"mnn_uuid": ""}
+    parts = (json.dumps(same, sort_keys=True), *weights)
+    return same | {"mnn_uuid": stable_uuid(*(part.encode() for part in parts))}
 
 
 def to_mnn(content: dict[str, Any], path: Path) -> None:

@@ -26,8 +26,9 @@ from edgeinfer.exporters.checks.runtime import (
     run_greedily,
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.manifest import sha256_of
 from edgeinfer.exporters.mnn.config import engine_config, model_config
-from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, to_mnn
+from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, identified, to_mnn
 from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
 from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.runtime import WANTED
@@ -35,7 +36,7 @@ from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -75,14 +76,14 @@ class MnnTarget:
         with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
             _write(package, folder, progress)
-            check, facts = _checked(package, folder) if request.check else (None, {})
+            check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
             n_bytes = (folder / "llm.mnn.weight").stat().st_size
             facts |= {
                 "n_ctx": package.n_ctx,
                 "runtime": minimum_runtime(WANTED),
                 "estimated_peak_bytes": _peak(package, n_bytes),
             }
-        return Result([request.out / name for name in FILES], check, facts)
+        return Result([request.out / name for name in FILES], check, facts, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,13 @@ def _peak(package: _Package, weights: int) -> int:
 def _write(package: _Package, folder: Path, progress: Progress) -> None:
     """Write all files into a folder."""
     file, spec, made = package.file, package.spec, package.made
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.graph-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="graph-") as scratch:
         onnx = Path(scratch) / "graph.onnx"
         write_graph(made.graph, onnx, None)
         content = from_onnx(onnx, Path(scratch))
         with (folder / "llm.mnn.weight").open("xb") as out:
             embeddings = _weights(package, content, Path(scratch) / "converted.mnn.weight", out, progress)
-        to_mnn(content, folder / "llm.mnn")
+        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), folder / "llm.mnn")
     config = tokenizer_config(file)
     stops = sorted(Tokenizer.from_file(file).stop_ids)
     (folder / "tokenizer.mtok").write_bytes(tokenizer_file(tokenizer_json(file), config, stops))
@@ -167,13 +168,13 @@ def _weights(package: _Package, content: dict[str, Any], constants: Path, out: B
     return places[shared] if shared is not None else place(file, spec.token_embd, None, out, with_bias=False)
 
 
-def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Run a package in MNN; gives what to say, and facts for the manifest. Raises ModelFileError, as genai's does."""
+def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int | None]:
+    """Run a package in MNN; gives what genai's does. Raises ModelFileError."""
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "folder": str(folder),
             "prompt": run.prompt,
@@ -189,7 +190,7 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any]]:
     said, figures = compare_logits(run, rows, runtime)
     compare_tokens(run, _until_end(run, found["answer"]), runtime)
     _check_texts(file, tokenizer, run, found, runtime)
-    return said, {"checked_in": runtime, "measured_peak_bytes": found["peak_bytes"], **figures}
+    return said, {"checked_in": runtime, **figures}, found["peak_bytes"]
 
 
 def _until_end(run: GreedyRun, found: list[int]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, run_greedily
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of
+from edgeinfer.files import temporary_folder
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
@@ -21,16 +21,16 @@ RUNTIME = "edgeinfer.exporters.pte.library"  # the module that is asked
 _MAX_DIVERGENCE = 1.0  # of weights rounded to 4 bits: more is another model
 
 
-def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) -> tuple[str, dict[str, Any]]:
-    """Run a package against its source; gives a sentence, and facts for the manifest.
+def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) -> tuple[str, dict[str, Any], int | None]:
+    """Run a package against its source; gives a sentence, facts for the manifest, and the most memory that it took.
 
     four_bits: whether its weights were rounded again.  Raises ModelFileError where it is another model, where a text is
     cut into other tokens, and where ExecuTorch refuses it; BackendUnavailable without ExecuTorch.
     """
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, min(N_TOKENS, n_ctx // 2))
-    with TemporaryDirectory() as scratch:
-        logits = Path(scratch) / "logits.npy"
+    with temporary_folder() as scratch:
+        logits = scratch / "logits.npy"
         question = {
             "do": "run",
             "folder": str(folder),
@@ -47,12 +47,8 @@ def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) ->
     said, figures = compare(run, rows, runtime)
     _check_texts(file, tokenizer, found, runtime)
     text, answer = tokenizer.decode(run.tokens, skip_special=True), found["answer"]
-    return said, {
-        "checked_in": runtime,
-        "measured_peak_bytes": found["peak_bytes"],
-        "same_text_from_runner": None if answer is None else answer.startswith(text),
-        **figures,
-    }
+    same_text = None if answer is None else answer.startswith(text)
+    return said, {"checked_in": runtime, "same_text_from_runner": same_text, **figures}, found["peak_bytes"]
 
 
 def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:

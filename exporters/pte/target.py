@@ -59,21 +59,16 @@ class PteTarget:
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
-            check, facts = None, {}
-            if request.check:
-                check, facts = check_package(file, folder, package.n_ctx, package.four_bits)
+            what = file, folder, package.n_ctx, package.four_bits
+            check, facts, check_bytes = check_package(*what) if request.check else (None, {}, None)
             progress(1.0)
-        made = {
-            "made_with": f"{WANTED.split()[0]} {found['version']}",
-            "weights": "8da4w" if package.four_bits else "float32",
-        }
         facts |= {
             "n_ctx": package.n_ctx,
             "runtime": minimum_runtime(WANTED),
-            **made,
-            "export_peak_bytes": found["peak_bytes"],
+            "made_with": f"{WANTED.split()[0]} {found['version']}",
+            "weights": "8da4w" if package.four_bits else "float32",
         }
-        return Result([request.out / name for name in FILES], check, facts)
+        return Result([request.out / name for name in FILES], check, facts, check_bytes)
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def _notes(package: _Package) -> list[str]:
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.export-") as scratch:
+    with TemporaryDirectory(dir=folder, prefix="export-") as scratch:
         question = {
             "do": "export",
             "source": str(Path(package.file.path).resolve()),

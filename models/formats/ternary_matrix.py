@@ -48,6 +48,47 @@ class TernaryMatrix:
             )
         return cls(np.sign(weights).astype(np.int8), scales)
 
+    @classmethod
+    def of_codes(cls, name: str, codes: Trits, scales: Floats) -> TernaryMatrix:
+        """The trits of weights code * scale. codes: int8 (n_out, n_in).  scales: one of each run of codes, or of all.
+
+        Raises UnsupportedModel, naming the tensor, for codes that are no trits, and scales that are no numbers.
+        """
+        n_out = len(codes)
+        scales = scales.reshape((1, 1) if scales.size == 1 else (n_out, -1))
+        if codes.size and (codes.min() < -1 or codes.max() > 1):
+            raise UnsupportedModel(
+                f"tensor {name}: codes must be -1, 0 or 1: found {codes.min()}..{codes.max()}; this matrix is not "
+                "ternary"
+            )
+        if not np.isfinite(scales).all():
+            raise UnsupportedModel(f"tensor {name}: scales must be finite numbers: found others; the file is damaged")
+        if (scales > 0).all():
+            return cls(codes, scales)
+        signs = np.sign(scales).astype(np.int8)
+        turned = codes.reshape(*scales.shape, -1) * signs[:, :, None]
+        return cls(turned.reshape(codes.shape), np.abs(scales))
+
+    def weights(self) -> Floats:
+        """(n_out, n_in) float32."""
+        n_out, n_parts = len(self.trits), self.scales.shape[1]
+        weights: Floats = self.trits.reshape(n_out, n_parts, -1) * self.scales[:, :, None]
+        return weights.reshape(self.trits.shape)
+
+    def row_scales(self, name: str) -> Floats:
+        """The scale of each row, (n_out,). Raises UnsupportedModel, naming the tensor, for a row with several."""
+        used = np.where(self._uses(), self.scales, 0)
+        largest: Floats = used.max(axis=1)
+        several = np.flatnonzero(((used != largest[:, None]) & (used != 0)).any(axis=1))
+        if len(several):
+            found = np.unique(used[several[0]][used[several[0]] != 0])
+            raise UnsupportedModel(
+                f"tensor {name}: each row must have one scale: found {len(found)} in row {several[0]}, such as "
+                f"{found[0]:.6g} and {found[-1]:.6g}"
+            )
+        scales = np.where(largest > 0, largest, self.scales.max(axis=1))  # of a row without weights any will do
+        return np.broadcast_to(scales, (len(self.trits),)).astype(np.float32)
+
     def codes(self) -> Codes:
         """Trits plus one, (n_out, n_in), in 0..2."""
         return (self.trits + np.int8(1)).view(np.uint8)

@@ -34,7 +34,8 @@ def checked(name: str, source: Path, draft: str | None, n_ctx: int | None) -> di
         n_bytes = sum(path.stat().st_size for path in written.files)
     facts = dict(written.facts)
     passed = facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
-    return result | {"passed": passed, "check": written.check, "n_bytes": n_bytes, **facts}
+    result |= {"passed": passed, "check": written.check, "peak_bytes": written.check_bytes}
+    return result | {"n_bytes": n_bytes, **facts}
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ ties.
 
 import argparse
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -42,17 +43,19 @@ def exported(source: Path, type: str | None, n_ctx: int | None) -> dict[str, Any
         written = open_target("pte").write(request, lambda share: None)
         n_bytes = sum(path.stat().st_size for path in written.files)
     seconds = round(time.monotonic() - start)
-    found = {"check": written.check, "n_bytes": n_bytes, "seconds": seconds, "planned_peak_bytes": planned}
-    return found | dict(written.facts)
+    found = {"check": written.check, "n_bytes": n_bytes, "seconds": seconds, "peak_bytes": written.check_bytes}
+    export_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10  # no other process takes as much
+    return found | {"planned_peak_bytes": planned, "export_peak_bytes": export_bytes, **written.facts}
 
 
 def there(source: Path, folder: Path, type: str | None, n_ctx: int | None) -> dict[str, Any]:
     """Figures of a package that is there."""
     rounded = type not in FLOAT_TYPES
     with ModelFile.open(source) as file:
-        check, facts = check_package(file, folder, n_ctx or read_spec(file).n_ctx_train, rounded)
+        check, facts, peak = check_package(file, folder, n_ctx or read_spec(file).n_ctx_train, rounded)
     n_bytes = sum((folder / name).stat().st_size for name in FILES)
-    return {"check": check, "n_bytes": n_bytes, "weights": "8da4w" if rounded else "float32", **facts}
+    weights = "8da4w" if rounded else "float32"
+    return {"check": check, "n_bytes": n_bytes, "peak_bytes": peak, "weights": weights, **facts}
 
 
 def checked(source: Path, options: argparse.Namespace) -> dict[str, Any]:

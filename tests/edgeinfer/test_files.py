@@ -23,8 +23,10 @@ from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.files import (
     cache_folder,
     check_writable,
+    folder_beside,
     home_folder,
     state_folder,
+    temporary_folder,
     whole_folder,
     write_whole,
     written_whole,
@@ -493,3 +495,42 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
     for place, error in ((tmp_path / "file", NotADirectoryError), (tmp_path / "none" / "x", FileNotFoundError)):
         with pytest.raises(error), whole_folder(place, ["*"]):
             raise AssertionError("it must not begin")
+
+
+@pytest.mark.parametrize("opened", ["folder_beside(out)", "whole_folder(out, ['*'])", "temporary_folder()"])
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
+    opened: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "edgeinfer"  # is what temporary folders are called too
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = f"""
+import os, signal, tempfile
+from pathlib import Path
+from edgeinfer.files import *
+tempfile.tempdir, out = {str(tmp_path)!r}, Path({str(out)!r})
+with {opened} as folder:
+    (folder / "half").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    (killed,) = tmp_path.iterdir()
+    (others := tmp_path / "edgeinfer.partial-mine").mkdir()
+    opens = {"folder_beside": lambda: folder_beside(out), "whole_folder": lambda: whole_folder(out, ["*"])}
+    opens["temporary_folder"] = temporary_folder
+    begin = opens[opened.partition("(")[0]]
+    with begin() as first, begin() as second:
+        assert not killed.exists() and first != second
+        assert sorted(tmp_path.iterdir()) == sorted([first, second, others])
+    assert set(tmp_path.iterdir()) <= {others, out}
+
+
+def test_a_replaced_folder_stays_until_another_has_its_name(tmp_path: Path) -> None:
+    out, replaced = tmp_path / "package", tmp_path / "package.replaced-0123abcd"
+    replaced.mkdir()  # a kill between the two renames
+    with pytest.raises(KeyboardInterrupt), whole_folder(out, ["*"]):
+        raise KeyboardInterrupt
+    assert replaced.exists()
+    for _ in range(2):
+        with whole_folder(out, ["*"]):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]

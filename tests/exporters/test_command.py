@@ -9,6 +9,7 @@ import pytest
 from checkpoints import BITLINEAR, byte_level, packed, write_safetensors
 from click.testing import CliRunner, Result
 from numpy.testing import assert_array_equal
+from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
@@ -89,6 +90,39 @@ def test_a_file_that_is_not_ternary_is_refused_by_tensor(tmp_path: Path) -> None
     with pytest.raises(UnsupportedModel, match=r"tensor blk.0.attn_q.weight: .* this matrix is not ternary"):
         converted(source, tmp_path / "b.gguf", format="tq2_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf"]
+
+
+def test_a_draft_head_is_refused_with_what_is_wanted(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    head = write_tiny_head(tmp_path / "h.gguf", target)
+    result = run("export", head, "--to", "ternary", "--out", tmp_path / "b.gguf")
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 3 and "is a draft head with matrices in F16: --to ternary rounds nothing" in said
+    assert "ternary matrices (I2_S, TQ1_0, TQ2_0, Q2_0) alone; for a smaller head take --to gguf --type Q4_0" in said
+    assert not list(tmp_path.glob("b.gguf*"))
+
+
+@pytest.mark.parametrize(
+    "arguments, what",
+    [
+        (["SOURCE", "--to", "onnx"], "--to onnx"),
+        (["a.gguf", "--to", "onnx", "--target", "SOURCE"], "--target"),
+        *((["a.gguf", "--to", target, "--draft", "SOURCE"], "--draft") for target in ("genai", "litertlm", "mnn")),
+    ],
+)
+def test_a_folder_in_place_of_a_file_is_told_how_to_become_one(
+    arguments: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    (tmp_path / "a model").mkdir()
+    (tmp_path / "a model" / "config.json").write_text('{"model_type": "llama"}')
+    result = run("export", *("a model" if each == "SOURCE" else each for each in arguments), "-o", "out")
+    said = (
+        f"a model: {what} reads GGUF files, and this is a folder: make one of it first: edgeinfer export 'a model' --to"
+    )
+    assert result.exit_code == 2 and f"{said} gguf -o 'a model.gguf'" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_cut_short_is_refused_by_tensor(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from parts import missing
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
+from edgeinfer import cli
 from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.genai import GenaiTarget, target
@@ -49,7 +51,7 @@ def test_the_default_model_gives_the_tokens_of_the_native_engine(default_model: 
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     config = json.loads((tmp_path / "out" / "genai_config.json").read_text())
     assert config["search"] | {"temperature": 0.2, "top_k": 50, "top_p": 0.9} == config["search"]  # of SmolLM2
-    peak = result.facts["measured_peak_bytes"]
+    peak = result.check_bytes
     assert peak is None or 0.6 * peak < result.facts["estimated_peak_bytes"]
 
 
@@ -71,6 +73,16 @@ def test_ngrams_give_the_same_text(tmp_path: Path) -> None:
     assert config["speculative"]["ngram_size"] == 3
     notes = " ".join(FromGguf(GenaiTarget()).plan(Request(source, tmp_path / "out", type="Q5_0")).notes)
     assert "are Q5_0 and get codes of 8 bits" in notes and "onnxruntime-genai 0.18.0 or newer" in notes
+
+
+def test_two_exports_give_the_same_bytes_with_their_manifests(tmp_path: Path) -> None:
+    source, packages = write_tiny_model(tmp_path / "a.gguf", "llama", "Q4_0"), []
+    for _ in range(2):
+        arguments = ["--to", "genai", "-o", str(tmp_path / "out"), "-c", "128", "--draft", "ngram"]
+        result = CliRunner().invoke(cli.main, ["export", str(source), *arguments])
+        assert result.exit_code == 0 and "iB of memory" in result.stderr.partition("check: ")[2], result.output
+        packages.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
+    assert packages[0] == packages[1] and b"checked_in" in packages[0]["manifest.json"]
 
 
 def test_a_package_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

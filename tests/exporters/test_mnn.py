@@ -18,6 +18,7 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.mnn import MnnTarget
+from edgeinfer.exporters.mnn.converter import identified
 from edgeinfer.exporters.mnn.graph import Linear
 from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
@@ -90,6 +91,15 @@ def converted() -> dict[str, Any]:
             {"type": "Const", "name": "table", "main": {"dataType": "DT_FLOAT", "external": [4, 8]}},
         ],
     }
+
+
+def test_the_identity_of_a_graph_follows_from_it_and_its_weights() -> None:
+    graph = {"bizCode": "", "mnn_uuid": "5a43309a-bf80-4977-9eb8-020f05850487", "oplists": [1]}
+    found = identified(graph, ["a", "b"])
+    assert found == identified(graph | {"mnn_uuid": "fdaa8e9c-2f7d-46e1-ae93-2c51b727dd0c"}, ["a", "b"])
+    assert found == graph | {"mnn_uuid": found["mnn_uuid"]} and len(found["mnn_uuid"]) == 36
+    others = [identified(graph | {"oplists": [2]}, ["a", "b"]), identified(graph, ["a", "c"])]
+    assert len({each["mnn_uuid"] for each in (graph, found, *others)}) == 4
 
 
 def test_operators_of_mnn_take_the_place_of_those_that_the_converter_left(tmp_path: Path) -> None:

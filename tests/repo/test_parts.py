@@ -62,6 +62,7 @@ SIGNS = {
     "onnx": "onnxruntime>",
     "genai": "onnxruntime-genai==",
     "train": "torch==",
+    "hls": "pyosys==",
 }
 
 
@@ -75,6 +76,7 @@ SIGNS = {
         ([], "opencl,onnx", {"model", "opencl", "onnx"}),
         (["ARGS=-x"], "genai", {"onnx", "genai"}),
         ([], "transformers,qemu", {"model", "train"}),
+        (["ARGS=-x"], "hls4ml", {"hls"}),
         ([], "all", SIGNS.keys() - ALWAYS),
         (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),
     ],

@@ -9,7 +9,7 @@ import pytest
 from parts import missing
 
 ROOT = Path(__file__).parents[2]
-FOLDERS, ENDINGS = ("backends", "edgeinfer", "models"), ("cpp", "h", "cl")
+FOLDERS, ENDINGS = ("backends", "edgeinfer", "hls", "models"), ("cpp", "h", "hpp", "cl")
 NATIVE = sorted(path for folder in FOLDERS for end in ENDINGS for path in (ROOT / folder).rglob(f"*.{end}"))
 
 

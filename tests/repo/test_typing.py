@@ -25,6 +25,9 @@ def ship(to: Path) -> int:
     no_code = shutil.ignore_patterns("__pycache__", "heads")
     for package, folder in table.items():
         shutil.copytree(ROOT / folder, to / package, dirs_exist_ok=True, ignore=no_code)
+    for folder in [path for path in to.rglob("*") if path.is_dir()]:
+        if folder.is_dir() and not any(folder.rglob("*.py")):  # to mypy it would be a package
+            shutil.rmtree(folder)
     for extension in EXTENSIONS:
         name = f"{extension.replace('.', '/')}.pyi"
         if not (to / name).exists():

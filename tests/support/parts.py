@@ -28,6 +28,9 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (("torch", "matplotlib"), ()),
     "executorch": (("executorch", "torch"), ()),
     "transformers": (("torch", "transformers"), ()),
+    "pyosys": (("pyosys",), ()),
+    "hls4ml": (("hls4ml",), ()),
+    "iverilog": ((), ("iverilog", "vvp")),
 }
 # Too large for `all`: these are required where they are named, and run by scripts in tests/benchmarks.
 BY_NAME = frozenset({"executorch"})

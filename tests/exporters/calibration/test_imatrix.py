@@ -14,11 +14,17 @@ from parts import is_there, missing
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer import cli
+from edgeinfer import cli, devices
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel
-from edgeinfer.errors import ModelFileError
+from edgeinfer.errors import BudgetExceeded, ModelFileError
+from edgeinfer.exporters.calibration import collect
+from edgeinfer.exporters.calibration.collect import squares_bytes
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
 from edgeinfer.exporters.calibration.running import native_model, read_text
+from edgeinfer.exporters.gguf.target import GgufTarget
+from edgeinfer.exporters.request import Request
+from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
@@ -107,6 +113,32 @@ def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
         assert_array_equal(read_text(model.session(64), TEXTS[0]), logits)
         model.record_inputs(True)
         assert all(not counts.any() for _, counts in model.input_squares().values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen2moe", "fused", "gpt-oss"])
+def test_the_sums_are_counted_before_a_model_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_experts(tmp_path / "e.gguf", name, "F32") if name == "gpt-oss" else models(tmp_path)[name]
+    with ModelFile.open(path) as file, native_model(file, 64, 1) as model:
+        model.record_inputs(True)
+        found = [sums.nbytes for sums, _ in model.decoder().input_squares().values()]
+        assert squares_bytes(model.spec) == sum(found) * 20 // 8
+    with ModelFile.open(path) as file:
+        spec, n_ctx = read_spec(file), collect.answer_context(file)
+        needed = NativeBackend(packed=False, tuned=False).plan(file, spec, n_ctx, min(n_ctx, 128), 1).use.total
+        monkeypatch.setattr(devices, "available_memory", lambda: needed + squares_bytes(spec) - 1)
+        with native_model(file, n_ctx, 1):
+            pass
+        with pytest.raises(BudgetExceeded, match="running it needs"):
+            collect.imatrix_of(GgufSource(file), None, 1)
+
+
+def test_the_plan_of_an_export_counts_its_importance_matrix(tmp_path: Path) -> None:
+    source, path = models(tmp_path)["qwen2moe"], tmp_path / "i.gguf"
+    plain = GgufTarget().plan(Request(source, tmp_path / "o.gguf", "Q8_0")).peak_bytes
+    sums = np.ones((8, 96), np.float32)
+    write_imatrix(path, Imatrix({"blk.0.ffn_gate_exps.weight": Squares(sums, np.ones(8, np.float32))}))
+    plan = GgufTarget().plan(Request(source, tmp_path / "o.gguf", "Q8_0", imatrix=path))
+    assert plan.peak_bytes == plain + 2 * sums.nbytes + 8 * 4
 
 
 def test_the_command_writes_a_file_that_others_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Draft models with logits for some of their tokens only: what is written, and that they draft and change no text."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_the_frequent_tokens_of_a_text_are_kept_and_those_that_end_an_answer(mod
         matrix = whole.data("token_embd.weight").reshape(291, -1)
         assert_array_equal(file.data("output.weight").reshape(40, -1), matrix[found])
         assert file.data("token_embd.weight").tobytes() == matrix.tobytes()
+    said = json.loads((tmp_path / "cut.gguf.manifest.json").read_text())
+    assert said["options"]["draft_text"] == said["draft_text"]["name"] == "text" and str(tmp_path) not in str(said)
+
+
+def test_the_text_that_is_counted_is_not_written_over(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("zebra zebra")
+    for out in (text, tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(text)
+        result = run(model, "--draft-vocab", f"40:{text}", "-o", out, "--no-check")
+        assert result.exit_code == 2 and f"would overwrite {text}" in "".join(result.stderr.splitlines()), result.output
+    assert text.read_text() == "zebra zebra"
 
 
 def test_its_logits_are_those_of_the_whole_model_and_it_answers_nobody(model: Path, cut: Path) -> None:

@@ -60,3 +60,34 @@ def test_what_was_made_of_something_else_is_refused_and_stays(changed: dict[str,
     with pytest.raises(InvalidArgument, match=f"is of another export \\({next(iter(changed))} differs\\): remove it"):
         write(out, [tensor("a", 5), tensor("b", 5)], resume=True, **identity | changed)
     assert partial_path(out).read_bytes() == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("journal", [None, "", "my notes\n", "{}\n", "of another file"])
+def test_a_file_that_no_export_wrote_stays(journal: str | None, resume: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    if journal == "of another file":  # ours, but the bytes are not
+        with pytest.raises(OSError, match="--resume goes on there"):
+            write(out, [tensor("a", 500), tensor("b", 5, fails=True)])
+        journal = journal_path(out).read_text()
+    partial_path(out).write_bytes(b"mine" * 300)
+    if journal is not None:
+        journal_path(out).write_text(journal)
+    with pytest.raises(InvalidArgument, match="no journal of an export .* belongs to it.*: move it or remove it"):
+        write(out, [tensor("a", 500)], resume)
+    assert partial_path(out).read_bytes() == b"mine" * 300 and not out.exists()
+    assert not journal or journal_path(out).read_text() == journal
+
+
+def test_what_an_export_left_is_begun_again_however_early_it_ended(tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    with pytest.raises(OSError, match="--resume goes on there"):
+        write(out, [tensor("a", 5), tensor("b", 5, fails=True)], source="another")
+    left = partial_path(out).read_bytes()
+    header = len(layout(METADATA, [tensor("a", 5), tensor("b", 5)]).header)
+    for data in (left, left[: header // 2], b"", bytes(len(left))):
+        partial_path(out).write_bytes(data)
+        with pytest.raises(OSError, match="--resume goes on there"):
+            write(out, [tensor("a", 7), tensor("b", 5, fails=True)])
+    write(out, [tensor("a", 7)])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]

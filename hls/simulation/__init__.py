@@ -1,0 +1,1 @@
+"""The Verilog engine, compiled by Verilator and called from Python."""
