@@ -72,6 +72,19 @@ def memory_stall_seconds(root: Path = _ROOT) -> float:
     return 0.0
 
 
+def busy_seconds(root: Path = _ROOT) -> float:
+    """CPU seconds that all programs took since the machine started, with what its host took of a virtual machine."""
+    for line in _read(root / "proc/stat").splitlines():
+        name, *fields = line.split()
+        if name == "cpu" and len(fields) >= 8 and all(field.isdigit() for field in fields[:8]):
+            user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, fields[:8])
+            return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.system)
+
+
 def cpu_name(root: Path = _ROOT) -> str:
     """Name of the CPU as the maker gives it, or the architecture where the system does not say."""
     for line in _read(root / "proc/cpuinfo").splitlines():

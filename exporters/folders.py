@@ -23,6 +23,4 @@ def open_model_or_head(path: Path, target: Path | None) -> Iterator[Source]:
         with open_source(target) as beside:
             yield eagle3_source(checkpoint, beside)
         return
-    if target is not None:
-        raise InvalidArgument(f"{path} is no draft head, which alone has a target: leave --target out")
     yield open_folder(path)

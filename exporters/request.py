@@ -10,6 +10,11 @@ from typing import Any, Protocol, TypeAlias
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share of the bytes that is done
+Told: TypeAlias = Callable[[str, float], None]  # called with what is done, such as "losses: 3 of 9", and its share
+
+
+def untold(what: str, share: float) -> None:
+    """A `Told` of nobody."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Request:
     of the weights that "auto" may take.  fit: instead, the bytes that the model may take when it runs.
     cost: the pass whose time counts for "auto", such as "verify:4".  draft: a model, a draft head, or "ngram".  n_ctx:
     None for the target's usual one.  resume: go on with what an export that was stopped left.  check: whether what was
-    written is run.  more: options of one target, by name.
+    written is run.  more: options of one target, by name.  told: is told what a plan measures, while it does.
     """
 
     source: Path
@@ -37,6 +42,7 @@ class Request:
     resume: bool = False
     check: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
+    told: Told = field(default=untold, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.gguf.writer import Metadata
-from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -78,8 +76,8 @@ class Source(Protocol):
 def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
     """The model or the draft head of a GGUF file or of a folder of Hugging Face.
 
-    target: the model that a head drafts for. Raises ModelFileError, UnsupportedModel; InvalidArgument for a target of
-    what is no head, and for none of a head that needs it.
+    target: the model that a head drafts for; a model does not need it. Raises ModelFileError, UnsupportedModel;
+    InvalidArgument for none of a head that needs it.
     """
     if path.is_dir():
         from edgeinfer.exporters.folders import open_model_or_head  # which needs this module
@@ -88,8 +86,6 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
             yield folder
         return
     with ModelFile.open(path) as file:
-        if target is not None and not is_draft_head(file):
-            raise InvalidArgument(f"{path} is no draft head, which alone has a target: leave --target out")
         yield GgufSource(file)
 
 

@@ -15,6 +15,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models.gguf import ModelFile
 
 DRAFT_VOCAB = "draft_vocab"
+AS_STORED = "edgeinfer.draft.as_stored"  # a key: the types were chosen for drafting, and none is to be rounded further
 
 
 def read_draft_vocab(file: ModelFile, name: str, kind: Literal["I32", "I64"], n_vocab: int) -> NDArray[np.int32]:
@@ -33,6 +34,16 @@ def read_draft_vocab(file: ModelFile, name: str, kind: Literal["I32", "I64"], n_
     if ids[0] < 0 or ids[-1] >= n_vocab:
         raise UnsupportedModel(f"{file.path}: tensor {name} must be ids in 0..{n_vocab - 1}: found {ids[0]}..{ids[-1]}")
     return ids.astype(np.int32)
+
+
+def is_as_stored(file: ModelFile) -> bool:
+    """Whether a draft model is to have its matrices in memory in the types of its file."""
+    return file.metadata.get(AS_STORED) is True
+
+
+def storage_facts(file: ModelFile) -> tuple[str, ...]:
+    """What measurements of a draft model depend on beside its tensors and where it runs."""
+    return ("as stored",) if is_as_stored(file) else ()
 
 
 def has_draft_vocab(file: ModelFile) -> bool:

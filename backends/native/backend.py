@@ -41,6 +41,7 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
+from edgeinfer.models.draft_vocab import is_as_stored, storage_facts
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan, MemoryUse, TernaryBits
 
@@ -52,14 +53,14 @@ class NativeBackend:
 
     Packed weights beside the model file (`edgeinfer pack`) are mapped; otherwise weights are packed at load.
 
-    for_drafts: for draft models: larger matrices are rounded to Q4_0, and only the first tokens have logits (after
-    FR-Spec, Zhao et al., arXiv:2502.14856). Less is read for each token; logits differ from the model's.  ternary_bits:
-    of a ternary weight in memory; "auto" is what the packed file has, or the faster one, measured in some tenths of a
-    second.  verify: compares all bytes of packed weights and model before use.  resident: nothing is read from files
-    after loading, so a file that is truncated or unplugged does no harm; mapped parts are copied.  packed: False
-    ignores packed weights.  tuned: whether prefetch is tuned, which may take half a second at the first load; see
-    tuning.tune.  threads: those of a model that never runs at the same time, see NativeModel.threads; used if there are
-    as many as the device is to have.  placement: moves products to a device, see Placement.
+    for_drafts: for draft models: larger matrices are rounded to Q4_0, unless the file is AS_STORED, and only the first
+    tokens have logits (after FR-Spec, Zhao et al., arXiv:2502.14856). Less is read for each token; logits differ from
+    the model's. ternary_bits: of a ternary weight in memory; "auto" is what the packed file has, or the faster one,
+    measured in some tenths of a second. verify: compares all bytes of packed weights and model before use. resident:
+    nothing is read from files after loading, so a file that is truncated or unplugged does no harm; mapped parts are
+    copied. packed: False ignores packed weights. tuned: whether prefetch is tuned, which may take half a second at the
+    first load; see tuning.tune. threads: those of a model that never runs at the same time, see NativeModel.threads;
+    used if there are as many as the device is to have. placement: moves products to a device, see Placement.
     """
 
     name = "native"
@@ -199,13 +200,16 @@ class NativeBackend:
 
     def experts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits = "2") -> ModelExperts:
         """The experts of a model, where they lie and how they are packed. Raises UnsupportedModel."""
-        return experts_of(model, spec, Packing(self.for_drafts, bits))
+        return experts_of(model, spec, self._packing(model, bits))
 
     def _spec(self, model: ModelFile, spec: ModelSpec) -> ModelSpec:
         return of_frequent_tokens(model, spec) if self.for_drafts else spec
 
     def _parts(self, model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> list[Part]:
-        return parts_of(model, spec.weights(), Packing(self.for_drafts, bits))
+        return parts_of(model, spec.weights(), self._packing(model, bits))
+
+    def _packing(self, model: ModelFile, bits: TernaryBits) -> Packing:
+        return Packing(self.for_drafts and not is_as_stored(model), bits)
 
     def _config(
         self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, n_ctx: int, n_batch: int
@@ -254,7 +258,7 @@ class NativeBackend:
     ) -> Tuning:
         """Choose how the weights are read. Raises InvalidArgument."""
         n_tokens, n_threads = min(loaded.n_batch, loaded.n_ctx), device.n_threads
-        facts = (device.isa, build_id(), self.for_drafts, bits)
+        facts = (device.isa, build_id(), self.for_drafts, bits, *storage_facts(model))
         decoder, n_layers = loaded.tuned(n_tokens), loaded.spec.n_layers
         return tune(decoder, model, n_layers, n_tokens, n_threads, is_mostly_ternary(parts), *facts)
 

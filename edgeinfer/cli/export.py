@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,11 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
 @click.option("--calibration", type=FileName(), help="Text for --imatrix auto and --type auto.  [default: built in]")
 @click.option("--size", metavar="SIZE", help="--type auto: most bytes of the weights, such as 900MB.")
 @click.option("--fit", metavar="SIZE", help="--type auto: the memory that the model may take when it runs.")
-@click.option("--cost", metavar="verify:N", help="--type auto: the pass whose time counts, such as verify:4.")
+@click.option(
+    "--cost",
+    metavar="verify[:N]",
+    help="--type auto: the pass whose time counts, such as verify:4; verify: as many tokens as drafting verifies here.",
+)
 @click.option("--draft", metavar="FILE|ngram", help="Packages: a draft model or n-grams inside.")
 @click.option(
     "-c",
@@ -72,7 +77,12 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     show_default=True,
     help="ternary: type of the output matrix; q6_k takes 40 % of f16.",
 )
-@click.option("--target", "model", type=FileName(), help="The model that SOURCE, a draft head, belongs to.")
+@click.option(
+    "--target",
+    "model",
+    type=FileName(),
+    help="The model that SOURCE drafts for: a draft head, or with --type auto a draft model.",
+)
 @click.option(
     "--draft-vocab",
     metavar="N[:FILE]",
@@ -103,9 +113,9 @@ def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run:
     check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():
-        if "auto" in (request.type, request.imatrix):
+        if "auto" in (str(request.type).lower(), request.imatrix):
             note(f"running {source} first, to measure what is important; this takes a while")
-        plan = target.plan(request)
+        plan = _planned(target, request)
         if dry_run:
             check_stdout()
             show("\n".join(plan_lines(plan)))
@@ -144,7 +154,7 @@ def _check_measured(given: dict[str, Any]) -> None:
             raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
     if given["size"] is not None and given["fit"] is not None:
         raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
-    if is_auto and given["size"] is None and given["fit"] is None:
+    if is_auto and given["size"] is None and given["fit"] is None and given["model"] is None:
         raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit")
     if given["imatrix"] is not None and given["type"] is None:
         raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
@@ -169,9 +179,6 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
     for name, word in (("imatrix", "auto"), ("draft", "ngram")):
         if flags[name] is not None and flags[name] != word:
             fields[name] = FileName().convert(flags[name], None, None)
-    is_auto = (flags["type"] or "").lower() == "auto"
-    if is_auto and fields["imatrix"] is None:
-        fields["imatrix"] = "auto"  # without one the mix is several times as far from the source
     fit = _bytes(flags["fit"], "--fit")
     size = _bytes(flags["size"], "--size") if fit is None else _size_that_fits(source, fit, flags["n_ctx"])
     return Request(source, out, size=size, fit=fit, more=more, **fields)
@@ -210,6 +217,13 @@ def plan_lines(plan: Plan) -> list[str]:
     lines += [f"{path}: {human_bytes(n_bytes)}" for path, n_bytes in plan.files.items()]
     lines.append(f"memory at most {human_bytes(plan.peak_bytes)}, disk {human_bytes(plan.disk_bytes)}")
     return [*lines, *(f"note: {text}" for text in plan.notes)]
+
+
+def _planned(target: Any, request: Request) -> Plan:
+    """The plan, with the progress of what it measures."""
+    with ReportLines() as lines:
+        plan: Plan = target.plan(replace(request, told=lines))
+    return plan
 
 
 def _written(target: Any, request: Request, plan: Plan) -> Result:

@@ -19,6 +19,7 @@ from edgeinfer.backends.native import (
 from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.models.draft_vocab import storage_facts
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.calibration_text import calibration_tokens
@@ -53,7 +54,7 @@ def open_speculator(
     file, plan: of the target.
     """
     seconds = _CALIBRATION_SECONDS - (0.0 if planned.file is None else _DRAFT_CALIBRATION_SECONDS)
-    costs = _costs(file, session, plan, device, seconds)
+    costs = costs_of(file, session, plan, device, seconds)
     forecast = _forecast(session)
     drafters: list[Drafter] = []
     placements: dict[str, DrafterPlacement] = {}
@@ -145,7 +146,7 @@ def _open_model(
     threads = target.model.threads if isinstance(target, NativeSession) else None
     backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
     model = backend.load(source.file, spec, plan, device)
-    return _drafter_of(source, model, plan, device, "for drafts")
+    return _drafter_of(source, model, plan, device, "for drafts", *storage_facts(source.file))
 
 
 def _open_head(
@@ -162,14 +163,14 @@ def _drafter_of(
     """The drafter of a model or a head, which is closed if that fails."""
     try:
         session = model.session()
-        costs = _costs(source.file, source.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
+        costs = costs_of(source.file, source.timed(session), plan, device, _DRAFT_CALIBRATION_SECONDS, *facts)
         return source.make(session, costs, None)
     except BaseException:
         model.close()
         raise
 
 
-def _costs(
+def costs_of(
     file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
 ) -> CostModel:
     """The costs of a session, from disk or measured now. facts: what else they depend on."""

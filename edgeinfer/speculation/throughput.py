@@ -12,19 +12,26 @@ from edgeinfer.speculation.cost import MAX_TOKENS
 
 
 def chain_rate(acceptance_rate: float, draft_ms: float, verify_ms: Sequence[float], max_nodes: int) -> float:
-    """Tokens per millisecond of chains of the best length, drafted before each verify pass, draft_ms a token.
+    """Tokens per millisecond of chains of the best length; see best_chain."""
+    return best_chain(acceptance_rate, draft_ms, verify_ms, max_nodes)[1]
+
+
+def best_chain(
+    acceptance_rate: float, draft_ms: float, verify_ms: Sequence[float], max_nodes: int
+) -> tuple[int, float]:
+    """Length and tokens per millisecond of the best chains that are drafted before each verify pass, draft_ms a token.
 
     acceptance_rate: of each token if the one before it is accepted (Leviathan et al., arXiv:2211.17192, section 3).
     """
-    best, expected, path_probability = 0.0, 1.0, 1.0
+    length, best, expected, path_probability = 0, 0.0, 1.0, 1.0
     for n in range(1, max_nodes + 1):
         path_probability *= acceptance_rate
         expected += path_probability
         rate = expected / (verify_ms[n + 1] + n * draft_ms)
         if rate <= best:
             break
-        best = rate
-    return best
+        length, best = n, rate
+    return length, best
 
 
 def overlapped_rate(acceptance_rate: float, draft_ms: float, verify_ms: Sequence[float], max_nodes: int) -> float:

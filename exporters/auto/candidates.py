@@ -53,7 +53,7 @@ def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
     for tensor in source.tensors:
         if tensor.name not in products and tensor.name != spec.token_embd:
             continue
-        formats = _formats_of(tensor)
+        formats = formats_of(tensor)
         if len(tensor.shape) < 2 or len(formats) < 2:
             continue
         n_matrices = tensor.n_rows // tensor.shape[-2]
@@ -87,7 +87,7 @@ def _layers_of(spec: ModelSpec) -> dict[str, int]:
     return layers
 
 
-def _formats_of(tensor: SourceTensor) -> tuple[GGMLType, ...]:
+def formats_of(tensor: SourceTensor) -> tuple[GGMLType, ...]:
     """What a tensor may be written in: nothing above what the source has, and nothing where that is rounded already."""
     if tensor.type not in FLOATS:
         return ()

@@ -14,13 +14,15 @@ from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, al
 from edgeinfer.exporters.auto.candidates import Subject
 from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
+from edgeinfer.exporters.auto.pace import Pace
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Trials, Types, digest_of
+from edgeinfer.exporters.auto.trials import Measured, Trials, Types, digest_of
 from edgeinfer.exporters.auto.windows import Window
+from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.types import Device
@@ -31,12 +33,13 @@ _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 @dataclass(frozen=True)
 class Limits:
-    """n_bytes: of the chosen tensors at most.  n_tokens: of the pass whose time counts.  seconds: of their products.
+    """n_bytes: of the chosen tensors at most; infinite for any number.  n_tokens: of the pass whose time counts.
+    seconds: of their products.
 
     None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
     """
 
-    n_bytes: int
+    n_bytes: float
     n_tokens: int = 1
     seconds: float | None = math.inf
 
@@ -51,10 +54,14 @@ class Mix:
     seconds: float
 
 
+Choose = Callable[[Options, Limits], Allocation]
+
+
 class Search:
     """Losses, bytes and times of each tensor of a source in each format.
 
-    importance: see Importance.  windows: of calibration.  state: a file that measurements are added to as they come.
+    importance: see Importance.  windows: of calibration.  state: what was measured, or the file that measurements are
+    added to as they come.  trials: None for losses of the model of the source.  choose: None for the least loss.
     """
 
     def __init__(
@@ -65,40 +72,49 @@ class Search:
         windows: Sequence[Window],
         device: Device,
         objective: Objective | None = None,
-        state: Path | None = None,
+        state: State | Path | None = None,
+        trials: Measured | None = None,
+        choose: Choose | None = None,
     ) -> None:
         self._source, self._subjects, self._importance, self._device = source, subjects, importance, device
-        self._state = State(state, fingerprint_of(subjects, windows, importance))
-        objective = Divergence() if objective is None else objective
-        self._trials = Trials(source, subjects, importance, windows, device, objective, self._state)
+        if not isinstance(state, State):
+            state = State(state, fingerprint_of(subjects, windows, importance))
+        self._state = state
+        self._choose = choose or self._least_loss
+        self._trials: Measured = trials or Trials(
+            source, subjects, importance, windows, device, objective or Divergence(), self._state
+        )
         self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)
         self._speeds = Speeds(device.n_threads, device.isa)
         self._losses: Numbers = np.empty((0, 0))
 
-    def measure(self, progress: Callable[[float], None]) -> None:
+    def measure(self, told: Told = untold) -> None:
         """Measure the loss of every tensor, one forward pass or a part of it each."""
-        errors = all_errors(self._subjects, self._importance, self._state)
-        measured = measured_losses(self._trials, self._subjects, progress)
+        errors = all_errors(self._subjects, self._importance, self._state, told)
+        measured = measured_losses(self._trials, self._subjects, told)
         self._losses = loss_table(self._subjects, self.formats, measured, errors)
 
     def allocate(self, limits: Limits) -> Mix:
         """The mix with the least loss. Raises BudgetExceeded."""
         return self._mix(self._allocation(limits), limits)
 
-    def refine(self, limits: Limits, progress: Callable[[float], None]) -> Mix:
+    def refine(self, limits: Limits, told: Told = untold) -> Mix:
         """The same, with the closest decisions measured again in the mix, twice. Raises BudgetExceeded."""
-        for i in range(_ROUNDS):
-            self._measure_again(limits)
-            progress((i + 1) / _ROUNDS)
+        n_each = min(_MARGINAL, len(self._subjects))
+        pace = Pace("closest decisions", "measurements", [1.0] * (_ROUNDS * (n_each + 1)), told)
+        for _ in range(_ROUNDS):
+            self._measure_again(limits, pace)
         return self.allocate(limits)
 
-    def compare(self, mixes: Sequence[Types], windows: Sequence[Window]) -> list[Distance]:
+    def compare(self, mixes: Sequence[Types], windows: Sequence[Window], told: Told = untold) -> list[Distance]:
         """How far mixes are from the source on other texts, as the engine runs them; each is measured once."""
         texts = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
         keys = [f"{digest_of(types)} {texts}" for types in mixes]
         missing = {key: types for key, types in zip(keys, mixes, strict=True) if self._known(key) is None}
         found = distances(self._source, list(missing.values()), self._importance, windows, self._device)
+        pace = Pace("other texts", "models", [1.0] * len(missing), told)
         for key, distance in zip(missing, found, strict=True) if missing else ():
+            pace.done()
             for kind, value in distance._asdict().items():
                 self._state.add(f"{kind} {key}", value)
         return [each for each in map(self._known, keys) if each is not None]
@@ -125,8 +141,11 @@ class Search:
         return sum(subject.n_bytes(types[subject.name]) for subject in self._subjects)
 
     def _allocation(self, limits: Limits) -> Allocation:
-        seconds = limits.seconds if limits.seconds is not None else self._uniform_seconds(limits)
-        return allocate(self._options(limits.n_tokens), limits.n_bytes, seconds)
+        return self._choose(self._options(limits.n_tokens), limits)
+
+    def _least_loss(self, options: Options, limits: Limits) -> Allocation:
+        seconds = limits.seconds if limits.seconds is not None else _uniform_seconds(options, limits.n_bytes)
+        return allocate(options, limits.n_bytes, seconds)
 
     def _options(self, n_tokens: int) -> Options:
         n_bytes, seconds = np.zeros_like(self._losses), np.zeros_like(self._losses)
@@ -137,19 +156,6 @@ class Search:
                     seconds[i, j] = self._speeds.of(subject, type, n_tokens)
         return Options(self._losses, n_bytes, seconds)
 
-    def _uniform_seconds(self, limits: Limits) -> float:
-        """What uniform formats with as many bytes take, between the two nearest ones."""
-        options = self._options(limits.n_tokens)
-        points = []
-        for j in range(len(self.formats)):
-            fits = np.isfinite(options.losses[:, j])
-            if fits.all():
-                points.append((float(options.n_bytes[:, j].sum()), float(options.seconds[:, j].sum())))
-        if not points:
-            return float("inf")
-        n_bytes, seconds = zip(*sorted(points), strict=True)
-        return max(float(np.interp(limits.n_bytes, n_bytes, np.maximum.accumulate(seconds))), 1.001 * _least(options))
-
     def _mix(self, allocation: Allocation, limits: Limits) -> Mix:
         types = {
             subject.name: self.formats[option]
@@ -157,7 +163,7 @@ class Search:
         }
         return Mix(types, self.predicted(types), self.n_bytes(types), self.seconds(types, limits.n_tokens))
 
-    def _measure_again(self, limits: Limits) -> None:
+    def _measure_again(self, limits: Limits, pace: Pace) -> None:
         """Measure the tensors whose formats are the closest decisions, in a mix with all others as chosen.
 
         Their errors are amplified, as in sensitivity.py. All losses are larger in a mix; only what differs from the
@@ -166,13 +172,16 @@ class Search:
         allocation = self._allocation(limits)
         mix = self._mix(allocation, limits).types
         gaps, _ = margins(self._options(limits.n_tokens), allocation)
-        before = self._trials.loss(mix)
+        n_before, before = self._trials.n_measured, self._trials.loss(mix)
+        pace.done(was_known=self._trials.n_measured == n_before)
         ratios: dict[int, float] = {}
         for i in np.argsort(gaps, kind="stable")[:_MARGINAL].tolist():
             name, alone = self._subjects[i].name, float(self._losses[i, allocation.chosen[i]])
+            n_before = self._trials.n_measured
             if alone > 0:
                 change = self._trials.loss(mix, name, mix[name], GAIN) - before
                 ratios[i] = max(change / (GAIN**2 - 1), 0.0) / alone
+            pace.done(was_known=self._trials.n_measured == n_before)
         usual = float(np.median(list(ratios.values()))) if ratios else 0.0
         for i, ratio in ratios.items() if usual > 0 else ():
             self._losses[i] *= min(max(ratio / usual, _LEAST_RATIO), _MOST_RATIO)
@@ -195,6 +204,17 @@ def _longest(windows: Sequence[Window]) -> int:
 
 def _bits(type: GGMLType) -> float:
     return type.block_bytes / type.block_elements
+
+
+def _uniform_seconds(options: Options, n_bytes: float) -> float:
+    """What uniform formats with as many bytes take, between the two nearest ones."""
+    points = []
+    for j in np.flatnonzero(np.isfinite(options.losses).all(axis=0)):
+        points.append((float(options.n_bytes[:, j].sum()), float(options.seconds[:, j].sum())))
+    if not points:
+        return float("inf")
+    sizes, seconds = zip(*sorted(points), strict=True)
+    return max(float(np.interp(n_bytes, sizes, np.maximum.accumulate(seconds))), 1.001 * _least(options))
 
 
 def _least(options: Options) -> float:

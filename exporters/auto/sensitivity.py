@@ -8,9 +8,11 @@ import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Numbers
 from edgeinfer.exporters.auto.candidates import Subject
+from edgeinfer.exporters.auto.pace import Pace
 from edgeinfer.exporters.auto.rounding import Importance, errors_of
 from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.trials import Trials
+from edgeinfer.exporters.auto.trials import Measured
+from edgeinfer.exporters.request import Told
 from edgeinfer.models.gguf import GGMLType
 
 # Formats with a scale alone, and with a scale and a minimum. Their errors differ in kind: in matrices of values, the
@@ -31,9 +33,9 @@ _MEASURED = (("Q4_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_K", "Q5_1"))
 Losses = Mapping[GGMLType, float]
 
 
-def all_errors(subjects: Sequence[Subject], importance: Importance, state: State) -> Sequence[Mapping[GGMLType, float]]:
+def all_errors(subjects: Sequence[Subject], importance: Importance, state: State, told: Told) -> Sequence[Losses]:
     """The weighted error of each tensor in each of its formats; see rounding.errors_of."""
-    found = []
+    found, pace = [], Pace("errors of formats", "tensors", [1.0] * len(subjects), told)
     for subject in subjects:
         known = {type: state.get(_error_name(subject, type)) for type in subject.formats}
         errors = {type: error for type, error in known.items() if error is not None}
@@ -41,19 +43,28 @@ def all_errors(subjects: Sequence[Subject], importance: Importance, state: State
         for type, error in errors_of(subject.tensor, missing, importance).items() if missing else ():
             errors[type] = state.add(_error_name(subject, type), error)
         found.append(errors)
+        pace.done(was_known=not missing)
     return found
 
 
-def measured_losses(trials: Trials, subjects: Sequence[Subject], progress: Callable[[float], None]) -> Sequence[Losses]:
+def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -> Sequence[Losses]:
     """The losses with each tensor alone rounded, to a format of each kind."""
     floor, found = floors(trials, subjects), []
-    for i, subject in enumerate(subjects):
+    pace = Pace("losses", "tensors", _layers_behind(subjects), told)
+    for subject in subjects:
+        before = trials.n_measured
         found.append({type: _loss_alone(trials, subject, type, floor) for type in measured_formats(subject)})
-        progress((i + 1) / len(subjects))
+        pace.done(was_known=trials.n_measured == before)
     return found
 
 
-def floors(trials: Trials, subjects: Sequence[Subject]) -> Callable[[int], float]:
+def _layers_behind(subjects: Sequence[Subject]) -> list[float]:
+    """How much of the model runs again when a tensor changes."""
+    last = max(subject.layer for subject in subjects)
+    return [last - subject.layer + 1.0 for subject in subjects]
+
+
+def floors(trials: Measured, subjects: Sequence[Subject]) -> Callable[[int], float]:
     """The loss that any change before a layer has, however small, by layer; 0 for the output matrix."""
     first = {subject.layer: subject for subject in reversed(subjects) if subject.n_used}
     last = max(subject.layer for subject in subjects)
@@ -63,7 +74,7 @@ def floors(trials: Trials, subjects: Sequence[Subject]) -> Callable[[int], float
     return lambda layer: float(np.interp(layer, some, found)) if layer <= inside[-1] else 0.0
 
 
-def _loss_alone(trials: Trials, subject: Subject, type: GGMLType, floor: Callable[[int], float]) -> float:
+def _loss_alone(trials: Measured, subject: Subject, type: GGMLType, floor: Callable[[int], float]) -> float:
     loss = trials.loss({}, subject.name, type, GAIN)
     if loss > _LARGE:
         return max(_LEAST, trials.loss({}, subject.name, type) - floor(subject.layer))

@@ -42,8 +42,10 @@ class State:
         return value
 
 
-def fingerprint_of(subjects: Sequence[Subject], windows: Sequence[Window], importance: Importance) -> str:
-    """Of the tensors (their first rows), their formats, the texts and the importance."""
+def fingerprint_of(
+    subjects: Sequence[Subject], windows: Sequence[Window], importance: Importance, more: str = ""
+) -> str:
+    """Of the tensors (their first rows), their formats, the texts and the importance. more: what else there is."""
     digest = hashlib.sha256()
     for subject in subjects:
         digest.update(repr((subject.name, subject.tensor.shape, [each.name for each in subject.formats])).encode())
@@ -51,6 +53,7 @@ def fingerprint_of(subjects: Sequence[Subject], windows: Sequence[Window], impor
         found = importance.get(subject.name)
         digest.update(b"" if found is None else found.tobytes())
     digest.update(repr([(list(window.tokens), list(window.rows)) for window in windows]).encode())
+    digest.update(more.encode())
     return digest.hexdigest()
 
 

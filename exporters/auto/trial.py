@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,12 @@ from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.files import temporary_folder
-from edgeinfer.models import formats, read_spec
+from edgeinfer.models import ModelSpec, formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device, Logits
+
+ReadSpec = Callable[[ModelFile], ModelSpec]
+_TIMED = 12  # passes
 
 
 class Rounding(NamedTuple):
@@ -33,7 +38,7 @@ class TrialModel:
     """The model of a source. A context manager.
 
     held: the type in which each tensor is in memory; those that are not in it are as the source has them.
-    n_tokens: of a window at most.
+    n_tokens: of a window at most.  read: the spec of its file.
     Raises UnsupportedModel, ModelFileError.
     """
 
@@ -44,17 +49,18 @@ class TrialModel:
         importance: Importance,
         n_tokens: int,
         device: Device,
+        read: ReadSpec = read_spec,
     ) -> None:
-        self._source, self._importance = source, importance
-        self._tensors = {tensor.name: tensor for tensor in source.tensors}
-        self._held = {name: held.get(name, tensor.type) for name, tensor in self._tensors.items()}
+        self._held = held
         self._rounded: dict[str, Rounding] = {}
         self._resources = ExitStack()
         try:
-            self._file = self._opened(self._resources.enter_context(temporary_folder()))
-            spec = read_spec(self._file)
+            folder = self._resources.enter_context(temporary_folder())
+            file = open_rounded(folder, source, self._held, self._rounded, importance)
+            self._resources.enter_context(file)
+            spec = read(file)
             self.n_layers = spec.n_layers
-            self._model = RepackableModel(self._file, spec, n_tokens, device)
+            self._model = RepackableModel(file, spec, n_tokens, device)
         except BaseException:
             self.close()
             raise
@@ -78,6 +84,15 @@ class TrialModel:
         """The logits of windows. Raises Interrupted."""
         return [self._model.read(window.tokens, window.rows) for window in windows]
 
+    def pass_seconds(self, n_tokens: int) -> float:
+        """Of a pass of that many tokens, the least of some. Raises Interrupted."""
+        tokens, best = list(range(1, n_tokens + 1)), math.inf
+        for _ in range(_TIMED):
+            started = time.perf_counter()
+            self._model.read(tokens, [n_tokens - 1])
+            best = min(best, time.perf_counter() - started)
+        return best
+
     def logits(self, traces: Sequence[Trace], changed: str) -> list[Logits]:
         """What the windows have for logits where a tensor alone has changed since. Raises Interrupted."""
         first = self._model.first_layer_of(changed)
@@ -87,24 +102,6 @@ class TrialModel:
         """Give everything back."""
         self._resources.close()
 
-    def _opened(self, folder: Path) -> ModelFile:
-        """A model file with the metadata of the source, which gives the tensors as they are to be in memory."""
-        write_gguf(folder / "trial.gguf", self._source.metadata, [])
-        file = self._resources.enter_context(ModelFile.open(folder / "trial.gguf"))
-        for name, tensor in self._tensors.items():
-            file.define(name, self._held[name], tensor.shape, partial(self._bytes, tensor))
-        return file
-
-    def _bytes(self, tensor: SourceTensor, first: int, last: int) -> Bytes:
-        """Bytes first..last-1 of a tensor, whole rows, in the type that it is held in."""
-        held, rounded = self._held[tensor.name], self._rounded.get(tensor.name)
-        row_bytes = held.n_bytes(tensor.n_in)
-        first, last = first // row_bytes, last // row_bytes
-        if rounded is None or rounded == (held, 1.0):
-            return rounded_bytes(tensor, held, self._importance, first, last)
-        rows = amplified_rows(tensor, *rounded, self._importance, first, last)
-        return np.ascontiguousarray(formats.quantize(held, rows))
-
     def __enter__(self) -> TrialModel:
         return self
 
@@ -112,3 +109,40 @@ class TrialModel:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def open_rounded(
+    folder: Path,
+    source: Source,
+    held: Mapping[str, GGMLType],
+    roundings: Mapping[str, Rounding],
+    importance: Importance,
+) -> ModelFile:
+    """A model file with the metadata of a source, which gives the tensors as they are to be in memory.
+
+    folder: for the metadata.  held: see TrialModel.  roundings: of tensors, as they are when one is read.
+    """
+    write_gguf(folder / "trial.gguf", source.metadata, [])
+    file = ModelFile.open(folder / "trial.gguf")
+    for tensor in source.tensors:
+        type = held.get(tensor.name, tensor.type)
+        file.define(tensor.name, type, tensor.shape, partial(_bytes, tensor, type, roundings, importance))
+    return file
+
+
+def _bytes(
+    tensor: SourceTensor,
+    held: GGMLType,
+    roundings: Mapping[str, Rounding],
+    importance: Importance,
+    first: int,
+    last: int,
+) -> Bytes:
+    """Bytes first..last-1 of a tensor, whole rows, in the type that it is held in."""
+    rounded = roundings.get(tensor.name)
+    row_bytes = held.n_bytes(tensor.n_in)
+    first, last = first // row_bytes, last // row_bytes
+    if rounded is None or rounded == (held, 1.0):
+        return rounded_bytes(tensor, held, importance, first, last)
+    rows = amplified_rows(tensor, *rounded, importance, first, last)
+    return np.ascontiguousarray(formats.quantize(held, rows))

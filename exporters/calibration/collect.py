@@ -24,6 +24,7 @@ from edgeinfer.exporters.calibration.texts import (
     texts_of_file,
 )
 from edgeinfer.exporters.manifest import sha256_of, tool_version
+from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models import ModelSpec, read_draft_spec
 from edgeinfer.models.draft_head import HEADS
@@ -67,7 +68,7 @@ def _n_columns(weight: Weight) -> int:
     return math.prod(weight.shape[:-2]) * weight.shape[-1] if is_summed else 0
 
 
-def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
+def imatrix_beside(source: Source, out: Path, calibration: Path | None, told: Told = untold) -> Path:
     """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
     path = out.with_name(f"{out.name}.imatrix.gguf")
     made_of = _made_of(source, calibration)
@@ -77,7 +78,8 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None) -> Path:
     if there == "":
         what = "is there and was not made by --imatrix auto"
         raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
-    imatrix = imatrix_of(source, calibration)
+    told("importance matrix: reading the text", 0.0)
+    imatrix = imatrix_of(source, calibration, progress=lambda share: told("importance matrix: reading the text", share))
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path
 

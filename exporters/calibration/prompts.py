@@ -1,4 +1,5 @@
-"""The prompts whose answers by the model itself are the text of `--imatrix auto` where no other is given.
+"""The prompts whose answers by the model itself are the text of `--imatrix auto` where no other is given, and others
+whose answers are held out: figures of what was calibrated come from these.
 
 Prompts with the model's own answers are nearer to what it will be asked for than an encyclopaedia. They are of many
 kinds, since columns that no text uses get no weight.
@@ -54,4 +55,19 @@ PROMPTS: tuple[str, ...] = (
     "Write unit tests for a function that says whether a year is a leap year.",
     "Give arguments for and against school uniforms.",
     "Convert 75 degrees Fahrenheit to Celsius and 10 miles to kilometres.",
+)
+
+HELD_OUT: tuple[str, ...] = (
+    "Why do leaves change their colour in autumn? Answer in a short paragraph.",
+    "Write a Python function that checks whether a text reads the same forwards and backwards.",
+    "A shop sells pens at 1.20 each and notebooks at 3.50 each. What do 7 pens and 4 notebooks cost?",
+    "Write a short message to a colleague to move a meeting from Monday to Wednesday.",
+    "Explain the difference between a virus and a bacterium.",
+    "Write a JavaScript function that removes duplicates from an array, and explain it in one sentence.",
+    "Nenne drei Gruende, warum regelmaessiger Schlaf wichtig ist.",
+    "List the steps to change a flat tyre on a car.",
+    "Write a short story of five sentences about a fox that finds a key.",
+    "Write a SQL query that counts the orders of each customer since January 2024.",
+    "What is the boiling point of water at sea level, and why is it lower on a mountain?",
+    "Describe how a bill becomes a law, in simple words.",
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ModelFileError, TemplateError
-from edgeinfer.exporters.calibration.prompts import PROMPTS
+from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
 from edgeinfer.exporters.calibration.running import greedy_tokens
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
@@ -44,18 +44,18 @@ def texts_of_file(path: Path, file: ModelFile) -> list[list[int]]:
 def own_answers(model: NativeModel, file: ModelFile, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
     """Each built-in prompt with the model's own answer, as tokens. n_ctx of the model: at least `answer_context`."""
     tokenizer = Tokenizer.from_file(file)
-    asked = [_asked(file, tokenizer, prompt) for prompt in prompts]
-    answers = greedy_tokens(model, asked, ANSWER_TOKENS, tokenizer.stop_ids)
-    return [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
+    texts = [asked(file, tokenizer, prompt) for prompt in prompts]
+    answers = greedy_tokens(model, texts, ANSWER_TOKENS, tokenizer.stop_ids)
+    return [[*text, *answer] for text, answer in zip(texts, answers, strict=True)]
 
 
 def answer_context(file: ModelFile) -> int:
     """Tokens of the longest prompt with its answer."""
     tokenizer = Tokenizer.from_file(file)
-    return ANSWER_TOKENS + max(len(_asked(file, tokenizer, prompt)) for prompt in PROMPTS)
+    return ANSWER_TOKENS + max(len(asked(file, tokenizer, prompt)) for prompt in (*PROMPTS, *HELD_OUT))
 
 
-def _asked(file: ModelFile, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def asked(file: ModelFile, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """A prompt as the model's template has it, or as plain text where it has none."""
     try:
         template = ChatTemplate.from_file(file, tokenizer)

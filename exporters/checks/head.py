@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     Raises UnsupportedModel for a head of another target.
     """
     spec = read_head_beside(head, target, read_spec(target))
-    rows, chosen = _of_target(model, tokens, spec)
+    rows, chosen = target_rows(model, tokens, spec)
     n_threads, n = devices.default_n_threads(), len(tokens) - 1
     plan = plan_head(head, spec, n, N_BATCH, n_threads)
     opened = load_head(head, spec, model, plan, Device(n_threads))
@@ -86,12 +87,12 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])))
 
 
-def _of_target(model: NativeModel, tokens: list[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:
+def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:
     """The target's hidden rows that a head is fed by, and its most likely tokens, (n,) behind each token."""
     session, rows, chosen = model.session(len(tokens)), [], []
     try:
         for first in range(0, len(tokens), N_BATCH):
-            piece = tokens[first : first + N_BATCH]
+            piece = list(tokens[first : first + N_BATCH])
             out = session.forward(piece, logits="all", hidden=spec.taps)
             assert out.features is not None
             rows.append(out.features.copy())

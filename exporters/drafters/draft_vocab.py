@@ -65,10 +65,13 @@ def frequent_tokens(source: Source, n_tokens: int, n_vocab: int, text: str) -> N
 
 
 class DraftVocabSource:
-    """A source with fewer rows of its output matrix, see Source. digest: SHA-256 of the tokens of these."""
+    """A source with fewer rows of its output matrix, see Source.
+
+    whole: what it is made of.  digest: SHA-256 of the tokens of the rows.
+    """
 
     def __init__(self, source: Source, output: SourceTensor, ids: NDArray[np.int32], text: str) -> None:
-        self._source, self._output = source, output.name
+        self.whole, self._output = source, output.name
         self.digest = hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
         self.path = source.path
         self.metadata: Metadata = source.metadata
@@ -83,12 +86,12 @@ class DraftVocabSource:
     @property
     def files(self) -> Sequence[Path]:
         """See Source."""
-        return self._source.files
+        return self.whole.files
 
     def release(self, name: str) -> None:
         """See Source.release."""
         if name != DRAFT_VOCAB:
-            self._source.release(self._output if name == _OUTPUT else name)
+            self.whole.release(self._output if name == _OUTPUT else name)
 
 
 def _integers(ids: NDArray[np.int32]) -> SourceTensor:

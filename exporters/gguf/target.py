@@ -51,9 +51,10 @@ class Choices:
         """The types of all tensors of a source. Raises what choose_types raises."""
         asked = replace(request, resume=False)
         if self._known is None or self._known[0] != asked:
-            from edgeinfer.exporters.auto import choose_types
+            from edgeinfer.exporters import auto
 
-            chosen = choose_types(source, request, imatrix)
+            choose = auto.choose_types if _target_of(request) is None else auto.choose_draft_types
+            chosen = choose(source, request, imatrix)
             types = {**source_types(source.tensors), **chosen.types}
             self._known = asked, TypeChoice(types, chosen.notes, chosen.facts, chosen.keys)
         return self._known[1]
@@ -96,6 +97,11 @@ def write_file(request: Request, path: Path, choices: Choices, progress: Progres
 def _opened(request: Request) -> Iterator[Source]:
     """What is written: the source, or the draft model that is made of it."""
     with open_source(request.source, _target_of(request)) as source:
+        if _target_of(request) is not None and not _is_head(source) and not _is_auto(request):
+            raise InvalidArgument(
+                f"{request.source} is no draft head: --target goes with draft heads, and with draft models whose "
+                f"types are chosen for it (--type auto)"
+            )
         wanted = request.more.get("draft_vocab")
         yield source if wanted is None else draft_vocab_source(source, wanted, request.more.get("draft_text"))
 
@@ -108,7 +114,7 @@ def _target_of(request: Request) -> Path | None:
 
 def _checked(job: Job, written: Path) -> Checked:
     """What running the written file shows."""
-    if job.source.metadata.get("general.architecture") in HEADS:
+    if _is_head(job.source):
         return compare_heads(job.source, written, _target_of(job.request))
     writes_text = not isinstance(job.source, DraftVocabSource)
     return compare(job.source, written, job.is_lossless and writes_text)
@@ -190,17 +196,31 @@ def prepare(source: Source, request: Request, choices: Choices) -> Job:
 
 def _check_measured(source: Source, request: Request) -> None:
     """Raises InvalidArgument for a drafter that would have to be measured as a model is."""
-    asked = [f"--{name} auto" for name in ("type", "imatrix") if str(getattr(request, name)).lower() == AUTO]
-    is_head = source.metadata.get("general.architecture") in HEADS
-    if asked and (is_head or isinstance(source, DraftVocabSource)):
-        what = "draft heads" if is_head else "models with --draft-vocab"
-        raise InvalidArgument(f"{request.source}: {asked[0]} measures whole models, not {what}: name a type or a file")
+    if request.imatrix == AUTO and _is_head(source):
+        raise InvalidArgument(f"{request.source}: --imatrix auto measures whole models, not draft heads")
+    if _is_auto(request) and _target_of(request) is None and (_is_head(source) or _is_cut(source)):
+        what = "a draft head" if _is_head(source) else "a model with --draft-vocab"
+        raise InvalidArgument(
+            f"{request.source} is {what}: --type auto needs --target, the model that it drafts for, to measure it there"
+        )
+
+
+def _is_auto(request: Request) -> bool:
+    return request.type is not None and request.type.lower() == AUTO
+
+
+def _is_head(source: Source) -> bool:
+    return source.metadata.get("general.architecture") in HEADS
+
+
+def _is_cut(source: Source) -> bool:
+    return isinstance(source, DraftVocabSource)
 
 
 def _types(source: Source, request: Request, imatrix: Imatrix | None, choices: Choices) -> TypeChoice:
     if request.type is None:
         return TypeChoice(source_types(source.tensors))
-    if request.type.lower() == AUTO:
+    if _is_auto(request):
         return choices.measured(source, request, imatrix)
     kind = file_type(request.type)
     return TypeChoice(tensor_types(kind, source.metadata, source.tensors, imatrix is not None))
@@ -209,7 +229,7 @@ def _types(source: Source, request: Request, imatrix: Imatrix | None, choices: C
 def _keys(source: Source, request: Request, choice: TypeChoice) -> dict[str, MetadataValue]:
     """The keys that say how the file is written."""
     number = file_type_number(choice.types, source.tensors)
-    if request.type is not None and request.type.lower() != AUTO:
+    if request.type is not None and not _is_auto(request):
         number = file_type(request.type).number
     elif request.type is None and isinstance(source, GgufSource):
         found = source.file.metadata.get("general.file_type")
@@ -219,8 +239,8 @@ def _keys(source: Source, request: Request, choice: TypeChoice) -> dict[str, Met
 
 
 def _imatrix(source: Source, request: Request) -> tuple[Imatrix | None, Path | None]:
-    """The importance matrix of a request, and its file."""
-    if request.imatrix is None:
+    """The importance matrix of a request, and its file. With --type auto one is made where none is named."""
+    if request.imatrix is None and (not _is_auto(request) or _is_head(source)):
         return None, None
     path = request.imatrix if isinstance(request.imatrix, Path) else _made_imatrix(source, request)
     imatrix = read_imatrix(path)
@@ -233,7 +253,8 @@ def _made_imatrix(source: Source, request: Request) -> Path:
     """The importance matrix beside the output, which is made where it is not there."""
     from edgeinfer.exporters.calibration.collect import imatrix_beside
 
-    return imatrix_beside(source, request.out, request.calibration)
+    whole = source.whole if isinstance(source, DraftVocabSource) else source
+    return imatrix_beside(whole, request.out, request.calibration, request.told)
 
 
 def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, MetadataValue]:
@@ -266,7 +287,7 @@ def _notes(request: Request, source: Source, types: Mapping[str, GGMLType], imat
         missing = [t for t in quantised if t.name.startswith("blk.") and t.name not in imatrix.of]
         if missing:
             notes.append(f"{len(missing)} matrices are not in the importance matrix, such as {missing[0].name}")
-    wanted = None if request.type is None or request.type.lower() == AUTO else file_type(request.type).type
+    wanted = None if request.type is None or _is_auto(request) else file_type(request.type).type
     fallen = [t for t in quantised if wanted is not None and t.n_in % wanted.block_elements]
     if fallen and wanted is not None:
         notes.append(

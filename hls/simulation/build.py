@@ -84,6 +84,12 @@ def library(parameters: Parameters) -> Path:
     return path
 
 
+def check_tools() -> None:
+    """Raises BackendUnavailable where Verilator or a C++ compiler is missing."""
+    _command("verilator", "verilator")
+    _compiler()
+
+
 @functools.cache
 def _folder() -> Path:
     """Where libraries are kept: for this process alone where the user has no folder for caches."""

@@ -116,7 +116,7 @@ def choices_of(
     choices, pairs = dict(plain), {}
     for name, types in plain.items():
         limits = Limits(search.n_bytes(types), n_tokens, float("inf"))
-        mix = search.refine(limits, lambda share: None) if is_refined else search.allocate(limits)
+        mix = search.refine(limits) if is_refined else search.allocate(limits)
         choices[f"auto, bytes of {name}"] = mix.types
         choices[f"auto, KL of {name}"] = fastest(search, search.predicted(types), limits.n_bytes, n_tokens)
         pairs[name] = (name, f"auto, KL of {name}")
@@ -132,9 +132,9 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     held = windows_of(texts_of(arguments.held, source.file, False), HELD_WINDOW, arguments.windows, HELD_ROWS)
     search = Search(source, subjects, importance, train, device, state=arguments.state)
     started = time.perf_counter()
-    search.measure(lambda share: print(f"\r{share:4.0%}", end="", file=sys.stderr))
+    search.measure(lambda what, share: print(f"\r{what}", end="", file=sys.stderr))
     seconds = time.perf_counter() - started
-    n_tokens, _ = parse_cost(arguments.cost)
+    n_tokens = parse_cost(arguments.cost)[0] or 4
     plain = plain_choices(source, subjects)
     choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)
     search.close()

@@ -49,9 +49,10 @@ def test_windows_have_the_rows_that_count() -> None:
 
 def seconds_by_bytes(
     shape: tuple[int, int], formats: Sequence[GGMLType], n: int, n_threads: int, isa: str
-) -> dict[GGMLType, float]:
-    """In place of measured times."""
-    return {type: 1e-9 * type.n_bytes(shape[0] * shape[1]) for type in formats}
+) -> speed.Times:
+    """In place of measured times: up to five tokens cost as much as one."""
+    seconds = max(1.0, n - 4.0) * 1e-9
+    return speed.Times({type: seconds * type.n_bytes(shape[0] * shape[1]) for type in formats}, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +68,16 @@ def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(
     windows = windows_of(TEXTS, 60, 2, 1000)
     flat = uniform(subjects, GGMLType.Q4_1)
     search = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
-    search.measure(lambda share: None)
+    search.measure()
     limits = Limits(search.n_bytes(flat), 4, 1.0)
-    mix = search.refine(limits, lambda share: None)
+    mix = search.refine(limits)
     found = search.compare([flat, mix.types], windows)
     search.close()
     assert mix.n_bytes <= limits.n_bytes and found[1].divergence < found[0].divergence
     again = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
     monkeypatch.setattr(trials, "TrialModel", None)  # all of it is known
-    again.measure(lambda share: None)
-    assert again.refine(limits, lambda share: None) == mix
+    again.measure()
+    assert again.refine(limits) == mix
     assert again.compare([flat, mix.types], windows) == found
 
 
@@ -95,10 +96,11 @@ def test_a_request_says_what_it_lacks(source: GgufSource) -> None:
     subjects = subjects_of(source, read_spec(source.file))
     request = Request(source.path, Path("out.gguf"), "auto")
     with pytest.raises(InvalidArgument, match="--type auto needs --size"):
-        choice.limits_of(request, source, subjects)
+        choice.limits_of(request, source, subjects, Device(1))
     with pytest.raises(BudgetExceeded, match="--size must be at least"):
-        choice.limits_of(Request(source.path, Path("o"), "auto", size=1000), source, subjects)
+        choice.limits_of(Request(source.path, Path("o"), "auto", size=1000), source, subjects, Device(1))
     assert choice.parse_cost("verify:4") == (4, None) and choice.parse_cost("verify:8:2.5ms") == (8, 0.0025)
-    for cost in ("verify:0", "verify", "draft:4", "verify:4:"):
+    assert choice.parse_cost("verify") == (None, None) and choice.parse_cost("verify:1.5ms") == (None, 0.0015)
+    for cost in ("verify:0", "verifying", "draft:4", "verify:4:"):
         with pytest.raises(InvalidArgument, match="--cost must be verify:N"):
             choice.parse_cost(cost)

@@ -199,7 +199,7 @@ def test_a_head_needs_its_target_and_a_model_has_none(target: Path, tmp_path: Pa
     result = run(write_head(tmp_path / "head", "official"), "-o", tmp_path / "h.gguf")
     assert "is an EAGLE-3 draft head: name the model that it belongs to (--target)" in result.output
     result = run(target, "--target", target, "-o", tmp_path / "h.gguf")
-    assert "is no draft head, which alone has a target" in result.output
+    assert "is no draft head: --target goes with draft heads, and with draft models" in result.output
     head = write_tiny_eagle3(tmp_path / "h.gguf", target)
     result = run(head, "--target", target, "-o", tmp_path / "h.onnx", to="onnx")
     assert "an EAGLE-3 head is fed by what several layers of its target give" in result.output

@@ -1,0 +1,111 @@
+"""The formats that are best for a measure of both the sum of losses and the time, such as tokens a millisecond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BudgetExceeded
+from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
+
+_MOST = 2048  # points of a front; more are thinned evenly in time
+_STEPS = 24  # of the worth of a byte, where the best mix is too large
+_SMALL = 1e-3  # a step, as a share, by which the worth of a second is found
+
+Rate = Callable[[Numbers, Numbers], Numbers]  # of (n,) losses and (n,) seconds; falls with both
+
+
+@dataclass(frozen=True)
+class Front:
+    """Mixes of which none has both less loss and less time than another. losses, n_bytes, seconds: (n,) sums.
+
+    chosen: (n, n_tensors), an option of each tensor.
+    """
+
+    losses: Numbers
+    n_bytes: Numbers
+    seconds: Numbers
+    chosen: NDArray[np.intp]
+
+
+def front_of(options: Options, per_byte: float = 0.0) -> Front:
+    """All such mixes, with per_byte times the bytes as a part of the loss; exact where they are no more than 2048."""
+    sums, parents, picks = np.zeros((1, 3)), [], []
+    for losses, n_bytes, seconds in zip(options.losses, options.n_bytes, options.seconds, strict=True):
+        added = np.stack([losses, n_bytes, seconds], axis=1)
+        which = np.flatnonzero(np.isfinite(losses))
+        candidates = (sums[:, None] + added[None, which]).reshape(-1, 3)
+        kept = _thinned(candidates, _undominated(candidates, per_byte))
+        sums = candidates[kept]
+        parents.append(kept // len(which))
+        picks.append(which[kept % len(which)])
+    chosen = np.empty((len(sums), len(picks)), dtype=np.intp)
+    at = np.arange(len(sums))
+    for i in range(len(picks) - 1, -1, -1):
+        chosen[:, i] = picks[i][at]
+        at = parents[i][at]
+    return Front(sums[:, 0], sums[:, 1], sums[:, 2], chosen)
+
+
+def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
+    """By time. sums: (n, 3) losses, bytes, seconds."""
+    worth = sums[:, 0] + per_byte * sums[:, 1]
+    order = np.lexsort((worth, sums[:, 2]))
+    least = np.minimum.accumulate(worth[order])
+    return np.asarray(order[np.concatenate([[True], worth[order][1:] < least[:-1]])], dtype=np.intp)
+
+
+def _thinned(sums: Numbers, kept: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Of the points of each of some short times the last, which has the least loss; and the first point of all."""
+    if len(kept) <= _MOST:
+        return kept
+    seconds = sums[kept, 2]
+    bins = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * (_MOST - 2)).astype(np.intp)
+    is_last = np.append(np.diff(bins) > 0, True)
+    is_last[0] = True
+    return np.asarray(kept[is_last])
+
+
+def best_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
+    """The options with the highest rate within a number of bytes, and what a byte and a second are worth there.
+
+    Without a limit it is the best of all mixes, as far as fronts are exact; else as far as the worth of a byte finds
+    it. Raises BudgetExceeded.
+    """
+    best: tuple[float, Allocation] | None = None
+    for per_byte in (0.0, *_worths(options)):
+        front = front_of(options, per_byte)
+        fits = front.n_bytes <= n_bytes
+        if fits.any():
+            rates = np.where(fits, rate(front.losses, front.seconds), -np.inf)
+            i = int(rates.argmax())
+            if best is None or rates[i] > best[0]:
+                per_second = _worth_of_second(rate, float(front.losses[i]), float(front.seconds[i]))
+                best = float(rates[i]), Allocation(front.chosen[i], per_byte, per_second)
+            if fits.all():
+                break
+    if best is None:
+        least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
+        raise BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
+    return best[1]
+
+
+def _worths(options: Options) -> Numbers:
+    """Worths of a byte, from next to nothing to one at which losses do not count."""
+    finite = np.isfinite(options.losses)
+    high = float(options.losses[finite].max()) + 1e-30
+    return high / float(options.n_bytes[finite].max()) * np.geomspace(1e-6, 1e6, _STEPS)
+
+
+def _worth_of_second(rate: Rate, loss: float, seconds: float) -> float:
+    """How much loss a second is worth."""
+    more_loss, more_time = max(loss, 1e-12) * _SMALL, max(seconds, 1e-12) * _SMALL
+    losses, times = np.full(3, loss), np.full(3, seconds)
+    losses[1] += more_loss
+    times[2] += more_time
+    now, lossier, slower = rate(losses, times).tolist()
+    by_loss, by_time = (now - lossier) / more_loss, (now - slower) / more_time
+    return float(by_time / by_loss) if by_loss > 0 else 0.0

@@ -1,0 +1,109 @@
+"""An engine as the netlist that yosys makes for UltraScale+ devices, simulated by Icarus."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.hls.geometry import Geometry
+from edgeinfer.hls.packing import Bytes
+from edgeinfer.hls.synth import yosys
+from edgeinfer.hls.synth.counts import synthesis
+from edgeinfer.hls.synth.designs import engine
+
+_FOLDER = Path(__file__).parent
+_CONTENTS = (("CONTENT", "INIT"), ("PARITY", "INITP"))
+_SECONDS = 600  # that a simulation may take
+
+
+class Netlist:
+    """The netlist of an engine, made when this is created.
+
+    most_inputs, most_outputs: of the matrices that it is to multiply with. folder: where its files lie; must exist.
+    Raises BackendUnavailable without pyosys or Icarus.
+    """
+
+    def __init__(self, geometry: Geometry, most_inputs: int, most_outputs: int, folder: Path) -> None:
+        for tool in ("iverilog", "vvp"):
+            if shutil.which(tool) is None:
+                raise BackendUnavailable(f"Icarus Verilog is needed to simulate a netlist: {tool} not found; install iverilog")
+        self.geometry = geometry
+        self._design = engine(geometry, most_inputs, most_outputs)
+        self._folder = folder.absolute()
+        netlist = self._folder / "netlist.v"
+        yosys.run(synthesis(self._design, netlist), self._folder)
+        netlist.write_text(simulated(netlist.read_text()))
+        self._compile(netlist)
+
+    def product(self, x: NDArray[np.int8], stream: Bytes, n_out: int, stalls: int = 0) -> NDArray[np.int32]:
+        """W x, int32 (n_out,), exactly. x: int8 (n_in,); stream: of `packing.pack`, or the file of an exporter.
+
+        stalls: seed of random pauses of the streams of the engine; 0 for none. Raises ShapeError for a stream of another
+        size, EdgeInferError for a simulation that fails.
+        """
+        n_steps, n_tiles = self._sizes(len(x), stream.size, n_out)
+        padded = np.zeros(n_steps * self.geometry.step_inputs, dtype=np.int8)
+        padded[: len(x)] = x
+        padded.tofile(self._folder / "x.bin")
+        stream[: n_steps * n_tiles * self.geometry.beat_bytes].tofile(self._folder / "w.bin")
+        facts = (f"+{name}={name}.bin" for name in "xwy")
+        self._run("vvp", "-n", "engine.vvp", *facts, f"+steps={n_steps}", f"+tiles={n_tiles}", f"+stalls={stalls}")
+        y = np.fromfile(self._folder / "y.bin", dtype="<i4")
+        if y.size != n_tiles * self.geometry.rows:
+            raise EdgeInferError(f"the netlist must give {n_tiles * self.geometry.rows} sums: found {y.size}")
+        return y[:n_out].astype(np.int32)
+
+    def _sizes(self, n_in: int, n_bytes: int, n_out: int) -> tuple[int, int]:
+        """Steps and tiles."""
+        wanted = self.geometry.stream_bytes(n_out, n_in)
+        if n_bytes != wanted:
+            raise ShapeError(f"({n_out}, {n_in}) must take {wanted} bytes: found {n_bytes}; the file is of another matrix")
+        n_steps, n_tiles = self.geometry.n_steps(n_in), self.geometry.n_tiles(n_out)
+        most = self._design.parameters
+        if n_steps > most["MAX_STEPS"] or n_tiles > most["MAX_TILES"]:
+            raise InvalidArgument(
+                f"this netlist has room for {most['MAX_STEPS']} steps and {most['MAX_TILES']} tiles: found {n_steps} "
+                f"and {n_tiles}; create it for larger matrices"
+            )
+        return n_steps, n_tiles
+
+    def _compile(self, netlist: Path) -> None:
+        most = self._design.parameters
+        facts = {
+            "TOP": self._design.top,
+            "X_BITS": 8 * self.geometry.code.n_trits,
+            "W_BITS": self.geometry.beat_bits,
+            "ROWS": self.geometry.rows,
+            "TABLES": self.geometry.tables,
+            "ACC_BITS": most["ACC_BITS"],
+            "STEP_BITS": most["MAX_STEPS"].bit_length(),
+            "TILE_BITS": most["MAX_TILES"].bit_length(),
+        }
+        defines = (f"-D{name}={value}" for name, value in facts.items())
+        files = (_FOLDER / "bench.sv", _FOLDER / "block_ram.v", yosys.cell_models(), netlist)
+        self._run("iverilog", "-g2012", "-s", "bench", "-o", "engine.vvp", *defines, *map(str, files))
+
+    def _run(self, *command: str) -> None:
+        run = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        said = run.stdout + run.stderr
+        if run.returncode != 0 or "failed: " in said or (command[0] == "vvp" and "done" not in said):
+            raise EdgeInferError(f"{command[0]} must simulate the netlist of {self._design.name}: {said.strip()[-1000:]}")
+
+
+def simulated(netlist: str) -> str:
+    """A netlist for block_ram.v: what block RAMs hold at the start is one number, CONTENT, and one for the parity."""
+    rams = re.compile(r"(?:\s*\.INITP?_[0-9A-F]{2}\(\d+'[bh][0-9a-fx]+\),?)+")
+    return rams.sub(lambda ram: _content(ram[0]), netlist)
+
+
+def _content(parameters: str) -> str:
+    """Of consecutive parameters INIT_00 to INIT_3F or 7F, and INITP_00 on."""
+    words = sorted(re.findall(r"\.(INITP?)_([0-9A-F]{2})\((\d+'[bh][0-9a-fx]+)\)", parameters), reverse=True)
+    given = ((name, [word for kind, _, word in words if kind == own]) for name, own in _CONTENTS)
+    return "\n" + "".join(f".{name}({{{', '.join(of_name)}}}),\n" for name, of_name in given if of_name)
