@@ -32,7 +32,9 @@ class Netlist:
     def __init__(self, geometry: Geometry, most_inputs: int, most_outputs: int, folder: Path) -> None:
         for tool in ("iverilog", "vvp"):
             if shutil.which(tool) is None:
-                raise BackendUnavailable(f"Icarus Verilog is needed to simulate a netlist: {tool} not found; install iverilog")
+                raise BackendUnavailable(
+                    f"Icarus Verilog is needed to simulate a netlist: {tool} not found; install iverilog"
+                )
         self.geometry = geometry
         self._design = engine(geometry, most_inputs, most_outputs)
         self._folder = folder.absolute()
@@ -63,7 +65,9 @@ class Netlist:
         """Steps and tiles."""
         wanted = self.geometry.stream_bytes(n_out, n_in)
         if n_bytes != wanted:
-            raise ShapeError(f"({n_out}, {n_in}) must take {wanted} bytes: found {n_bytes}; the file is of another matrix")
+            raise ShapeError(
+                f"({n_out}, {n_in}) must take {wanted} bytes: found {n_bytes}; the file is of another matrix"
+            )
         n_steps, n_tiles = self.geometry.n_steps(n_in), self.geometry.n_tiles(n_out)
         most = self._design.parameters
         if n_steps > most["MAX_STEPS"] or n_tiles > most["MAX_TILES"]:
@@ -93,7 +97,9 @@ class Netlist:
         run = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
         said = run.stdout + run.stderr
         if run.returncode != 0 or "failed: " in said or (command[0] == "vvp" and "done" not in said):
-            raise EdgeInferError(f"{command[0]} must simulate the netlist of {self._design.name}: {said.strip()[-1000:]}")
+            raise EdgeInferError(
+                f"{command[0]} must simulate the netlist of {self._design.name}: {said.strip()[-1000:]}"
+            )
 
 
 def simulated(netlist: str) -> str:
