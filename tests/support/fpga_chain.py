@@ -7,18 +7,21 @@ edgeinfer.hls.folder, whose checks would find a fault before the implementations
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from click.testing import CliRunner
 from numpy.typing import NDArray
 
+from edgeinfer import cli
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.hls.csim import CSimulation, Headers
+from edgeinfer.hls.cycles import cycles
 from edgeinfer.hls.geometry import LANE_BYTES, Geometry
 from edgeinfer.hls.golden import products
 from edgeinfer.hls.packing import unpack
@@ -71,19 +74,12 @@ def vectors_of(folder: Path) -> Iterator[Vectors]:
     for golden in facts["golden"]:
         tensor = tensors[golden["tensor"]]
         n_out, n_in = tensor["shape"]
-        ports = [
-            _read(folder / f"{tensor['stream']}.{port}.bin", tensor["offset"], tensor["bytes"])
-            for port in range(n_ports)
-        ]
-        x, y = (_read(folder / golden[key]["file"], golden[key]["offset"], golden[key]["bytes"]) for key in "xy")
-        yield Vectors(
-            tensor["name"],
-            n_out,
-            n_in,
-            joined(ports),
-            x.view(np.int8).reshape(-1, n_in),
-            y.view("<i4").reshape(-1, n_out),
-        )
+        names = [f"{tensor['stream']}.{port}.bin" for port in range(n_ports)]
+        stream = joined([_read(folder, name, tensor) for name in names])
+        x, y = (_read(folder, golden[key]["file"], golden[key]) for key in "xy")
+        x, y = x[: len(x) // n_in * n_in], y[: len(y) // (4 * n_out) * 4 * n_out]  # whole rows
+        rows = x.view(np.int8).reshape(-1, n_in), y.view("<i4").reshape(-1, n_out)
+        yield Vectors(tensor["name"], n_out, n_in, stream, *rows)
 
 
 def geometry_hash(folder: Path) -> str:
@@ -98,8 +94,9 @@ def joined(ports: Sequence[Bytes]) -> Bytes:
     return np.ascontiguousarray(lanes).reshape(-1)
 
 
-def _read(path: Path, offset: int, n_bytes: int) -> Bytes:
-    return np.fromfile(path, dtype=np.uint8, count=n_bytes, offset=offset)
+def _read(folder: Path, name: str, place: Mapping[str, Any]) -> Bytes:
+    """The bytes of a place in a file, as far as it goes."""
+    return np.fromfile(folder / name, dtype=np.uint8, count=place["bytes"], offset=place["offset"])
 
 
 # ---- implementations -------------------------------------------------------------------------------------------------
@@ -187,27 +184,25 @@ class Cells:
 
     def products(self, stream: Bytes, x: Inputs, n_out: int) -> Sums:
         """See Implementation."""
-        return np.stack([self._netlist.product(row, stream, n_out) for row in x])
+        return self._netlist.product(x, stream, n_out)[0]
 
 
 def on_cpu(geometry: Geometry) -> list[Implementation]:
     """numpy, and the kernels of all instruction sets that are here."""
-    return [
-        Numpy(geometry),
-        *(Cpu(geometry, isa, base_three) for isa in available_isas() for base_three in (False, True)),
-    ]
+    kernels = [Cpu(geometry, isa, base_three) for isa in available_isas() for base_three in (False, True)]
+    return [Numpy(geometry), *kernels]
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def compared(
-    folder: Path, implementation: Implementation, most_vectors: int | None = None, most_work: float = np.inf
+    folder: Path, implementation: Implementation, most_vectors: int | None = None, most_cycles: int | None = None
 ) -> tuple[int, int]:
     """(matrices, sums) of a folder that an implementation gave as the files have them.
 
-    most_vectors: of each matrix, from the first one on.  most_work: matrices of more steps times tiles are left out.
-    Raises ChainError where a sum is another one, or where the files are of another engine or cut short.
+    most_vectors: of each matrix, from the first one on.  most_cycles: matrices that take more are left out. Raises
+    ChainError where a sum is another one, or where the files are of another engine or cut short.
     """
     name, geometry = implementation.name, implementation.geometry
     found = geometry_hash(folder)
@@ -215,12 +210,12 @@ def compared(
         raise ChainError(f"{name}: this engine has the geometry {geometry.hash()}: the files are packed for {found}")
     n_matrices = n_sums = 0
     for vectors in vectors_of(folder):
-        if geometry.n_steps(vectors.n_in) * max(50, geometry.n_tiles(vectors.n_out)) > most_work:
+        if most_cycles is not None and cycles(geometry, vectors.n_in, vectors.n_out) > most_cycles:
             continue
         x, y = vectors.x[:most_vectors], vectors.y[:most_vectors]
         if len(y) < len(x):
             raise ChainError(
-                f"{name}: {vectors.name} must have {len(x)} golden results: found {len(y)}; the file is short"
+                f"{name}: {vectors.name} must have {len(x)} golden results: found {len(y)}; it is cut short"
             )
         try:
             given = implementation.products(vectors.stream, x, vectors.n_out)
@@ -238,3 +233,13 @@ def _compare(name: str, matrix: str, given: Sums, y: Sums) -> None:
             f"{name}: {matrix}: vector {vector}, row {row} gives {given[vector, row]}: the golden file has "
             f"{y[vector, row]}; {n_wrong} of {y.size} sums differ"
         )
+
+
+def exported(model: Path, geometry: Geometry, out: Path, n_golden: int) -> Path:
+    """The folder of `edgeinfer export --to fpga`. Raises EdgeInferError where it fails."""
+    shape = ["--encoding", geometry.encoding, "--rows", str(geometry.rows), "--tables", str(geometry.tables)]
+    command = ["export", str(model), "--to", "fpga", *shape, "--golden", str(n_golden), "--out", str(out)]
+    done = CliRunner().invoke(cli.main, command)
+    if done.exit_code:
+        raise EdgeInferError(f"edgeinfer {' '.join(command)}: {done.output}") from done.exception
+    return out
