@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.exporters.auto import candidates, draft_choice, speed
+from edgeinfer.exporters.auto import candidates, draft_choice, speed, trial
 from edgeinfer.exporters.auto import target as target_module
 from edgeinfer.exporters.auto.agreement import margins_of
 from edgeinfer.exporters.auto.allocation import Options
@@ -40,6 +40,7 @@ def times_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "record_folder", lambda kind: None)
+    monkeypatch.setattr(trial, "_TIMED_SECONDS", 0.0)
     monkeypatch.setattr(target_module, "HELD_OUT", target_module.HELD_OUT[:2])
     monkeypatch.setattr(target_module, "PROMPTS", target_module.PROMPTS[:17])
     monkeypatch.setattr(target_module, "ANSWER_TOKENS", 24)
@@ -109,10 +110,7 @@ def test_the_best_mix_is_the_best_of_all(seed: int) -> None:
     most = float(np.quantile(sums[2], 0.3))
     within = best_mix(of, rate, most).chosen
     assert of.n_bytes[np.arange(6), within].sum() <= most
-    assert (
-        rate(*(v[np.arange(6), within].sum(keepdims=True) for v in (of.losses, of.seconds)))[0]
-        > 0.99 * rates[sums[2] <= most].max()
-    )
+    assert rate(*sums_of(of, within))[0] > 0.99 * rates[sums[2] <= most].max()
     with pytest.raises(BudgetExceeded, match="the smallest formats take"):
         best_mix(of, rate, 1.0)
 
