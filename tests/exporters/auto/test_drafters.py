@@ -16,6 +16,7 @@ from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.exporters.auto import candidates, draft_choice, speed
+from edgeinfer.exporters.auto import target as target_module
 from edgeinfer.exporters.auto.agreement import margins_of
 from edgeinfer.exporters.auto.allocation import Options
 from edgeinfer.exporters.auto.chains import NEVER, Drafting, Expected, accepted, of_rows
@@ -30,7 +31,6 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
-FLOATS = np.float64
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,10 @@ def times_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "record_folder", lambda kind: None)
+    monkeypatch.setattr(target_module, "HELD_OUT", target_module.HELD_OUT[:2])
+    monkeypatch.setattr(target_module, "PROMPTS", target_module.PROMPTS[:17])
+    monkeypatch.setattr(target_module, "ANSWER_TOKENS", 24)
+    monkeypatch.setattr(target_module, "_CALIBRATION_SECONDS", 0.1)
 
 
 # ---- Numbers by hand -------------------------------------------------------------------------------------------------
@@ -138,16 +142,14 @@ def test_the_types_of_a_tiny_draft_model_are_the_best_of_all_mixes(
         drafter = DraftModel(source, target, None, device)
         drafter.subjects = [each for each in drafter.subjects if each.name in names]
         texts = target.texts(None, 600, 4)
-        search = DraftSearch(
-            source, drafter, Drafting([0, 0.03, 0.032, 0.034, 0.05], [1, 2, 3]), texts, device, State(None, "")
-        )
+        drafting, state = Drafting([0, 0.03, 0.032, 0.034, 0.05], [1, 2, 3]), State(None, "")
+        search = DraftSearch(source, drafter, drafting, texts, device, state)
         monkeypatch.setattr(drafter, "seconds", lambda types: 0.0)  # what a pass takes beside its products
         search.measure()
         mix = search.choose(float("inf"))
         search.close()
-        mixes = [
-            dict(zip(names, each, strict=True)) for each in itertools.product(*(s.formats for s in drafter.subjects))
-        ]
+        every = itertools.product(*(each.formats for each in drafter.subjects))
+        mixes = [dict(zip((each.name for each in drafter.subjects), types, strict=True)) for types in every]
         predicted, measured = [], []
         for types in mixes:
             of_types = search.predicted(types)
@@ -168,8 +170,10 @@ def run(source: Path, *arguments: str | Path) -> Result:
 
 
 def test_a_draft_model_is_written_as_it_was_measured_and_drafts(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "draft.gguf"
-    result = run(folder / "draft.gguf", "--target", folder / "target.gguf", "-o", out)
+    out, text = tmp_path / "draft.gguf", tmp_path / "text"
+    text.write_text("Some text of words that stand one behind the other. " * 6)
+    asked = ("--target", folder / "target.gguf", "--calibration", text, "-o", out)
+    result = run(folder / "draft.gguf", *asked)
     assert result.exit_code == 0, result.output
     assert "losses: 8 of 8 tensors" in result.stderr and "s left" in result.stderr
     assert "note: auto: for target.gguf; measured on other texts of it" in result.stderr
@@ -181,7 +185,7 @@ def test_a_draft_model_is_written_as_it_was_measured_and_drafts(folder: Path, tm
         spec = backend.read_spec(file)
         kept = sum(file.tensors[name].n_bytes for name in file.tensors)
         assert backend.plan(file, spec, 64).use.weights > 0.9 * kept  # nothing is rounded further
-    again = run(folder / "draft.gguf", "--target", folder / "target.gguf", "-o", out, "--dry-run")
+    again = run(folder / "draft.gguf", *asked, "--dry-run")
     assert again.exit_code == 0 and "s left" not in again.stderr
     with edgeinfer.load(folder / "target.gguf", draft=[str(out)]) as engine:
         completion = engine.generate("some text of words", max_tokens=24, temperature=0.0)
