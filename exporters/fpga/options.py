@@ -18,8 +18,10 @@ _USUAL_SHAPES = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}  # rows, ta
 
 @dataclass(frozen=True)
 class BoardOptions:
-    """n_golden: golden vectors of each matrix of some layers.  rescored: tokens that the ternary first stage of the
-    output matrix lets through, 0 without that stage.  n_ctx: None for the usual one.
+    """The options of an export.
+
+    n_golden: golden vectors of each matrix of some layers.  rescored: tokens that the ternary first stage of the output
+    matrix lets through, 0 without that stage.  n_ctx: None for the usual one.
     """
 
     board: Board

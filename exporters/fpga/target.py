@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from edgeinfer.exporters.fpga.writing import head_facts, write_model
 from edgeinfer.exporters.manifest import record, source_files, tool_version
 from edgeinfer.exporters.request import Plan, Progress, Request, Result
 from edgeinfer.exporters.ternary.reading import PIECE_WEIGHTS, open_ternary
+from edgeinfer.exporters.ternary.source import TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.hls.writer import BoardWriter
@@ -24,7 +26,11 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-NAMES = ("*.bin", "*.json", "*.h", "*.hpp", "chat_template.jinja", "golden")
+NAMES = (
+    *("weights.*.bin", "head_t.*.bin", "scales.bin", "norms.bin", "embed.bin", "head_i8.bin", "rope.bin", "golden"),
+    *("edgeinfer_model.h", "config.hpp", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("manifest.json", "report.json"),
+)
 _TEXT_BYTES = 4 << 20
 
 
@@ -64,16 +70,26 @@ def _opened(request: Request) -> Iterator[tuple[Content, ModelFile]]:
 
 def _facts(request: Request, content: Content) -> dict[str, Any]:
     """What the manifest says beside the places of tensors."""
-    metadata = content.source.metadata
     return {
         "board": content.options.board.name,
         "model": model_facts(content),
         "embeddings": {"array": "embed", "type": content.options.embeddings},
         "head": head_facts(content),
         "source": [record(path) for path in source_files(request.source)],
-        "licence": str(metadata.get("general.license", "not said by the source")),
+        "licence": licence_of(content.source),
         "tool": {"edgeinfer": tool_version()},
     }
+
+
+def licence_of(source: TernarySource) -> str:
+    """What the source says: the key of a GGUF file, or the model card of a checkpoint."""
+    card = source.path / "README.md"
+    if source.path.is_dir() and card.is_file():
+        head = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        found = re.search(r"^license:\s*(\S+)", head[1], re.MULTILINE) if head else None
+        if found:
+            return found[1]
+    return str(source.metadata.get("general.license", "not said by the source"))
 
 
 def _write_texts(writer: BoardWriter, content: Content, file: ModelFile) -> None:

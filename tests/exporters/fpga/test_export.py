@@ -92,6 +92,7 @@ def test_a_packed_checkpoint_comes_back_as_arrays(tmp_path: Path, rng: np.random
     model = tmp_path / "model"
     model.mkdir()
     write_packed_llama(model, rng)
+    (model / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     export(model, tmp_path / "out", "--rows", "8", "--tables", "8", "--no-check")
     ternary = tmp_path / "i2_s.gguf"
     assert run("export", model, "--to", "ternary", "--out", ternary).exit_code == 0
@@ -104,7 +105,7 @@ def test_a_packed_checkpoint_comes_back_as_arrays(tmp_path: Path, rng: np.random
     facts = check_folder(tmp_path / "out").manifest.facts
     assert facts["model"]["rope"] == {"kind": "interleaved", "n_dims": 64, "base": 10000.0, "magnitude": 1.0}
     assert facts["head"] == {"array": "head", "scales": "head_scales", "tied": False, "first_stage": None}
-    assert [each["name"] for each in facts["source"]][:1] == ["config.json"]
+    assert [each["name"] for each in facts["source"]][:1] == ["config.json"] and facts["licence"] == "mit"
 
 
 def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: Path) -> None:
@@ -243,6 +244,13 @@ def test_rotations_are_sines_and_cosines() -> None:
     x = np.concatenate([np.linspace(0, 10, 10_001), np.linspace(0, 2**20, 10_001)])
     sines, cosines = sines_and_cosines(x)
     assert np.abs(sines - np.sin(x)).max() < 1e-14 and np.abs(cosines - np.cos(x)).max() < 1e-14
+
+
+def test_a_folder_with_other_files_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"mine")
+    result = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out")
+    assert result.exit_code != 0 and "This folder has other files, such as 'pytorch_model.bin'" in result.stderr
 
 
 def test_a_fault_leaves_the_older_folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
