@@ -35,10 +35,14 @@ def main(names: tuple[str, ...], is_recorded: bool, write: bool, parts: bool, ro
 
 
 def _print_counts(chosen: list[Design], is_recorded: bool, write: bool) -> None:
-    found = recorded() if is_recorded else counted(chosen)
-    if write:
-        record(found)
-    print(table(found))
+    if is_recorded:
+        print(table(recorded()))
+    elif write:
+        for design in chosen:
+            record(counted([design]))
+        print(table(recorded()))
+    else:
+        print(table(counted(chosen)))
 
 
 def _print_parts(chosen: list[Design]) -> None:

@@ -60,7 +60,7 @@ def synthesis(design: Design, netlist: Path | None = None, flat: bool = True) ->
     written = [] if netlist is None else [f"write_verilog -noattr {netlist}"]
     return [
         f"read_verilog -sv -defer -DEI_XILINX {files}",
-        f"hierarchy -check -top {design.top} {values}",
+        f"hierarchy -top {design.top} {values}",
         f"synth_xilinx -family xcup -noiopad -noclkbuf {'-flatten' if flat else ''}",
         "tee -q -o stat.json stat -json",
         *written,

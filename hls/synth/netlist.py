@@ -38,18 +38,26 @@ class Netlist:
         self.geometry = geometry
         self._design = engine(geometry, most_inputs, most_outputs)
         self._folder = folder.absolute()
-        netlist = self._folder / "netlist.v"
-        yosys.run(synthesis(self._design, netlist), self._folder)
-        netlist.write_text(simulated(netlist.read_text()))
-        self._compile(netlist)
+        path = self._folder / "netlist.v"
+        yosys.run(synthesis(self._design, path), self._folder)
+        self.take(simulated(path.read_text()))
+
+    def take(self, text: str) -> None:
+        """Simulate this netlist of the engine from now on."""
+        self.text = text
+        path = self._folder / "netlist.v"
+        path.write_text(text)
+        macros = (f"-D{name}={value}" for name, value in harness_macros(self._design).items())
+        files = (_FOLDER / "bench.sv", _FOLDER / "block_ram.v", yosys.cell_models(), path)
+        self._run("iverilog", "-g2012", "-s", "bench", "-o", "engine.vvp", *macros, *map(str, files))
 
     def product(
         self, x: NDArray[np.int8], stream: Bytes, n_out: int, stalls: int = 0
     ) -> tuple[NDArray[np.int32], list[int]]:
         """(y, cycles): y int32 (n, n_out), and the cycles of each row from its start to its last result.
 
-        x: int8 (n, n_in). stream: of `packing.pack`, or of the file of an exporter. stalls: seed of random pauses of the
-        streams of the engine; 0 for none. Raises ShapeError for a stream of another size, EdgeInferError for a
+        x: int8 (n, n_in). stream: of `packing.pack`, or of the file of an exporter. stalls: seed of random pauses of
+        the streams of the engine; 0 for none. Raises ShapeError for a stream of another size, EdgeInferError for a
         simulation that fails.
         """
         n_steps, n_tiles = self._sizes(x.shape[1], stream.size, n_out)
@@ -84,11 +92,6 @@ class Netlist:
                 f"and {n_tiles}; create it for larger matrices"
             )
         return n_steps, n_tiles
-
-    def _compile(self, netlist: Path) -> None:
-        defines = (f"-D{name}={value}" for name, value in harness_macros(self._design).items())
-        files = (_FOLDER / "bench.sv", _FOLDER / "block_ram.v", yosys.cell_models(), netlist)
-        self._run("iverilog", "-g2012", "-s", "bench", "-o", "engine.vvp", *defines, *map(str, files))
 
     def _run(self, *command: str) -> str:
         run = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, timeout=_SECONDS, check=False)

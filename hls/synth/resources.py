@@ -15,9 +15,8 @@ from edgeinfer.hls.synth.designs import Design
 RECORD = Path(__file__).with_name("resources.json")
 TOLERANCE = 0.02
 BASELINE = "2bit"  # the encoding of the engine with adders
-_WHAT = (
-    "logic estimates of yosys for UltraScale+ (synth_xilinx -family xcup): not placed, not routed, no figures of Vivado"
-)
+_WHAT = "logic estimates of yosys for UltraScale+ (synth_xilinx -family xcup); not placed or routed, not Vivado's"
+_KINDS = ("lut", "lut_memory", "ff", "carry", "ramb18", "ramb36", "uram", "dsp", "trits_per_cycle", "luts_per_trit")
 
 
 def counted(designs: Iterable[Design]) -> dict[str, Any]:
@@ -63,9 +62,7 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         if other is None or other["parameters"] != row["parameters"]:
             told.append(f"{name}: of other parameters, or not recorded")
             continue
-        kinds = [
-            kind for kind, n in row.items() if isinstance(n, int) and abs(n - other[kind]) > TOLERANCE * other[kind]
-        ]
+        kinds = [kind for kind in _KINDS if abs(row[kind] - other[kind]) > TOLERANCE * other[kind]]
         told += [f"{name}: {row[kind]} {kind}, recorded {other[kind]}" for kind in kinds]
     return told
 
@@ -79,21 +76,9 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> str:
     """The record as lines of text."""
-    columns = (
-        "lut",
-        "lut_memory",
-        "ff",
-        "carry",
-        "ramb18",
-        "ramb36",
-        "uram",
-        "dsp",
-        "trits_per_cycle",
-        "luts_per_trit",
-    )
-    lines = [["design", *columns, "baseline / this"]]
+    lines = [["design", *_KINDS, "baseline / this"]]
     for (name, row), ratio in zip(found["designs"].items(), ratios(found).values(), strict=True):
-        lines.append([name, *(str(row[column]) for column in columns), f"{ratio:.2f}" if ratio else ""])
+        lines.append([name, *(str(row[column]) for column in _KINDS), f"{ratio:.2f}" if ratio else ""])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join((f"{found['what']}; pyosys {found['pyosys']}", *rows))
