@@ -95,7 +95,7 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
 def equal_pairs(
     search: Search, plain: Mapping[str, Types], names: Sequence[str], held: Sequence[Window], n_tokens: int
 ) -> dict[str, Types]:
-    """Choices, and of each the fastest mix of no more bytes and no more measured divergence, of a few that are tried."""
+    """Choices, and of each the fastest of a few mixes that has no more bytes and no more measured divergence."""
     ladders = {
         name: [
             fastest(search, step * search.predicted(plain[name]), search.n_bytes(plain[name]), n_tokens)
