@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from edgeinfer.errors import (
     warn,
 )
 from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
-from edgeinfer.memory.planner import Settings
+from edgeinfer.memory.planner import LoadSettings
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
@@ -32,6 +33,7 @@ _BACKENDS = {
     "llama.cpp": ("edgeinfer.backends.llama_cpp", "LlamaCppBackend"),
     "opencl": ("edgeinfer.backends.opencl", "OpenCLBackend"),
     "onnx": ("edgeinfer.backends.onnx", "OnnxBackend"),
+    "fpga-sim": ("edgeinfer.backends.fpga_sim", "FpgaSimBackend"),
 }
 
 
@@ -65,19 +67,19 @@ class Target:
     backend: Backend
     spec: ModelSizes
     device: Device
-    wanted: Settings
+    wanted: LoadSettings
     sizes: ExpertSizes | None
     rough: Target | None = None
     _plans: dict[tuple[object, ...], MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
 
-    def planned(self, settings: Settings) -> PlannedModel:
+    def planned(self, settings: LoadSettings) -> PlannedModel:
         """The model with these settings."""
         key = settings.n_ctx, settings.n_batch, settings.cache_type, settings.expert_cache
         if key not in self._plans:
             self._plans[key] = self._plan(settings)
         return PlannedModel(self.file, self.backend, self.spec, self._plans[key], self.device)
 
-    def _plan(self, settings: Settings) -> MemoryPlan:
+    def _plan(self, settings: LoadSettings) -> MemoryPlan:
         asked = settings.n_ctx, settings.n_batch, self.device.n_threads, settings.cache_type
         if settings.expert_cache is None:
             return self.backend.plan(self.file, self.spec, *asked)
@@ -88,7 +90,7 @@ class Target:
 def choose_target(file: ModelFile, options: LoadOptions) -> Target:
     """The backend that `edgeinfer.load` takes for a file. Errors as there."""
     try:
-        return _target_on(open_backend(options.backend, options.ternary_bits, options.verify), file, options)
+        return _target_on(_backend_for(options), file, options)
     except UnsupportedModel as error:
         if options.backend != "auto":
             raise
@@ -108,9 +110,19 @@ def open_backend(name: BackendName, ternary_bits: TernaryChoice = "auto", verify
         except BackendUnavailable as error:
             warn(f"{error}; using the numpy reference, which is far slower")
             return open_backend("reference")
+    return _opened(name, {"ternary_bits": ternary_bits, "verify": verify} if name == "native" else {})
+
+
+def _backend_for(options: LoadOptions) -> Backend:
+    """The backend that a caller wants. Raises as open_backend, and BadBoardFolder."""
+    if options.backend == "fpga-sim":
+        return _opened("fpga-sim", {"folder": options.fpga_folder})
+    return open_backend(options.backend, options.ternary_bits, options.verify)
+
+
+def _opened(name: str, options: Mapping[str, object]) -> Backend:
     module, attribute = _BACKENDS[name]
     try:
-        options = {"ternary_bits": ternary_bits, "verify": verify} if name == "native" else {}
         backend: Backend = getattr(importlib.import_module(module), attribute)(**options)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"the {name} backend is not usable: {error}") from error
@@ -135,7 +147,7 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
             )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
-    wanted = Settings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
+    wanted = LoadSettings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
     target = Target(file, backend, spec, device, wanted, sizes)
     if is_measured:
         target = replace(target, rough=replace(target, backend=open_backend("native", "1.6"), _plans={}))

@@ -18,7 +18,7 @@ from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.placement import check_name
 from edgeinfer.types import CacheType, TernaryBits
 
-BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]
 TernaryChoice: TypeAlias = Literal["auto"] | TernaryBits
 FileName: TypeAlias = str | os.PathLike[str]
 Draft: TypeAlias = FileName | Sequence[FileName] | None
@@ -42,6 +42,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_max: int
     draft_device: str
     verify: bool
+    fpga_folder: FileName | None
     budget: str | int | None
     progress: Progress | None
 
@@ -79,6 +80,8 @@ class LoadOptions:
     or fails, the CPU drafts, with a RuntimeWarning that says why.
     verify: use packed weights beside the model (`edgeinfer pack`, native backend only) only if every byte of both files
     is as it was packed, which takes about 1 s for each GB. Otherwise sizes and samples are compared.
+    fpga_folder: a folder of `edgeinfer export --to fpga`, made of this model, whose engine and weights the backend
+    "fpga-sim" takes. None is a small engine with the weights of the model.
     budget: most memory that the process may take, everything in the ledger (`Engine.memory`) together. A size in bytes
     or as text ("2GiB"), or a share of what is free ("60%"). None or "auto" is what is free less a sixteenth of it, at
     least 32 MiB and at most 1 GiB; no budget goes above that. Where not all fits, there are, in this order and with a
@@ -100,6 +103,7 @@ class LoadOptions:
     draft_max: int = DEFAULT_DRAFT_MAX
     draft_device: str = "auto"
     verify: bool = False
+    fpga_folder: FileName | None = None
     budget: str | int | None = None
     progress: Progress | None = None
 
@@ -124,9 +128,18 @@ class LoadOptions:
         check_choice("ternary_bits", self.ternary_bits, ("auto", *get_args(TernaryBits)))
         check_name(check_text("draft_device", self.draft_device))
         check_flag("verify", self.verify)
+        self._check_fpga_folder()
         if (n_bytes := parse_budget(self.budget).n_bytes) is not None and not isinstance(self.budget, str):
             object.__setattr__(self, "budget", n_bytes)
         check_callback("progress", self.progress)
+
+    def _check_fpga_folder(self) -> None:
+        if self.fpga_folder is None:
+            return
+        if not isinstance(self.fpga_folder, (str, os.PathLike)) or not os.fsdecode(self.fpga_folder):
+            raise InvalidArgument(f"fpga_folder must be the name of a folder or None: found {shown(self.fpga_folder)}")
+        if self.backend != "fpga-sim":
+            raise InvalidArgument(f'fpga_folder is for backend="fpga-sim": found {self.backend!r}')
 
     def drafter_names(self) -> str | tuple[str, ...]:
         """The value of `draft` as text: "auto", "none" or one name, or a tuple of names. Raises InvalidArgument."""

@@ -16,7 +16,7 @@ from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.limit import Limit, limit_of, parse_budget
-from edgeinfer.memory.planner import Fitting, Knob, Ladder, Settings, least_settings, settle, smaller_batches
+from edgeinfer.memory.planner import Fitting, Knob, Ladder, LoadSettings, least_settings, settle, smaller_batches
 from edgeinfer.memory.refusal import FileSizes, refusal
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -44,8 +44,8 @@ class LoadPlan:
     tier: TierPlan | None
     ledger: Ledger
     limit: Limit
-    wanted: Settings
-    settings: Settings
+    wanted: LoadSettings
+    settings: LoadSettings
     steps: Sequence[str]
     dropped: Mapping[str, str]
 
@@ -159,17 +159,17 @@ class _Planner:
             knobs.append(smaller_batches(target.wanted.n_batch))
         return knobs
 
-    def _settled(self, target: Target) -> Settings:
+    def _settled(self, target: Target) -> LoadSettings:
         fitting = Fitting(lambda settings: self._ledger(target, settings), self._limit.n_bytes)
         settings = settle(target.wanted, self._knobs, fitting)
         if settings is not None:
             return settings
         raise refusal(_sizes_of(target.file), least_settings(target.wanted, self._knobs), fitting, self._limit)
 
-    def _ledger(self, target: Target, settings: Settings) -> Ledger:
+    def _ledger(self, target: Target, settings: LoadSettings) -> Ledger:
         return ledger_of(target.planned(settings), self._drafters(target, settings), self._process)
 
-    def _drafters(self, target: Target, settings: Settings) -> DraftPlan | None:
+    def _drafters(self, target: Target, settings: LoadSettings) -> DraftPlan | None:
         if self._choice is None:
             return None
         found = self._choice.plan(target.planned(settings).plan, settings)
@@ -187,11 +187,11 @@ class CacheKnob:
     wanted: int | None
     measured: Callable[[int], int | None]
 
-    def least(self, settings: Settings) -> Settings:
+    def least(self, settings: LoadSettings) -> LoadSettings:
         """See Knob."""
         return replace(settings, expert_cache=self.sizes.least)
 
-    def best(self, settings: Settings, fitting: Fitting) -> Settings:
+    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
         """See Knob."""
         wanted, least = replace(settings, expert_cache=self.wanted), self.least(settings)
         if fitting.fits(wanted):
@@ -223,7 +223,7 @@ def _sizes_of(file: ModelFile) -> FileSizes:
 # ---- what is done without, in words ----------------------------------------------------------------------------------
 
 
-def _steps(target: Target, choice: DraftChoice | None, settings: Settings) -> Iterator[str]:
+def _steps(target: Target, choice: DraftChoice | None, settings: LoadSettings) -> Iterator[str]:
     """What the settings have less of than is wanted."""
     wanted = target.wanted
     if choice is not None:
@@ -237,7 +237,7 @@ def _steps(target: Target, choice: DraftChoice | None, settings: Settings) -> It
         yield f"batches of {settings.n_batch} tokens rather than {wanted.n_batch}, so prompts take longer"
 
 
-def _draft_steps(choice: DraftChoice, wanted: Settings, settings: Settings) -> Iterator[str]:
+def _draft_steps(choice: DraftChoice, wanted: LoadSettings, settings: LoadSettings) -> Iterator[str]:
     """The same of drafters."""
     n_ctx = wanted.n_ctx
     if settings.tables is None and choice.free:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, vendor_headers
+from edgeinfer.hls.folder import BoardFolder
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.packing import Bytes
+from edgeinfer.hls.packing import Bytes, to_ports
 
-__all__ = ["CSimulation", "Headers", "build_library", "build_program", "engine_macros", "vendor_headers"]
+__all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]
+
+Floats = NDArray[np.float32]
+_MOST_PORTS, _WRONG_GEOMETRY = 4, 2  # of ei_linear_axi.hpp
 
 
 def engine_macros(geometry: Geometry, max_in: int, max_out: int) -> dict[str, object]:
@@ -23,10 +30,27 @@ def engine_macros(geometry: Geometry, max_in: int, max_out: int) -> dict[str, ob
         "EI_ROWS": geometry.rows,
         "EI_TABLES": geometry.tables,
         "EI_PORTS": geometry.n_ports,
-        "EI_GEOMETRY_HASH": f"0x{geometry.hash()}ULL",
-        "EI_MAX_IN": max_in,
-        "EI_MAX_OUT": max_out,
+        "EI_GEOMETRY_HASH": f'"{geometry.hash()}"',
+        "EI_MAX_INPUTS": max_in,
+        "EI_MAX_OUTPUTS": max_out,
     }
+
+
+def build_kernels(
+    geometry: Geometry, max_in: int, max_out: int, headers: Headers = Headers.OWN, flags: Sequence[str] = ()
+) -> Path:
+    """The library that CSimulation loads."""
+    source = FOLDER / "tb" / "csim_library.cpp"
+    return build_library([source], headers, engine_macros(geometry, max_in, max_out), flags)
+
+
+def build_bench(folder: BoardFolder, headers: Headers = Headers.OWN, flags: Sequence[str] = ()) -> Path:
+    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments."""
+    # The header's own hash names the build, as a folder may be written again.
+    digest = hashlib.sha256((folder.path / "edgeinfer_model.h").read_bytes()).hexdigest()
+    defines = {"EI_MODEL_HEADER": 1, "EI_MODEL_HEADER_SHA256": digest}
+    sources = [FOLDER / "tb" / "tb_tlmm.cpp", FOLDER / "src" / "ei_tlmm_top.cpp"]
+    return build_program(sources, headers, defines, [f"-I{folder.path}", *flags])
 
 
 class CSimulation:
@@ -44,10 +68,7 @@ class CSimulation:
         flags: Sequence[str] = (),
     ) -> None:
         self.geometry, self.max_in, self.max_out = geometry, max_in, max_out
-        sources = [FOLDER / "tb" / "csim_library.cpp"]
-        self._library = ctypes.CDLL(
-            str(build_library(sources, headers, engine_macros(geometry, max_in, max_out), flags))
-        )
+        self._library = ctypes.CDLL(str(build_kernels(geometry, max_in, max_out, headers, flags)))
         self._library.ei_csim_error.restype = ctypes.c_char_p
         self._library.ei_csim_geometry.restype = ctypes.c_uint64
 
@@ -67,6 +88,39 @@ class CSimulation:
         self._call("ei_csim_product", x, np.ascontiguousarray(stream), n_out, x.size, y)
         return y
 
+    def linear(self, stream: Bytes, scales: Floats, x: Floats, geometry_hash: str = "") -> Floats:
+        """(n_tokens, n_out): what `arithmetic.linear` gives, by the memory ports of `ei_linear_axi`.
+
+        stream: of the matrix. scales: (n_out,). x: (n_tokens, n_in). geometry_hash: of the stream, this engine's when
+        empty. Raises BadBoardFolder where the engine refuses it, and what `product` raises.
+        """
+        if self.geometry.n_ports > _MOST_PORTS:
+            raise InvalidArgument(f"ei_linear_axi has 1 to {_MOST_PORTS} ports: found {self.geometry.n_ports}")
+        (n_tokens, n_in), n_out = x.shape, scales.size
+        self._check(stream, n_out, n_in)
+        ports, y = to_ports(stream, self.geometry), np.empty((n_tokens, n_out), dtype=np.float32)
+        given = ctypes.c_uint64(int(geometry_hash or self.hash, 16))
+        status = np.zeros(1, dtype=np.uint32)
+        sizes = (n_tokens, n_in, n_out)
+        size = ctypes.c_size_t(ports.shape[1])
+        self._call("ei_csim_linear", _floats(x), ports, size, _floats(scales), *sizes, given, y, status)
+        if status[0] == _WRONG_GEOMETRY:
+            raise BadBoardFolder(
+                f"the weights are packed for geometry {geometry_hash}, and the engine is of {self.hash}: export the "
+                f"model for {self.geometry}, or load another engine"
+            )
+        return y
+
+    def norm(self, x: Floats, weight: Floats, epsilon: float) -> tuple[NDArray[np.int8], Floats]:
+        """Of x (n_tokens, n), `arithmetic.quantise` of `arithmetic.rms_norm`, by `ei_norm_top`. weight: (n,)."""
+        if x.shape[1] > self.max_in or weight.shape != x.shape[1:]:
+            raise ShapeError(
+                f"rows of up to {self.max_in} and a weight alike are wanted: found {x.shape}, {weight.shape}"
+            )
+        q, scales = np.empty(x.shape, dtype=np.int8), np.empty(len(x), dtype=np.float32)
+        self._call("ei_csim_norm", _floats(x), _floats(weight), ctypes.c_float(epsilon), *x.shape, q, scales)
+        return q, scales
+
     def _check(self, stream: Bytes, n_out: int, n_in: int) -> None:
         if n_in > self.max_in or n_out > self.max_out:
             raise InvalidArgument(
@@ -77,14 +131,11 @@ class CSimulation:
         if stream.size != wanted:
             raise ShapeError(f"({n_out}, {n_in}) must take {wanted} bytes of weights: found {stream.size}")
 
-    def _call(self, name: str, *arguments: NDArray[np.generic] | int | float) -> None:
-        given = [
-            each.ctypes.data_as(ctypes.c_void_p)
-            if isinstance(each, np.ndarray)
-            else ctypes.c_float(each)
-            if isinstance(each, float)
-            else each
-            for each in arguments
-        ]
+    def _call(self, name: str, *arguments: Any) -> None:
+        given = [each.ctypes.data_as(ctypes.c_void_p) if isinstance(each, np.ndarray) else each for each in arguments]
         if getattr(self._library, name)(*given):
             raise EdgeInferError(f"the C simulation failed: {self._library.ei_csim_error().decode()}")
+
+
+def _floats(values: NDArray[np.floating[Any]]) -> Floats:
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -56,12 +56,14 @@ def rom_source(n_trits: int) -> str:
     words = [_word(move, n_trits, address_bits, select_bits, move is moves[-1]) for move in moves]
     digits = [f"{word_bits}'h{word:0{-(-word_bits // 4)}x}" for word in reversed(words)]
     lines = [", ".join(digits[first : first + COLUMNS]) for first in range(0, len(digits), COLUMNS)]
-    style = "block" if n_trits == 5 else "distributed"
+    style = '(* rom_style = "block" *) ' if n_trits == 5 else ""
     return _ROM.format(
         name=f"ei_walk_rom_g{n_trits}",
         n_trits=n_trits,
         n_entries=len(moves),
         high=address_bits - 1,
+        last_word=(1 << address_bits) - 1,
+        last_digit=n_trits - 1,
         word_high=word_bits - 1,
         select=f"[{address_bits + select_bits - 1}:{address_bits}]",
         positive=address_bits + select_bits,
@@ -98,13 +100,13 @@ def _n_ways(weights: _Weights, seen: set[_Weights]) -> int:
 
 
 _ROM = """\
-// The walk over the {n_entries} entries of a table of {n_trits} trits: word i takes the sum to the i-th entry of the walk.
+// The walk over the {n_entries} entries of a table of {n_trits} trits: word i takes the sum to the i-th entry.
 // Written by hls/walk.py; do not edit. Latency: 2 cycles, both registers hold while `enable` is low.
 //
 //   bits [{high}:0]   the entry
-//   bits {select}  the activation that is added, where it is not the last one
+//   bits {select}  the activation that is added, where it is not activation {last_digit}
 //   bit  {positive}      it is added, not subtracted
-//   bit  {uses_last}      it is activation {n_trits} - 1
+//   bit  {uses_last}      it is activation {last_digit}
 //   bit  {last}      the last word
 module {name} (
     input  logic clk,
@@ -116,12 +118,12 @@ module {name} (
 {words}
     }};
 
-    (* rom_style = "{style}", ram_style = "{style}" *) logic [{word_high}:0] words[0:(1<<({high}+1))-1];
+    {style}logic [{word_high}:0] words[0:{last_word}];
     logic [{word_high}:0] read;
 
     integer i;
     initial begin
-        for (i = 0; i < (1 << ({high} + 1)); i = i + 1) words[i] = 0;
+        for (i = 0; i <= {last_word}; i = i + 1) words[i] = 0;
         for (i = 0; i < {n_entries}; i = i + 1) words[i] = WORDS[i*{word_bits}+:{word_bits}];
     end
 

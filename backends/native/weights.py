@@ -95,8 +95,8 @@ class EmbeddingRows:
         return self.info.n_bytes if self.place == "memory" else 0
 
 
-# Lets a _core.ProductDevice multiply with some of the matrices that were packed of these parts, before there is a decoder
-# (Weights.set_device). Gives the memory that the device takes.
+# Lets a _core.ProductDevice multiply with some of the matrices that were packed of these parts (Weights.set_device),
+# before there is a decoder. Gives the memory that it takes.
 Placement: TypeAlias = Callable[[_core.Weights, ModelFile, Sequence[Part]], MemoryUse]
 
 # ---- which tensors ---------------------------------------------------------------------------------------------------

@@ -122,10 +122,15 @@ _MODEL_OPTIONS = (
     variable_option("--draft-max", type=click.IntRange(0), help="Most draft tokens verified per step.  [default: 31]"),
     variable_option(
         "--backend",
-        type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx"]),
+        type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]),
         default="auto",
         show_default=True,
         help="What runs the model; auto: native, or llama.cpp for models that native does not run.",
+    ),
+    variable_option(
+        "--fpga-folder",
+        type=FileName(),
+        help="A folder of `edgeinfer export --to fpga`, whose engine and weights --backend fpga-sim takes.",
     ),
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
@@ -243,6 +248,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
             draft=draft_of(flags),
             draft_device=flags["draft_device"],
             verify=flags["verify"],
+            fpga_folder=flags["fpga_folder"],
             budget=flags["budget"],
             progress=bar,
             **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),

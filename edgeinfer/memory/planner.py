@@ -17,11 +17,11 @@ from edgeinfer.types import CacheType
 
 DraftPlaces: TypeAlias = Literal["all", "cpu", "own memory", "none"]
 LEAST_BATCH = 16  # tokens of a pass: with fewer the weights are read so often that a prompt takes several times as long
-LedgerOf: TypeAlias = Callable[["Settings"], Ledger]
+LedgerOf: TypeAlias = Callable[["LoadSettings"], Ledger]
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """What a load is to have.
 
     expert_cache: bytes, None for all experts in memory.  tables: draft tables of 1 / 2**tables of their full size, each
@@ -40,11 +40,11 @@ class Settings:
 class Knob(Protocol):
     """One setting that a load can do with less of."""
 
-    def least(self, settings: Settings) -> Settings:
+    def least(self, settings: LoadSettings) -> LoadSettings:
         """The settings with as little of it as a load can do with."""
         ...
 
-    def best(self, settings: Settings, fitting: Fitting) -> Settings:
+    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
         """The settings with as much of it as fits. They fit with the least of it."""
         ...
 
@@ -56,35 +56,35 @@ class Fitting:
         self.ledger_of = ledger_of
         self.limit = limit
 
-    def over(self, settings: Settings) -> float:
+    def over(self, settings: LoadSettings) -> float:
         """Bytes above the limit, negative for what is left; infinite where a device has no room."""
         try:
             return self.ledger_of(settings).peak - self.limit
         except BudgetExceeded:
             return float("inf")
 
-    def fits(self, settings: Settings) -> bool:
+    def fits(self, settings: LoadSettings) -> bool:
         """Whether they keep to the limit."""
         return self.over(settings) <= 0
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """A setting with a few values, the best one first. field: of Settings."""
+    """A setting with a few values, the best one first. field: of LoadSettings."""
 
     field: str
     values: Sequence[Any]
 
-    def least(self, settings: Settings) -> Settings:
+    def least(self, settings: LoadSettings) -> LoadSettings:
         """See Knob."""
         return self._with(settings, self.values[-1])
 
-    def best(self, settings: Settings, fitting: Fitting) -> Settings:
+    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
         """See Knob."""
         each = (self._with(settings, value) for value in self.values)
         return next(one for one in each if one == self.least(settings) or fitting.fits(one))
 
-    def _with(self, settings: Settings, value: Any) -> Settings:
+    def _with(self, settings: LoadSettings, value: Any) -> LoadSettings:
         return replace(settings, **{self.field: value})
 
 
@@ -96,14 +96,14 @@ def smaller_batches(n_batch: int) -> Ladder:
     return Ladder("n_batch", values)
 
 
-def least_settings(wanted: Settings, knobs: Sequence[Knob]) -> Settings:
+def least_settings(wanted: LoadSettings, knobs: Sequence[Knob]) -> LoadSettings:
     """The settings with the least of everything."""
     for knob in knobs:
         wanted = knob.least(wanted)
     return wanted
 
 
-def settle(wanted: Settings, knobs: Sequence[Knob], fitting: Fitting) -> Settings | None:
+def settle(wanted: LoadSettings, knobs: Sequence[Knob], fitting: Fitting) -> LoadSettings | None:
     """The settings to load with, those that are wanted if they fit; None where not even the least of everything does.
 
     knobs: in the order in which things are given up.
@@ -120,7 +120,7 @@ def settle(wanted: Settings, knobs: Sequence[Knob], fitting: Fitting) -> Setting
     return None
 
 
-def largest_n_ctx(settings: Settings, fitting: Fitting) -> int:
+def largest_n_ctx(settings: LoadSettings, fitting: Fitting) -> int:
     """Largest number of positions up to those of the settings that fits, 0 if there is none.
 
     Rounded down to a multiple of 64 where that leaves any.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.profiler.planner import Planned, Planner, Settings, contexts_up_to
+from edgeinfer.profiler.planner import Planned, Planner, ProfileSettings, contexts_up_to
 from edgeinfer.profiler.speed import Speed
 from edgeinfer.types import CacheType
 
@@ -18,14 +18,14 @@ _SMALL_BATCH = 128
 _GAIN = 1.005  # of a step that is worth more memory
 _CACHE_STEPS = 8  # sizes of an expert cache that are tried
 
-SpeedOf = Callable[[Settings, Planned], Speed]
+SpeedOf = Callable[[ProfileSettings, Planned], Speed]
 
 
 @dataclass(frozen=True)
 class Fitting:
     """Settings whose planned peak is within a budget.  changes_text: the cache type rounds keys and values."""
 
-    settings: Settings
+    settings: ProfileSettings
     peak: int
     speed: Speed
     changes_text: bool
@@ -37,7 +37,7 @@ class Fitting:
         return max(self.speed.tokens_per_second, 0.0 if drafted is None else drafted.tokens_per_second)
 
 
-def fitting(planner: Planner, wanted: Settings, budget: int, speed_of: SpeedOf) -> list[Fitting]:
+def fitting(planner: Planner, wanted: ProfileSettings, budget: int, speed_of: SpeedOf) -> list[Fitting]:
     """For each cache type, drafter, batch and expert cache the longest context that fits, best first.
 
     Best is BEST; of settings that are equal in all of it the one with the larger batch. What is no better than another
@@ -54,7 +54,7 @@ def fitting(planner: Planner, wanted: Settings, budget: int, speed_of: SpeedOf) 
     return [fit for i, fit in enumerate(found) if not any(_is_no_worse(other, fit) for other in found[:i])]
 
 
-def by_budget(planner: Planner, wanted: Settings, speed_of: SpeedOf) -> list[Fitting]:
+def by_budget(planner: Planner, wanted: ProfileSettings, speed_of: SpeedOf) -> list[Fitting]:
     """With the context and the cache type that are wanted: what each larger budget gains in expected speed.
 
     The least memory first; whatever takes more memory is faster.
@@ -87,7 +87,7 @@ def _is_no_worse(other: Fitting, fit: Fitting) -> bool:
     return all(theirs >= own for theirs, own in pairs)
 
 
-def _choices(planner: Planner, wanted: Settings) -> Iterator[Settings]:
+def _choices(planner: Planner, wanted: ProfileSettings) -> Iterator[ProfileSettings]:
     """The settings to try, but for the context: the wanted drafters and fewer, all experts in memory and caches."""
     drafts = dict.fromkeys([wanted.draft, *(["auto"] if wanted.draft != "none" else []), "none"])
     if not planner.is_native:
@@ -96,7 +96,7 @@ def _choices(planner: Planner, wanted: Settings) -> Iterator[Settings]:
         for draft in drafts:
             for n_batch in dict.fromkeys([wanted.n_batch, min(wanted.n_batch, _SMALL_BATCH)]):
                 for expert_cache in _expert_caches(planner):
-                    yield Settings(wanted.n_ctx, cache_type, draft, expert_cache, n_batch)
+                    yield ProfileSettings(wanted.n_ctx, cache_type, draft, expert_cache, n_batch)
 
 
 def _expert_caches(planner: Planner) -> Sequence[int | None]:
@@ -107,7 +107,7 @@ def _expert_caches(planner: Planner) -> Sequence[int | None]:
     return [None, *(sizes.least + i * steps for i in reversed(range(_CACHE_STEPS)))]
 
 
-def _longest_context(planner: Planner, settings: Settings, budget: int) -> Settings | None:
+def _longest_context(planner: Planner, settings: ProfileSettings, budget: int) -> ProfileSettings | None:
     """The settings with the longest context that fits, None where none does, or the model cannot have such a cache."""
     steps = contexts_up_to(planner.spec.n_ctx_train, 4 if planner.is_native else 1, LEAST_CONTEXT)
     found, too_many = -1, len(steps)

@@ -10,7 +10,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.load_ledger import ledger_of, process_of
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.memory.planner import Settings as LoadSettings
+from edgeinfer.memory.planner import LoadSettings
 from edgeinfer.memory.process import Process
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
@@ -21,7 +21,7 @@ from edgeinfer.types import CacheType, ExpertSizes, MemoryPlan
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """How a model is loaded, as far as memory and speed depend on it.
 
     draft: "auto", "none", or what LoadOptions.drafter_names gives.  expert_cache: bytes, None for all in memory.
@@ -71,10 +71,10 @@ class Planner:
         self._draft_max = options.draft_max
         self._choices: dict[str | tuple[str, ...], DraftChoice | None] = {}
         self._process: Process | None = None
-        self._known: dict[Settings, Planned] = {}
+        self._known: dict[ProfileSettings, Planned] = {}
         wanted = self._target.wanted
         draft = options.drafter_names()
-        self.wanted = Settings(wanted.n_ctx, wanted.cache_type, draft, wanted.expert_cache, options.n_batch)
+        self.wanted = ProfileSettings(wanted.n_ctx, wanted.cache_type, draft, wanted.expert_cache, options.n_batch)
 
     @property
     def backend(self) -> str:
@@ -101,7 +101,7 @@ class Planner:
         """What the experts take, None for a model without any, or a backend without a cache of them."""
         return self._target.sizes
 
-    def planned(self, settings: Settings) -> Planned:
+    def planned(self, settings: ProfileSettings) -> Planned:
         """The plan for settings. Raises InvalidArgument for a cache that the model cannot have."""
         if settings not in self._known:
             self._known[settings] = self._plan(settings)
@@ -113,7 +113,7 @@ class Planner:
             if choice is not None:
                 choice.close()
 
-    def _plan(self, settings: Settings) -> Planned:
+    def _plan(self, settings: ProfileSettings) -> Planned:
         n_batch = min(settings.n_batch, settings.n_ctx)
         asked = LoadSettings(settings.n_ctx, n_batch, settings.cache_type, settings.expert_cache)
         planned = self._target.planned(asked)

@@ -19,7 +19,7 @@ from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
 from edgeinfer.profiler.hits import HitRate, hit_rates, shares_of
 from edgeinfer.profiler.machine import Machine, Wishes, described, measure_disk, this_machine
 from edgeinfer.profiler.passes import Passes, Work, expected_passes, trial_times
-from edgeinfer.profiler.planner import Planned, Planner, Settings, contexts_up_to
+from edgeinfer.profiler.planner import Planned, Planner, ProfileSettings, contexts_up_to
 from edgeinfer.profiler.speed import Speed, SpeedModel
 from edgeinfer.sizes import parse_amount
 from edgeinfer.types import ExpertSizes
@@ -64,7 +64,7 @@ class Profile:
     path: Path
     backend: str
     n_ctx_train: int
-    settings: Settings
+    settings: ProfileSettings
     machine: Machine
     budget: int
     planned: Planned
@@ -214,7 +214,9 @@ class _Profiler:
             found,
         )
 
-    def _speed_of(self, settings: Settings, planned: Planned, n_past: int = 0, n_prompt: int | None = None) -> Speed:
+    def _speed_of(
+        self, settings: ProfileSettings, planned: Planned, n_past: int = 0, n_prompt: int | None = None
+    ) -> Speed:
         n_prompt = min(self._prompt_tokens, settings.n_ctx) if n_prompt is None else n_prompt
         return self._speeds.speed(settings, planned, n_past, n_prompt)
 
@@ -239,7 +241,7 @@ class _Profiler:
             found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._behind_half)
         return found
 
-    def _behind_half(self, settings: Settings, planned: Planned) -> Speed:
+    def _behind_half(self, settings: ProfileSettings, planned: Planned) -> Speed:
         """The speed in the middle of a context."""
         return self._speed_of(settings, planned, settings.n_ctx // 2)
 

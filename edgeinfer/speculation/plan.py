@@ -10,7 +10,7 @@ from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
-from edgeinfer.memory.planner import DraftPlaces, Settings
+from edgeinfer.memory.planner import DraftPlaces, LoadSettings
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
@@ -101,7 +101,7 @@ class DraftChoice:
         return self.file is not None and self.file.path.parent == heads_folder()
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
-        """Values of Settings.tables, the largest tables first, down to the least that are of use, and to none."""
+        """Values of LoadSettings.tables, the largest tables first, down to the least that are of use, and to none."""
         if not self.free:
             return [0]
         steps = 0
@@ -110,7 +110,7 @@ class DraftChoice:
         return [*range(steps + 1), None]
 
     def table_sizes(self, n_ctx: int, tables: int | None) -> dict[str, int]:
-        """Tokens or rows of the tables by drafter, see Settings.tables."""
+        """Tokens or rows of the tables by drafter, see LoadSettings.tables."""
         if tables is None:
             return {}
         most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
@@ -121,7 +121,7 @@ class DraftChoice:
         return _table_bytes(self.table_sizes(n_ctx, tables), n_ctx)
 
     def place_steps(self) -> list[DraftPlaces]:
-        """Values of Settings.draft: everywhere, without devices that use main memory, only elsewhere, nowhere."""
+        """Values of LoadSettings.draft: everywhere, without devices that use main memory, only elsewhere, nowhere."""
         if self.file is None:
             return ["all"]
         steps: list[DraftPlaces] = ["all"]
@@ -131,7 +131,7 @@ class DraftChoice:
             steps.append("own memory")
         return [*steps, "none"]
 
-    def plan(self, plan: MemoryPlan, settings: Settings) -> DraftPlan:
+    def plan(self, plan: MemoryPlan, settings: LoadSettings) -> DraftPlan:
         """The drafters beside a target with that plan. Raises EdgeInferError where the file cannot be used with it."""
         tables = self.table_sizes(plan.n_ctx, settings.tables)
         planned = DraftPlan(tables, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
@@ -263,7 +263,7 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
     if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
         # A head is so small that the CPU is done before another device has answered.
         _add_places(found, file, found.spec, plan, draft_device)
-    found.plan(plan, Settings(plan.n_ctx, plan.n_batch))
+    found.plan(plan, LoadSettings(plan.n_ctx, plan.n_batch))
 
 
 def _check_on_cpu(file: ModelFile, draft_device: str) -> None:

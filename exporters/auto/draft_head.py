@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
 from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checks.head import target_rows
 from edgeinfer.exporters.source import Source
+from edgeinfer.files import temporary_folder
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
@@ -83,8 +82,8 @@ class DraftHead:
         self, held: Types, roundings: Mapping[str, Rounding], texts: Sequence[TargetText], n_depths: int
     ) -> Iterator[NativeHeadModel]:
         n = n_depths * max((len(text.tokens) for text in texts), default=8)
-        with tempfile.TemporaryDirectory(prefix="edgeinfer-auto-") as folder:
-            with open_rounded(Path(folder), self._source, held, roundings, {}) as file:
+        with temporary_folder() as folder:
+            with open_rounded(folder, self._source, held, roundings, {}) as file:
                 spec = read_head_beside(file, self._target.file, self._target.model.spec)
                 plan = plan_head(file, spec, n, n, self._device.n_threads)
                 head = load_head(file, spec, self._target.model, plan, self._device)

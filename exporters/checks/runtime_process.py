@@ -11,26 +11,36 @@ from edgeinfer.backends.driver_probe import interpreter
 from edgeinfer.errors import BackendUnavailable, ModelFileError
 
 _PATIENCE_SECONDS = 1800
+# Runtimes in C++ write to stdout too, before the answer or when the process ends: they get stderr in its place.
+_BEGUN = "import json, os, sys; out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1)"
+_ANSWERED = "json.dump(asked.answer(json.load(sys.stdin)), out); out.close()"
 
 
-def ask_runtime(module: str, question: Mapping[str, Any], runtime: str) -> dict[str, Any]:
+def ask_runtime(
+    module: str, question: Mapping[str, Any], runtime: str, patience_seconds: int = _PATIENCE_SECONDS
+) -> dict[str, Any]:
     """What answer(question) of a module gives in a process of its own, which a runtime that crashes ends alone.
 
-    Both are JSON; the answer is the last line on stdout. An answer {"missing": reason} raises BackendUnavailable,
-    {"error": reason}, a crash and an answer that does not come raise ModelFileError.
+    Both are JSON; what the runtime itself prints counts as stderr. An answer {"missing": reason} raises
+    BackendUnavailable, {"error": reason}, a crash and an answer that does not come raise ModelFileError.
     """
-    program = f"import json, sys, {module} as asked; print(json.dumps(asked.answer(json.load(sys.stdin))))"
+    program = f"{_BEGUN}; import {module} as asked; {_ANSWERED}"
     command = [interpreter(), "-P", "-c", program]
     try:
         run = subprocess.run(
-            command, input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE_SECONDS
+            command,
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            errors="replace",  # what a runtime prints may end within a character
+            timeout=patience_seconds,
         )
     except subprocess.TimeoutExpired:
-        raise ModelFileError(f"{runtime} did not answer within {_PATIENCE_SECONDS} s: nothing was written") from None
+        raise ModelFileError(f"{runtime} did not answer within {patience_seconds} s: nothing was written") from None
     if run.returncode or not run.stdout.strip():
         words = " ".join(run.stderr.split())[-400:] or "without a word"
         raise ModelFileError(f"{runtime} ended with exit code {run.returncode} on the package: {words}")
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run.stdout)
     if "missing" in found:
         raise BackendUnavailable(str(found["missing"]))
     if "error" in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 from importlib.metadata import version
@@ -25,8 +26,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
     export: source (a GGUF file), folder (for scratch files), out (model.pte), n_ctx, four_bits, bos and eos (ids).
     run: folder (the package), prompt and tokens (ids), text (of the prompt), texts, and logits, a file that gets
-    (len(tokens), n_vocab) float32, what follows the prompt and each token but the last; gives answer (a text), and ids
-    of each text.
+    (len(tokens), n_vocab) float32, what follows the prompt and each token but the last; gives answer (a text, or
+    None), and ids of each text.
     """
     try:
         found = _export(question) if question["do"] == "export" else _run(question)
@@ -36,6 +37,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _export(question: dict[str, Any]) -> dict[str, Any]:
+    gc.set_threshold(200_000, 20, 100)  # its graphs are many objects that stay: to look at all so often costs a fifth
     folder, out = Path(question["folder"]), Path(question["out"])
     with ModelFile.open(Path(question["source"])) as file:
         spec = read_spec(file)
@@ -103,11 +105,17 @@ def _run(question: dict[str, Any]) -> dict[str, Any]:
     return {"answer": _generate(folder, question), "ids": ids}
 
 
-def _generate(folder: Path, question: dict[str, Any]) -> str:
-    """What the runner makes of the text of the prompt by itself, with its own tokenizer."""
+def _generate(folder: Path, question: dict[str, Any]) -> str | None:
+    """What the runner makes of the text of the prompt by itself, with its own tokenizer.
+
+    None where a token is a part of a character: the runner's Python interface cannot give that.
+    """
     runners = importlib.import_module("executorch.extension.llm.runner")
     runner = runners.TextLLMRunner(str(folder / "model.pte"), str(folder / "tokenizer.json"))
     config = runners.GenerationConfig(echo=False, max_new_tokens=len(question["tokens"]), temperature=0.0)
     pieces: list[str] = []
-    runner.generate(question["text"], config, pieces.append)
+    try:
+        runner.generate(question["text"], config, pieces.append)
+    except UnicodeDecodeError:
+        return None
     return "".join(pieces)

@@ -179,8 +179,8 @@ steps:
     cycles:
         for (int c = 0; c < n_cycles; c++) {
 #pragma HLS PIPELINE II = 1
-#pragma HLS DEPENDENCE variable = table type = inter false
-#pragma HLS DEPENDENCE variable = sums type = inter false
+#pragma HLS DEPENDENCE variable = table type = inter dependent = false
+#pragma HLS DEPENDENCE variable = sums type = inter dependent = false
             if (reads && c < E::kTables) coming.shift_in(x.read());
             if (fills && c < E::kEntries) fill<E, COPIES>(table, next_bank, c, digits, current);
             digits.count();
@@ -253,7 +253,7 @@ struct Product<1> {
         cycles:
             for (int c = 0; c < n_cycles; c++) {
 #pragma HLS PIPELINE II = 1
-#pragma HLS DEPENDENCE variable = sums type = inter false
+#pragma HLS DEPENDENCE variable = sums type = inter dependent = false
                 if (reads && c < E::kTables) coming.shift_in(x.read());
                 if (multiplies && c < n_tiles) {
                     ap_int<signed_bits(128 * E::kStepInputs)> partial[E::kRows];

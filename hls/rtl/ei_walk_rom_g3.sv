@@ -1,10 +1,10 @@
-// The walk over the 27 entries of a table of 3 trits: word i takes the sum to the i-th entry of the walk.
+// The walk over the 27 entries of a table of 3 trits: word i takes the sum to the i-th entry.
 // Written by hls/walk.py; do not edit. Latency: 2 cycles, both registers hold while `enable` is low.
 //
 //   bits [4:0]   the entry
-//   bits [5:5]  the activation that is added, where it is not the last one
+//   bits [5:5]  the activation that is added, where it is not activation 2
 //   bit  6      it is added, not subtracted
-//   bit  7      it is activation 3 - 1
+//   bit  7      it is activation 2
 //   bit  8      the last word
 module ei_walk_rom_g3 (
     input  logic clk,
@@ -20,12 +20,12 @@ module ei_walk_rom_g3 (
         9'h080, 9'h029, 9'h00c
     };
 
-    (* rom_style = "distributed", ram_style = "distributed" *) logic [8:0] words[0:(1<<(4+1))-1];
+    logic [8:0] words[0:31];
     logic [8:0] read;
 
     integer i;
     initial begin
-        for (i = 0; i < (1 << (4 + 1)); i = i + 1) words[i] = 0;
+        for (i = 0; i <= 31; i = i + 1) words[i] = 0;
         for (i = 0; i < 27; i = i + 1) words[i] = WORDS[i*9+:9];
     end
 

@@ -1,10 +1,10 @@
-// The walk over the 243 entries of a table of 5 trits: word i takes the sum to the i-th entry of the walk.
+// The walk over the 243 entries of a table of 5 trits: word i takes the sum to the i-th entry.
 // Written by hls/walk.py; do not edit. Latency: 2 cycles, both registers hold while `enable` is low.
 //
 //   bits [7:0]   the entry
-//   bits [9:8]  the activation that is added, where it is not the last one
+//   bits [9:8]  the activation that is added, where it is not activation 4
 //   bit  10      it is added, not subtracted
-//   bit  11      it is activation 5 - 1
+//   bit  11      it is activation 4
 //   bit  12      the last word
 module ei_walk_rom_g5 (
     input  logic clk,
@@ -56,12 +56,12 @@ module ei_walk_rom_g5 (
         13'h026c, 13'h0175, 13'h0078
     };
 
-    (* rom_style = "block", ram_style = "block" *) logic [12:0] words[0:(1<<(7+1))-1];
+    (* rom_style = "block" *) logic [12:0] words[0:255];
     logic [12:0] read;
 
     integer i;
     initial begin
-        for (i = 0; i < (1 << (7 + 1)); i = i + 1) words[i] = 0;
+        for (i = 0; i <= 255; i = i + 1) words[i] = 0;
         for (i = 0; i < 243; i = i + 1) words[i] = WORDS[i*13+:13];
     end
 

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
         ("n_ctx", 2**31, "n_ctx must be an integer"),
         ("n_threads", 0, r"n_threads must be an integer in 1\.\.1024: found 0"),
         ("n_threads", True, "n_threads must be an integer"),
-        ("backend", "cuda", "backend must be auto, native, reference, llama.cpp, opencl or onnx: found 'cuda'"),
+        ("backend", "cuda", "backend must be auto, native, reference, llama.cpp, opencl, onnx or fpga-sim: found"),
         ("backend", None, r"backend must be a text \(str\): found None"),
         ("n_batch", 1.5, "n_batch must be an integer"),
         ("cache_type", "q4", "cache_type must be f16, q8_0 or k6v4: found 'q4'"),
@@ -42,6 +42,8 @@ def model(tmp_path_factory):
         ("verify", "yes", "verify must be True or False: found 'yes'"),
         ("draft_max", -1, "draft_max must be an integer of at least 0: found -1"),
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
+        ("fpga_folder", 3, "fpga_folder must be the name of a folder or None: found 3"),
+        ("fpga_folder", "folder", "fpga_folder is for backend=\"fpga-sim\": found 'auto'"),
         ("progress", 3, "progress must be a function or None: found 3"),
     ],
 )

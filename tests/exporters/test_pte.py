@@ -61,12 +61,15 @@ def test_what_executorch_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
     assert {tensor.written.name for tensor in plan.tensors} == {"Q4_0", "Q8_0"}
 
 
-def test_a_package_gives_the_logits_of_its_source(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # a minute of a core each
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_package_gives_the_logits_of_its_source(architecture: str, tmp_path: Path) -> None:
+    """llama has its rows of queries and keys in pairs, the others in halves; a wrong order gives other tokens."""
     if not is_there("executorch"):
         missing("executorch", "ExecuTorch is not installed: pip install 'edgeinfer[executorch]'")
-    source = write_tiny_model(tmp_path / "a.gguf", "qwen2", "F32")
+    source = write_tiny_model(tmp_path / "a.gguf", architecture, "F32")
     result = PteTarget().write(Request(source, tmp_path / "out", n_ctx=128), lambda share: None)
-    assert result.facts["kl_divergence"] < 1e-5 and result.facts["n_equal_tokens"] >= 24
+    assert result.facts["kl_divergence"] < 1e-5 and result.facts["n_equal_tokens"] == 32
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in result.files}
     assert "tokenizer_class" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert np.all([path.stat().st_size for path in result.files])

@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             {"backends.onnx"},
         ],
     ),
-    ("weights that a draft head shares", [{"backends.head_weights"}]),
+    ("weights that a draft head shares; simulated hardware", [{"backends.head_weights"}, {"backends.fpga_sim"}]),
     ("memory plan, offload, sampling", [{"memory"}, {"offload"}, {"_sampler", "sampling", "repetition"}]),
     ("sampling that a file asks for", [{"sampling_defaults"}]),
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
@@ -70,6 +70,7 @@ HEAVY = {  # and their owners, modules or packages
     "onnxruntime": "edgeinfer.backends.onnx.library",
     "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
+    "pyosys": "edgeinfer.hls.synth.yosys",
     "pytorch_tokenizers": "edgeinfer.exporters.pte.library",
     "torch": "edgeinfer.training edgeinfer.exporters.pte.library",
 }

@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pyosys": (("pyosys",), ()),
     "hls4ml": (("hls4ml",), ()),
     "iverilog": ((), ("iverilog", "vvp")),
+    "verilator": ((), ("verilator", "g++")),
 }
 # Too large for `all`: these are required where they are named, and run by scripts in tests/benchmarks.
 BY_NAME = frozenset({"executorch"})

@@ -9,10 +9,18 @@ import pytest
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.memory.budget import Item, Ledger
 from edgeinfer.memory.limit import Limit
-from edgeinfer.memory.planner import Fitting, Ladder, Settings, largest_n_ctx, least_settings, settle, smaller_batches
+from edgeinfer.memory.planner import (
+    Fitting,
+    Ladder,
+    LoadSettings,
+    largest_n_ctx,
+    least_settings,
+    settle,
+    smaller_batches,
+)
 from edgeinfer.memory.refusal import FileSizes, refusal
 
-WANTED = Settings(n_ctx=100, n_batch=128)
+WANTED = LoadSettings(n_ctx=100, n_batch=128)
 KNOBS = [
     Ladder("tables", [0, 1, 2, None]),
     Ladder("draft", ["all", "none"]),
@@ -22,7 +30,7 @@ KNOBS = [
 FILE = FileSizes(Path("some.gguf"), 1100, 1000, 1000)
 
 
-def ledger_of(settings: Settings) -> Ledger:
+def ledger_of(settings: LoadSettings) -> Ledger:
     """1000 bytes of weights, 10 a position, 1 a row, 400 of experts, 64 of tables, 200 of a draft model."""
     tables = 0 if settings.tables is None else 64 >> settings.tables
     items = [
@@ -35,7 +43,7 @@ def ledger_of(settings: Settings) -> Ledger:
     return Ledger(tuple(items), loading=8)
 
 
-def settled(limit: int, wanted: Settings = WANTED) -> Settings | None:
+def settled(limit: int, wanted: LoadSettings = WANTED) -> LoadSettings | None:
     return settle(wanted, KNOBS, Fitting(ledger_of, limit))
 
 
@@ -86,7 +94,7 @@ def test_no_setting_that_would_fit_better_is_missed() -> None:
         assert found == _with(tuple(reversed(best)), values)
 
 
-def _with(rank: tuple[int, ...], values: list) -> Settings:
+def _with(rank: tuple[int, ...], values: list) -> LoadSettings:
     changes = {knob.field: each[at] for knob, each, at in zip(KNOBS, values, rank, strict=True)}
     return replace(WANTED, **changes)
 
@@ -104,7 +112,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
 
 
-def refused(limit: int, wanted: Settings = WANTED) -> str:
+def refused(limit: int, wanted: LoadSettings = WANTED) -> str:
     settings = least_settings(wanted, KNOBS)
     return str(refusal(FILE, settings, Fitting(ledger_of, limit), Limit(limit, limit)))
 
@@ -128,7 +136,7 @@ def test_the_largest_n_ctx_keeps_to_the_limit(limit: int, n_ctx: int) -> None:
 
 
 def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
-    def picky(settings: Settings) -> Ledger:
+    def picky(settings: LoadSettings) -> Ledger:
         if settings.cache_type != "f16":
             raise InvalidArgument("heads of 80 numbers have no q8_0")
         return ledger_of(settings)
@@ -141,7 +149,7 @@ def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
 def test_what_fits_is_found_in_few_plans() -> None:
     asked = []
 
-    def counted(settings: Settings) -> Ledger:
+    def counted(settings: LoadSettings) -> Ledger:
         asked.append(settings)
         return ledger_of(settings)
 
@@ -150,7 +158,7 @@ def test_what_fits_is_found_in_few_plans() -> None:
 
 
 def test_what_a_device_refuses_is_refused_with_what_fits_too() -> None:
-    def of_a_device(settings: Settings) -> Ledger:
+    def of_a_device(settings: LoadSettings) -> Ledger:
         if settings.n_ctx > 70:
             raise BudgetExceeded(f"{settings.n_ctx} are too many for the device")
         return ledger_of(settings)

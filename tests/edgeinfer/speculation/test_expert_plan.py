@@ -5,14 +5,14 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
-from edgeinfer.memory.planner import Settings
+from edgeinfer.memory.planner import LoadSettings
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.plan import find_drafters
 from edgeinfer.types import MemoryPlan, MemoryUse
 
 PLAN = MemoryPlan(64, 64, MemoryUse(0, 0, 0))
-SETTINGS = Settings(64, 64)
+SETTINGS = LoadSettings(64, 64)
 
 
 def test_the_forecast_of_experts_is_counted_where_something_drafts(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_a_runtime_that_crashes_or_refuses_is_named(tmp_path: Path, monkeypatch:
         ask_runtime("asked_runtime", {"missing": "no R"}, "R")
     with pytest.raises(ModelFileError, match="R refuses the package: bad"):
         ask_runtime("asked_runtime", {"error": "bad"}, "R")
+    module.write_text("import os\ndef answer(question): return os.write(1, b'\\xa1 ') and {'a': 1}")
+    assert ask_runtime("asked_runtime", {}, "R") == {"a": 1}
     module.write_text("import os\ndef answer(question): os.abort()")
     with pytest.raises(ModelFileError, match="R ended with exit code -?6"):
         ask_runtime("asked_runtime", {}, "R")
