@@ -113,6 +113,10 @@ class NumericalError(EdgeInferError):
     exit_code = 3
 
 
+class SimulationError(EdgeInferError):
+    """A Verilog engine cannot be compiled, or does not do in simulation what it must."""
+
+
 class Interrupted(EdgeInferError):
     """`Session.interrupt` stopped the forward pass from another thread; the session is unchanged."""
 

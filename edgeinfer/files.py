@@ -181,8 +181,9 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
         yield folder.path
         with _named(path):
             check_folder(path, names)
-            for written in folder.path.iterdir():
-                _flush(written)
+            for written in folder.path.rglob("*"):
+                if written.is_file():
+                    _flush(written)
             if path.exists():
                 old = _name_beside(path, "replaced")
                 path.rename(old)

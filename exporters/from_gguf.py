@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from edgeinfer.arguments import human_bytes
-from edgeinfer.exporters.gguf.target import Choices, Job, prepare, write_file
+from edgeinfer.exporters.gguf.skeleton import write_skeleton
+from edgeinfer.exporters.gguf.target import Choices, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.exporters.source import open_source
 from edgeinfer.files import folder_beside, temporary_folder
@@ -31,7 +30,7 @@ class FromGguf:
             job = prepare(source, replace(request, resume=False), self._choices)  # a package begins again
             first = job.plan()
             path = folder / _name(request)
-            _write_vectors(job, path)
+            write_skeleton(path, job.layout, job.tensors)
             then = self.target.plan(_of_file(request, path))
         n_bytes = job.layout.n_bytes
         made = f"first a GGUF file of {human_bytes(n_bytes)} is made in a work folder, which is gone afterwards"
@@ -49,20 +48,6 @@ class FromGguf:
             facts = write_file(request, path, self._choices, lambda share: progress(0.5 * share))
             result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
         return replace(result, facts={**facts, **result.facts})
-
-
-def _write_vectors(job: Job, path: Path) -> None:
-    """The file that a job will write, without its matrices: holes that take no disk.
-
-    The vectors are there, since rotations by frequency (rope_freqs) are part of what a model is.
-    """
-    with path.open("wb") as file:
-        file.write(job.layout.header)
-        for tensor in job.tensors:
-            if len(tensor.shape) < 2:
-                file.seek(job.layout.offsets[tensor.name])
-                file.writelines(np.ascontiguousarray(piece).data for piece in tensor.pieces())
-        file.truncate(job.layout.n_bytes)
 
 
 def _needs_file(request: Request) -> bool:

@@ -46,6 +46,7 @@ TARGETS = {  # in the order of --help
     "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch", takes_gguf=True),
     "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False, folders=False),
     "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
+    "fpga": Entry("edgeinfer.exporters.fpga", "FpgaTarget", "a folder for an FPGA board", has_manifest=False),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, vendor_headers
+from edgeinfer.hls.folder import BoardFolder
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes, to_ports
 
-__all__ = ["CSimulation", "Headers", "build_library", "build_program", "engine_macros", "vendor_headers"]
+__all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]
 
 Floats = NDArray[np.float32]
 _MOST_PORTS, _WRONG_GEOMETRY = 4, 2  # of ei_linear_axi.hpp
@@ -33,6 +36,23 @@ def engine_macros(geometry: Geometry, max_in: int, max_out: int) -> dict[str, ob
     }
 
 
+def build_kernels(
+    geometry: Geometry, max_in: int, max_out: int, headers: Headers = Headers.OWN, flags: Sequence[str] = ()
+) -> Path:
+    """The library that CSimulation loads."""
+    source = FOLDER / "tb" / "csim_library.cpp"
+    return build_library([source], headers, engine_macros(geometry, max_in, max_out), flags)
+
+
+def build_bench(folder: BoardFolder, headers: Headers = Headers.OWN, flags: Sequence[str] = ()) -> Path:
+    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments."""
+    # The header's own hash names the build, as a folder may be written again.
+    digest = hashlib.sha256((folder.path / "edgeinfer_model.h").read_bytes()).hexdigest()
+    defines = {"EI_MODEL_HEADER": 1, "EI_MODEL_HEADER_SHA256": digest}
+    sources = [FOLDER / "tb" / "tb_tlmm.cpp", FOLDER / "src" / "ei_tlmm_top.cpp"]
+    return build_program(sources, headers, defines, [f"-I{folder.path}", *flags])
+
+
 class CSimulation:
     """The kernels of one geometry, compiled with g++ or clang++.
 
@@ -48,10 +68,7 @@ class CSimulation:
         flags: Sequence[str] = (),
     ) -> None:
         self.geometry, self.max_in, self.max_out = geometry, max_in, max_out
-        sources = [FOLDER / "tb" / "csim_library.cpp"]
-        self._library = ctypes.CDLL(
-            str(build_library(sources, headers, engine_macros(geometry, max_in, max_out), flags))
-        )
+        self._library = ctypes.CDLL(str(build_kernels(geometry, max_in, max_out, headers, flags)))
         self._library.ei_csim_error.restype = ctypes.c_char_p
         self._library.ei_csim_geometry.restype = ctypes.c_uint64
 

@@ -105,7 +105,8 @@ class _Product:
 
     def ready(self) -> int:
         """Of streams that are always ready."""
-        filling, ended = _Filling(self.timing, self.n_beats), []
+        filling = _Filling(self.timing, self.n_beats)
+        ended: list[int] = []
         for step in range(self.n_steps):
             first = 1 + step * self.n_beats
             loaded = filling.read(list(range(first, first + self.n_beats)))
@@ -116,7 +117,8 @@ class _Product:
     def stalled(self, stalls: Stalls) -> int:
         """Of streams that stand still now and then, beat by beat."""
         x, w, y = (_Stream(seed, share) for seed, share in zip(stalls.seeds, stalls.shares, strict=True))
-        filling, ended, arrived, beat = _Filling(self.timing, self.n_beats), [], 0, 0
+        filling, arrived, beat = _Filling(self.timing, self.n_beats), 0, 0
+        ended: list[int] = []
         results = _Results(self.latency, y)
         for step in range(self.n_steps):
             beats = []

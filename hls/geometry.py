@@ -117,6 +117,14 @@ class Geometry:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def default_geometry(encoding: str, rows: int | None = None, tables: int | None = None) -> Geometry:
+    """The engine of an encoding that reads four ports of 128 bits in a cycle, or one of other rows and tables."""
+    usual = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}
+    if encoding not in usual:
+        raise InvalidArgument(f"encoding must be one of {', '.join(ENCODINGS)}: found {encoding!r}")
+    return Geometry(encoding, rows or usual[encoding][0], tables or usual[encoding][1])
+
+
 def signed_bits(magnitude: int) -> int:
     """Bits of a signed number that holds -magnitude to magnitude."""
     return magnitude.bit_length() + 1

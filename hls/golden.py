@@ -19,7 +19,7 @@ def golden_inputs(trits: Trits, n: int, seed: int) -> Inputs:
     127 in turn. The same arguments give the same numbers on every machine.
     """
     n_in = trits.shape[1]
-    x = _random_bytes(n * n_in, seed).view(np.int8).reshape(n, n_in)
+    x = random_bytes(n * n_in, seed).view(np.int8).reshape(n, n_in)
     extremes = (
         np.full(n_in, -128),
         np.where(trits[0] == 1, 127, -128),
@@ -42,8 +42,8 @@ def products(trits: Trits, x: Inputs) -> NDArray[np.int32]:
     return y
 
 
-def _random_bytes(n: int, seed: int) -> NDArray[np.uint8]:
-    """n bytes of SplitMix64 (Steele et al., 2014, doi:10.1145/2714064.2660195)."""
+def random_bytes(n: int, seed: int) -> NDArray[np.uint8]:
+    """n bytes of SplitMix64, the same on every machine (Steele et al., 2014, doi:10.1145/2714064.2660195)."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, n // 8 + 2, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

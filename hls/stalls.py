@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import InvalidArgument
 
 Cycles = NDArray[np.uint64]
-MOST = 0.99  # of a share; at 1 a product would not end
+MOST = 0.999  # of a share; at 1 a product would not end
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from edgeinfer.cli.board_folder import BOARD_OPTIONS, board_options, missing, run_on_folder
 from edgeinfer.cli.options import FileName, warnings_as_notes
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show
@@ -16,27 +17,28 @@ from edgeinfer.cli.terminal import ReportLines, note, show
 if TYPE_CHECKING:
     from edgeinfer.exporters.request import Plan, Request, Result
 
-_TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary")
+_TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary", "fpga")
 _PACKAGES = ("genai", "litertlm", "mnn", "pte")
 _QUANTISED = ("gguf", *_PACKAGES)
 _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
     **dict.fromkeys(("draft",), _PACKAGES),
-    **dict.fromkeys(("n_ctx",), ("gguf", *_PACKAGES, "onnx")),
+    **dict.fromkeys(("n_ctx",), ("gguf", *_PACKAGES, "onnx", "fpga")),
     **dict.fromkeys(("resume",), ("gguf",)),
-    **dict.fromkeys(("check",), _QUANTISED),
+    **dict.fromkeys(("check",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
     **dict.fromkeys(("draft_vocab",), ("gguf",)),
     **dict.fromkeys(("format", "head"), ("ternary",)),
     **dict.fromkeys(("operators", "external_data"), ("onnx",)),
+    **dict.fromkeys(BOARD_OPTIONS, ("fpga",)),
 }
 _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
 
 
 @click.command(cls=Command)
 @click.argument("source", type=FileName())
-@click.option("--to", type=click.Choice(_TARGETS), required=True, help="Target format.")
-@click.option("-o", "--out", type=FileName(), required=True, help="The file or folder to write.")
+@click.option("--to", type=click.Choice(_TARGETS), help="Target format.  [required]")
+@click.option("-o", "--out", type=FileName(), help="The file or folder to write.  [required]")
 @click.option(
     "--type",
     metavar="TYPE",
@@ -96,14 +98,25 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     help="onnx: contrib uses ONNX Runtime's operators for quantised products and attention; plain the standard's.",
 )
 @click.option("--external-data", is_flag=True, help="onnx: weights in a separate file, as always above 1 GiB.")
+@board_options
 @click.pass_context
-def export(context: click.Context, /, source: Path, to: str, out: Path, dry_run: bool, **flags: Any) -> None:
+def export(
+    context: click.Context, /, source: Path, to: str | None, out: Path | None, dry_run: bool, unpack: bool, **flags: Any
+) -> None:
     """Convert a model to another format.
 
     SOURCE is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, .safetensors files). What is planned
-    is printed first; the output is whole or not there. --to ternary takes models with ternary matrices alone. --to onnx
-    takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
+    is printed first; the output is whole or not there. --to ternary and fpga take models with ternary matrices alone.
+    --to onnx takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
+
+    Without --to, SOURCE is a folder that --to fpga wrote: --check looks for faults in it, --unpack gives its matrices
+    back.
     """
+    if to is None or unpack:
+        run_on_folder(context, source, to, out)
+        return
+    if out is None:
+        raise missing(context, "out")
     from edgeinfer.exporters.manifest import write_manifest
     from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgeinfer.cli.board import board_options, check_board_options, profile_board
 from edgeinfer.cli.options import (
     FileName,
     draft_of,
@@ -19,7 +20,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.plotting import check_plot
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import show, visible
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.errors import BudgetExceeded, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
@@ -52,8 +53,12 @@ if TYPE_CHECKING:
 @click.option("--fit", metavar="SIZE", help="List the settings that fit into so much memory, best first.")
 @click.option("--plot", type=FileName(), help="Plot memory over context and speed over memory to a PNG file.")
 @click.option("--verify", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
+@board_options
 @json_option
-def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) -> None:
+@click.pass_context
+def profile(
+    context: click.Context, model: Path | None, plot: Path | None, board: str | None, as_json: bool, **flags: Any
+) -> None:
     """Plan the memory and the speed of a model.
 
     Reads the header of the file alone, so a model need not fit here. Without MODEL it is the default model. What the
@@ -62,6 +67,11 @@ def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) 
     from edgeinfer.cli.profile_text import profile_lines
 
     check_stdout()
+    check_board_options(context, board)
+    if board is not None:
+        if model is None:
+            raise InvalidArgument("--board needs MODEL, a GGUF file: the default model is not ternary")
+        return profile_board(model, board, flags, as_json)
     check_plot(plot)
     found = _run(model, flags)
     if plot is not None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,17 +18,16 @@ from edgeinfer.exporters.auto.chains import Margins
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import Target, TargetText
-from edgeinfer.exporters.auto.trial import Rounding, open_rounded
+from edgeinfer.exporters.auto.trial import Rounding, least_seconds, open_rounded
 from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
 from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checks.head import target_rows
 from edgeinfer.exporters.source import Source
+from edgeinfer.files import temporary_folder
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
-
-_TIMED = 24  # passes
 
 
 class _Read(NamedTuple):
@@ -87,8 +82,8 @@ class DraftHead:
         self, held: Types, roundings: Mapping[str, Rounding], texts: Sequence[TargetText], n_depths: int
     ) -> Iterator[NativeHeadModel]:
         n = n_depths * max((len(text.tokens) for text in texts), default=8)
-        with tempfile.TemporaryDirectory(prefix="edgeinfer-auto-") as folder:
-            with open_rounded(Path(folder), self._source, held, roundings, {}) as file:
+        with temporary_folder() as folder:
+            with open_rounded(folder, self._source, held, roundings, {}) as file:
                 spec = read_head_beside(file, self._target.file, self._target.model.spec)
                 plan = plan_head(file, spec, n, n, self._device.n_threads)
                 head = load_head(file, spec, self._target.model, plan, self._device)
@@ -112,14 +107,12 @@ class DraftHead:
 
     def _seconds(self, head: NativeHeadModel) -> float:
         """Of a pass in which it drafts, the least of some."""
-        session, best = head.session(), math.inf
+        session, tokens = head.session(), list(range(self.n_tokens))
         features = np.ones((self.n_tokens, self._spec.n_embd), dtype=np.float32)
-        for _ in range(_TIMED):
-            started = time.perf_counter()
-            session.forward(list(range(self.n_tokens)), features, logits="all")
-            best = min(best, time.perf_counter() - started)
-        session.close()
-        return best
+        try:
+            return least_seconds(lambda: session.forward(tokens, features, logits="all"))
+        finally:
+            session.close()
 
 
 class _HeadTrials:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
 
-_MOST = 2048  # points of a front; more are thinned evenly in time
-_STEPS = 24  # of the worth of a byte, where the best mix is too large
+_MOST = 512  # points of a front; more are thinned evenly in time
+_STEPS = 16  # of the worth of a byte
+_ENOUGH = 0.999  # of the best rate, for which fewer bytes are taken
 _SMALL = 1e-3  # a step, as a share, by which the worth of a second is found
 
 Rate = Callable[[Numbers, Numbers], Numbers]  # of (n,) losses and (n,) seconds; falls with both
@@ -32,7 +34,7 @@ class Front:
 
 
 def front_of(options: Options, per_byte: float = 0.0) -> Front:
-    """All such mixes, with per_byte times the bytes as a part of the loss; exact where they are no more than 2048."""
+    """All such mixes, with per_byte times the bytes as a part of the loss; exact where they are no more than 512."""
     sums, parents, picks = np.zeros((1, 3)), [], []
     for losses, n_bytes, seconds in zip(options.losses, options.n_bytes, options.seconds, strict=True):
         added = np.stack([losses, n_bytes, seconds], axis=1)
@@ -75,22 +77,50 @@ def best_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocatio
     Without a limit it is the best of all mixes, as far as fronts are exact; else as far as the worth of a byte finds
     it. Raises BudgetExceeded.
     """
-    best: tuple[float, Allocation] | None = None
+    best = max(_mixes(options, rate, n_bytes, is_limited=True), key=lambda mix: mix.rate, default=None)
+    if best is None:
+        raise _too_small(options, n_bytes)
+    return best.allocation
+
+
+def small_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
+    """The smallest of mixes that reach the best rate within a thousandth; see best_mix."""
+    mixes = list(_mixes(options, rate, n_bytes, is_limited=False))
+    if not mixes:
+        raise _too_small(options, n_bytes)
+    best = max(mix.rate for mix in mixes)
+    return min((mix for mix in mixes if mix.rate >= _ENOUGH * best), key=lambda mix: mix.n_bytes).allocation
+
+
+class _Rated(NamedTuple):
+    allocation: Allocation
+    rate: float
+    n_bytes: float
+
+
+def _mixes(options: Options, rate: Rate, n_bytes: float, is_limited: bool) -> Iterator[_Rated]:
+    """Those of each worth of a byte that fit: the best one, and the smallest that is nearly as good.
+
+    is_limited: only worths up to the first with which all mixes fit.
+    """
     for per_byte in (0.0, *_worths(options)):
         front = front_of(options, per_byte)
         fits = front.n_bytes <= n_bytes
-        if fits.any():
-            rates = np.where(fits, rate(front.losses, front.seconds), -np.inf)
-            i = int(rates.argmax())
-            if best is None or rates[i] > best[0]:
-                per_second = _worth_of_second(rate, float(front.losses[i]), float(front.seconds[i]))
-                best = float(rates[i]), Allocation(front.chosen[i], per_byte, per_second)
-            if fits.all():
-                break
-    if best is None:
-        least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
-        raise BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
-    return best[1]
+        if not fits.any():
+            continue
+        rates = np.where(fits, rate(front.losses, front.seconds), -np.inf)
+        best = int(rates.argmax())
+        smallest = int(np.where(rates >= _ENOUGH * rates[best], front.n_bytes, np.inf).argmin())
+        for i in {best, smallest}:
+            per_second = _worth_of_second(rate, float(front.losses[i]), float(front.seconds[i]))
+            yield _Rated(Allocation(front.chosen[i], per_byte, per_second), float(rates[i]), float(front.n_bytes[i]))
+        if is_limited and fits.all():
+            return
+
+
+def _too_small(options: Options, n_bytes: float) -> BudgetExceeded:
+    least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
+    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
 
 
 def _worths(options: Options) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -28,6 +29,7 @@ _LEAST = 1e-9  # of a loss that is measured: less is noise
 # nearly quadratic in, and what no error at all would do is measured too, in some layers, and taken off. Losses above
 # _LARGE are no longer quadratic, and large enough to be measured as they are.
 GAIN, _NO_GAIN, _FLOORS, _LARGE = 4.0, 0.05, 8, 0.25
+_ROUNDING = 4.0  # time of rounding a weight over that of a pass with it
 _MEASURED = (("Q4_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_K", "Q5_1"))
 
 Losses = Mapping[GGMLType, float]
@@ -50,7 +52,7 @@ def all_errors(subjects: Sequence[Subject], importance: Importance, state: State
 def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -> Sequence[Losses]:
     """The losses with each tensor alone rounded, to a format of each kind."""
     floor, found = floors(trials, subjects), []
-    pace = Pace("losses", "tensors", _layers_behind(subjects), told)
+    pace = Pace("losses", "tensors", _costs_of_losses(subjects), told)
     for subject in subjects:
         before = trials.n_measured
         found.append({type: _loss_alone(trials, subject, type, floor) for type in measured_formats(subject)})
@@ -58,10 +60,13 @@ def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -
     return found
 
 
-def _layers_behind(subjects: Sequence[Subject]) -> list[float]:
-    """How much of the model runs again when a tensor changes."""
-    last = max(subject.layer for subject in subjects)
-    return [last - subject.layer + 1.0 for subject in subjects]
+def _costs_of_losses(subjects: Sequence[Subject]) -> list[float]:
+    """What the loss of each tensor takes, over the others: its rounding, and a pass of what lies behind it."""
+    sizes = [float(math.prod(subject.tensor.shape)) for subject in subjects]
+    behind: dict[int, float] = {}
+    for layer in {subject.layer for subject in subjects}:
+        behind[layer] = sum(size for each, size in zip(subjects, sizes, strict=True) if each.layer >= layer)
+    return [_ROUNDING * size + behind[subject.layer] for subject, size in zip(subjects, sizes, strict=True)]
 
 
 def floors(trials: Measured, subjects: Sequence[Subject]) -> Callable[[int], float]:

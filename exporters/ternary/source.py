@@ -5,7 +5,6 @@ The matrices of layers are trits with scales; everything else is bytes in the ty
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.gguf.writer import Metadata, write_gguf
+from edgeinfer.files import temporary_folder
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -68,8 +68,8 @@ class TernarySource:
 
         Ternary matrices are F32 in it.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{self.path.name}.gguf"
+        with temporary_folder() as folder:
+            path = folder / f"{self.path.name}.gguf"
             write_gguf(path, self.metadata, [])
             with ModelFile.open(path) as file:
                 for tensor in self.tensors:

@@ -63,10 +63,8 @@ def export_ternary(
     serves sessions, which take token ids.  tq1_0 and tq2_0 round the scales to float16.
     Raises UnsupportedModel, ModelFileError, OSError.
     """
-    is_file = isinstance(source, ModelFile)
-    write_gguf(
-        target, *_content(of_file(source) if is_file else of_checkpoint(source, vocabulary), format, head), progress
-    )
+    opened = of_file(source) if isinstance(source, ModelFile) else of_checkpoint(source, vocabulary)
+    write_gguf(target, *_content(opened, format, head), progress)
 
 
 def _content(source: TernarySource, format: Format, head: Head) -> tuple[Metadata, list[Tensor]]:

@@ -1,9 +1,9 @@
-// The engine that a top is built for. Macros come from the command line, or from the header that EI_CONFIG names, such as
-// "edgeinfer_model.h" of an exported folder. Without any it is the engine for a KV260: base3, 4 rows, 16 tables, 4 ports.
+// The engine that a top is built for. Macros come from the command line, or with EI_MODEL_HEADER from edgeinfer_model.h of
+// an exported folder on the include path. Without any it is the engine for a KV260: base3, 4 rows, 16 tables, 4 ports.
 #pragma once
 
-#ifdef EI_CONFIG
-#include EI_CONFIG
+#ifdef EI_MODEL_HEADER
+#include "edgeinfer_model.h"
 #endif
 
 #ifndef EI_TRITS  // 5: base3, 3: g3x5, 1: 2bit

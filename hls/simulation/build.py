@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.errors import BackendUnavailable, EdgeInferError
+from edgeinfer.errors import BackendUnavailable, SimulationError
 from edgeinfer.files import cache_folder, written_whole
 from edgeinfer.hls.cycles import TIMINGS
 from edgeinfer.hls.geometry import Geometry
@@ -23,10 +23,6 @@ RTL = HERE.parent / "rtl"
 TOPS = {"base3": "ei_engine_g5", "g3x5": "ei_engine_g3", "2bit": "ei_engine_add"}
 SECONDS = 300  # for a compiler
 _COMPILE = ("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-w", "-DVM_COVERAGE=0", "-DVM_SC=0", "-DVM_TRACE=0")
-
-
-class SimulationError(EdgeInferError):
-    """An engine cannot be compiled or simulated."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,8 @@ def library(parameters: Parameters) -> Path:
     verilator, compiler = _command("verilator", "verilator"), _compiler()
     version = _output([verilator, "--version"])
     sources = sorted([*RTL.glob("*.sv"), HERE / "driver.cpp"])
-    facts = [version, _output([compiler, "--version"]), repr(parameters), *(path.read_bytes() for path in sources)]
+    choices = [parameters.geometry.encoding, parameters.verilog, parameters.driver]
+    facts = [version, _output([compiler, "--version"]), *choices, *(path.read_bytes() for path in sources)]
     folder = _folder()
     path = folder / f"{_name(facts)}.so"
     if not path.exists():
@@ -127,7 +124,7 @@ def _runtime(folder: Path, verilator: str, compiler: str, version: str) -> Path:
             source, built = Path(work) / "runtime.cpp", Path(work) / "runtime.o"
             names = ("verilated.cpp", "verilated_threads.cpp")
             source.write_text("".join(f'#include "{root / name}"\n' for name in names if (root / name).exists()))
-            _run([compiler, "-O1", *_COMPILE, *includes, "-c", "-o", str(built), str(source)])
+            _run([compiler, "-O0", *_COMPILE, *includes, "-c", "-o", str(built), str(source)])
             with written_whole(path, durable=False) as file:
                 file.write(built.read_bytes())
     return path

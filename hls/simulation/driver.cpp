@@ -16,7 +16,7 @@ constexpr int64_t kAssertion = -2;  // an assertion of the Verilog failed; stand
 
 // One draw a cycle, of its number alone: hls/stalls.py has the same.
 class Draws {
-   public:
+public:
     Draws(uint64_t seed, double stall) : seed_(seed), stall_(static_cast<uint64_t>(stall * 4294967296.0)) {}
 
     bool goes(int64_t cycle) const {
@@ -26,13 +26,13 @@ class Draws {
         return ((z ^ (z >> 31)) >> 32) >= stall_;
     }
 
-   private:
+private:
     uint64_t seed_, stall_;
 };
 
 // A sender of beats of n_bytes. It offers the next beat in the first cycle that goes, and until it is taken.
 class Sender {
-   public:
+public:
     Sender(const uint8_t* bytes, int n_bytes, int64_t n_beats, Draws draws)
         : bytes_(bytes), n_bytes_(n_bytes), n_beats_(n_beats), draws_(draws) {}
 
@@ -46,7 +46,7 @@ class Sender {
         offered_ = false;
     }
 
-   private:
+private:
     const uint8_t* bytes_;
     int n_bytes_;
     int64_t n_beats_, at_ = 0;
@@ -63,7 +63,7 @@ int32_t signed_field(const uint32_t* words, int first) {
 }
 
 class Engine {
-   public:
+public:
     Engine() : engine_(&context_) {
         context_.fatalOnError(false);  // an assertion must not end the process
         reset();
@@ -94,7 +94,7 @@ class Engine {
         return failed(kHung);
     }
 
-   private:
+private:
     // A rising edge, and the values after it.
     void tick() {
         engine_.clk = 1;

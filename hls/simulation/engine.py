@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, ShapeError
+from edgeinfer.errors import InvalidArgument, ShapeError, SimulationError
 from edgeinfer.hls.geometry import Geometry, accumulator_bits
 from edgeinfer.hls.packing import Bytes
-from edgeinfer.hls.simulation.build import Parameters, SimulationError, library
+from edgeinfer.hls.simulation.build import Parameters, library
 from edgeinfer.hls.stalls import Stalls
 
 _X = ctypes.c_void_p
 _HUNG, _ASSERTION = -1, -2
+_PATIENCE = 8  # how much longer than with the stalls that are to be expected a product may take
 
 
 class _Stalls(ctypes.Structure):
@@ -35,14 +36,14 @@ class Engine:
             raise InvalidArgument(f"sizes must be 1 or more: found {max_in} inputs and {max_out} outputs")
         self.geometry, self.max_in, self.max_out = geometry, max_in, max_out
         steps, tiles = geometry.n_steps(max_in), geometry.n_tiles(max_out)
-        self.parameters = Parameters(geometry, accumulator_bits(max_in), steps, tiles)
+        acc_bits = accumulator_bits(max(max_in, geometry.step_inputs))
+        self.parameters = Parameters(geometry, acc_bits, steps, tiles)
         self._library = _opened(library(self.parameters))
         self._engine = ctypes.c_void_p(self._library.ei_engine_new())
 
     def __del__(self) -> None:
-        engine, self._engine = getattr(self, "_engine", None), None
-        if engine:
-            self._library.ei_engine_delete(engine)
+        if hasattr(self, "_engine"):
+            self._library.ei_engine_delete(self._engine)
 
     @property
     def handle(self) -> int:
@@ -73,7 +74,7 @@ class Engine:
         if stalls is None:
             cycles = self._library.ei_engine_product(*arguments)
         else:
-            patience = round(8 / (1 - max(stalls.shares)))
+            patience = round(_PATIENCE / (1 - max(stalls.shares)))
             record = _Stalls((ctypes.c_uint64 * 3)(*stalls.seeds), (ctypes.c_double * 3)(*stalls.shares), patience)
             cycles = self._library.ei_engine_product_stalled(*arguments, ctypes.byref(record))
         if cycles in (_HUNG, _ASSERTION):

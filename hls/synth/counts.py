@@ -53,27 +53,27 @@ class Counts:
         return asdict(self)
 
 
-def synthesis(design: Design, netlist: Path | None = None) -> list[str]:
-    """Commands of yosys that map a design to UltraScale+. netlist: where it is written."""
+def synthesis(design: Design, netlist: Path | None = None, flat: bool = True) -> list[str]:
+    """Commands of yosys that map a design to UltraScale+. netlist: where it is written. flat: modules are dissolved."""
     files = " ".join(str(path) for path in sources())
     values = " ".join(f"-chparam {name} {value}" for name, value in design.parameters.items())
     written = [] if netlist is None else [f"write_verilog -noattr {netlist}"]
     return [
-        f"read_verilog -sv -defer {files}",
-        f"hierarchy -check -top {design.top} {values}",
-        "synth_xilinx -family xcup -flatten -noiopad -noclkbuf",
+        f"read_verilog -sv -defer -DEI_XILINX {files}",
+        f"hierarchy -top {design.top} {values}",
+        f"synth_xilinx -family xcup -noiopad -noclkbuf {'-flatten' if flat else ''}",
         "tee -q -o stat.json stat -json",
         *written,
     ]
 
 
-def count(design: Design, netlist: Path | None = None) -> tuple[Counts, dict[str, Counts]]:
+def count(design: Design, flat: bool = True) -> tuple[Counts, dict[str, Counts]]:
     """Resources of a design, and of each module in it that was kept, all its instances together.
 
-    netlist: where the netlist is written too. Raises EdgeInferError for a cell that is not known.
+    flat: modules are dissolved, but for those that are marked. Raises EdgeInferError for a cell that is not known.
     """
     with TemporaryDirectory() as folder:
-        yosys.run(synthesis(design, netlist), Path(folder))
+        yosys.run(synthesis(design, flat=flat), Path(folder))
         modules = json.loads(Path(folder, "stat.json").read_text())["modules"]
     cells = {_plain(name): _own_cells(module) for name, module in modules.items()}
     instances = _instances(cells, design.top)

@@ -1,7 +1,7 @@
 // Runs ei_tlmm_top on golden vectors and compares every sum.
 //     tb_tlmm FOLDER [--mutate KIND]
 //     tb_tlmm --weights FILE --x FILE --y FILE --rows N --inputs K [--geometry HASH] [--mutate KIND]
-// FOLDER is an exported one, and the bench is compiled with its edgeinfer_model.h: -DEI_CONFIG='"edgeinfer_model.h"'.
+// FOLDER is an exported one, and the bench is compiled with its edgeinfer_model.h: -I FOLDER -DEI_MODEL_HEADER.
 // Else weights are the stream of hls/packing.py, x int8 (n, K), y int32 (n, N). KIND is a fault that is made on the way:
 // weight, golden, geometry or short; each must be found. Returns 0 if all is equal, 1 for other sums, 2 for other faults.
 #define EI_TABLES_HERE
@@ -11,7 +11,7 @@
 #include <cstring>
 #include <map>
 
-#include "../src/ei_tlmm_top.cpp"
+#include "../src/ei_tlmm_top.hpp"
 #include "ei_streams.hpp"
 #include "files.hpp"
 #include "words.hpp"
@@ -173,7 +173,7 @@ std::vector<Golden> of_files(const Arguments& given) {
     return {read_golden(wanted(given, "weights"), n_out, n_in, stream, wanted(given, "x"), wanted(given, "y"))};
 }
 
-#ifdef EI_CONFIG
+#ifdef EI_MODEL_HEADER
 // The ports' bytes of a tensor as the stream that they were dealt from.
 Bytes gathered(const std::string& folder, const ei_tensor& tensor) {
     hls::stream<ei::Lane> ports[ei::kPorts];
@@ -207,7 +207,7 @@ std::vector<Golden> of_folder(const std::string& folder) {
 }
 #else
 std::vector<Golden> of_folder(const std::string& folder) {
-    throw std::runtime_error("compile this bench with edgeinfer_model.h of " + folder + " as EI_CONFIG");
+    throw std::runtime_error("compile this bench with -I " + folder + " -DEI_MODEL_HEADER");
 }
 #endif
 

@@ -37,7 +37,7 @@ void show(const char* what, const T& number) {
 
 template <class A, class B>
 void show_arithmetic() {
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 40; i++) {
         const A a = random_number<A>();
         const B b = random_number<B>();
         show("a", a), show("b", b);
@@ -53,7 +53,7 @@ void show_arithmetic() {
 
 template <class A, class B>
 void show_bits() {
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 40; i++) {
         const A a = random_number<A>();
         const B b = random_number<B>();
         show("a", a), show("b", b), show("as", A(b));
@@ -86,16 +86,9 @@ void show_stream() {
 int main() {
     show_arithmetic<ap_int<8>, ap_int<8>>();
     show_arithmetic<ap_int<10>, ap_uint<5>>();
-    show_arithmetic<ap_uint<1>, ap_int<21>>();
-    show_arithmetic<ap_uint<33>, ap_uint<31>>();
-    show_arithmetic<ap_int<64>, ap_int<8>>();
     show_arithmetic<ap_uint<64>, ap_uint<40>>();
     show_bits<ap_int<8>, ap_int<12>>();
-    show_bits<ap_uint<5>, ap_int<9>>();
-    show_bits<ap_uint<64>, ap_uint<7>>();
     show_bits<ap_int<65>, ap_uint<40>>();
     show_bits<ap_uint<320>, ap_int<128>>();
-    show_bits<ap_uint<1000>, ap_uint<512>>();
-    show_bits<ap_int<129>, ap_int<320>>();
     show_stream();
 }

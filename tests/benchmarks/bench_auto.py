@@ -8,8 +8,9 @@ tokens. The model is measured on --train, and compared with its source on --held
 often the likeliest token is the same. Everything is quantised with the importance matrix. For each plain choice: the
 mix with as many bytes, and the fastest mix of at most as many bytes and the same predicted loss. Milliseconds are
 those of the products of a pass, by the kernels' times; --timed also measures whole passes of a choice and its fastest
-mix.
-One JSON line on stdout at the end.
+mix. --equal looks for the fastest mix whose measured divergence is at most that of a choice, and times whole passes of
+both; nothing else is compared then. On a machine that others use: --only-kernels while it is quiet, then without it,
+and at last once more while it is quiet, for the passes. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from edgeinfer.types import Device
 UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FILE_TYPES = ("Q4_K_M", "Q5_1")
 HELD_WINDOW, HELD_ROWS, N_PROMPTS = 512, 400, 16
-ROUNDS = 12
+ROUNDS, STEPS = 12, (0.87, 0.78)  # of the predicted loss
 
 Types = Mapping[str, GGMLType]
 
@@ -91,6 +92,28 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     return best.types
 
 
+def equal_pairs(
+    search: Search, plain: Mapping[str, Types], names: Sequence[str], held: Sequence[Window], n_tokens: int
+) -> dict[str, Types]:
+    """Choices, and of each the fastest mix of no more bytes and no more measured divergence, of a few that are tried."""
+    ladders = {
+        name: [
+            fastest(search, step * search.predicted(plain[name]), search.n_bytes(plain[name]), n_tokens)
+            for step in STEPS
+        ]
+        for name in names
+    }
+    tried = [types for name in names for types in (plain[name], *ladders[name])]
+    found = iter(search.compare(tried, held, shown))
+    choices: dict[str, Types] = {}
+    for name in names:
+        wanted, *of_mixes = [next(found).divergence for _ in (0, *STEPS)]
+        print(f"\n{name}: KL {wanted:.5f}, of the mixes {of_mixes}", file=sys.stderr)
+        good = [mix for mix, kl in zip(ladders[name], of_mixes, strict=True) if kl <= wanted] or ladders[name][-1:]
+        choices |= {name: plain[name], f"auto, measured KL of {name}": good[0]}
+    return choices
+
+
 def pass_milliseconds(
     source: GgufSource, pair: Sequence[Types], importance: Importance, n_tokens: int, device: Device
 ) -> list[float]:
@@ -132,15 +155,22 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     held = windows_of(texts_of(arguments.held, source.file, False), HELD_WINDOW, arguments.windows, HELD_ROWS)
     search = Search(source, subjects, importance, train, device, state=arguments.state)
     started = time.perf_counter()
-    search.measure(lambda what, share: print(f"\r{what}", end="", file=sys.stderr))
+    search.measure(shown)
     seconds = time.perf_counter() - started
     n_tokens = parse_cost(arguments.cost)[0] or 4
     plain = plain_choices(source, subjects)
-    choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)
+    if arguments.only_kernels:
+        print([1e3 * search.seconds(types, n) for types in plain.values() for n in (1, n_tokens, 8)], file=sys.stderr)
+        return {}
+    if arguments.equal:
+        choices = equal_pairs(search, plain, arguments.equal, held, n_tokens)
+        pairs = {name: (name, f"auto, measured KL of {name}") for name in arguments.equal}
+    else:
+        choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)
     search.close()
     found = search.compare(list(choices.values()), held)
     rows = {name: row_of(search, types, each) for (name, types), each in zip(choices.items(), found, strict=True)}
-    for name in arguments.timed:
+    for name in arguments.timed or arguments.equal:
         pair = [choices[each] for each in pairs[name]]
         times = pass_milliseconds(source, pair, importance, n_tokens, device)
         for each, milliseconds in zip(pairs[name], times, strict=True):
@@ -148,6 +178,10 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for name, row in rows.items():
         print(f"{name:28} {json.dumps(row)}", file=sys.stderr)
     return {"model": path.name, "measuring_seconds": seconds, "n_tensors": len(subjects), "choices": rows}
+
+
+def shown(what: str, share: float) -> None:
+    print(f"\r{what:60}", end="", file=sys.stderr, flush=True)
 
 
 def row_of(search: Search, types: Types, distance: Distance) -> dict[str, Any]:
@@ -175,6 +209,8 @@ def main() -> None:
     parser.add_argument("--cost", default="verify:4")
     parser.add_argument("--refine", action="store_true", help="measure the closest decisions again")
     parser.add_argument("--timed", nargs="*", default=[], metavar="CHOICE", help="also time whole passes, as of Q4_K_M")
+    parser.add_argument("--equal", nargs="*", default=[], metavar="CHOICE", help="see above")
+    parser.add_argument("--only-kernels", action="store_true")
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     result = bench(arguments.model, arguments)

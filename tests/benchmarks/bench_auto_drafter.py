@@ -1,7 +1,7 @@
 """Types of a draft model or head by accepted tokens a millisecond (`--type auto --target`) against uniform types.
 
     python tests/benchmarks/bench_auto_drafter.py DRAFTER TARGET.gguf --state FILE.jsonl [--imatrix FILE.gguf]
-        [--only-times] [--time-again] [--cost verify:N]
+        [--only-times] [--time-again] [--cost verify:N] [--tokens 384]
 
 What `edgeinfer export --type auto --target` measures and prints, as one JSON line on stdout: for the chosen types and
 the uniform ones the acceptance on held-out answers of the target, milliseconds of a draft token and tokens a
@@ -23,7 +23,7 @@ from typing import Any
 from machine import machine
 
 from edgeinfer import devices
-from edgeinfer.exporters.auto import draft_search
+from edgeinfer.exporters.auto import draft_choice, draft_search
 from edgeinfer.exporters.auto.draft_choice import choose_draft_types
 from edgeinfer.exporters.auto.machine_load import LoadMeter, MachineClock
 from edgeinfer.exporters.auto.speed import Speeds
@@ -85,10 +85,12 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="measurements, named *.auto.jsonl")
     parser.add_argument("--imatrix", type=Path)
     parser.add_argument("--cost")
+    parser.add_argument("--tokens", type=int, default=384, help="of the target, by which losses are measured")
     parser.add_argument("--only-times", action="store_true")
     parser.add_argument("--time-again", action="store_true")
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
+    draft_choice._TEXT_TOKENS = arguments.tokens
     if arguments.only_times:
         draft_search.DraftSearch.measure = times_only  # type: ignore[method-assign]
     if arguments.time_again:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import BITLINEAR, byte_level, packed, write_safetensors
+from checkpoints import write_packed_llama, write_safetensors
 from click.testing import CliRunner, Result
 from numpy.testing import assert_array_equal
 from tiny_heads import write_tiny_head
@@ -142,32 +142,9 @@ def test_rows_that_a_format_cannot_have_are_refused_by_tensor(tmp_path: Path) ->
     assert "tensor blk.0.ffn_down.weight: tq2_0 needs rows of a multiple of 256 inputs: found 384" in result.stderr
 
 
-def a_falcon(folder: Path, rng: np.random.Generator) -> None:
-    """A checkpoint as Falcon3-1.58bit is published, with llama 3's kind of vocabulary."""
-    byte_level(folder)
-    config = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 256, "intermediate_size": 512}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
-    config |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": BITLINEAR}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
-    tensors: dict[str, tuple[str, np.ndarray]] = {"model.norm.weight": ("F32", np.ones(256))}
-    for name in ("model.embed_tokens", "lm_head"):
-        tensors[f"{name}.weight"] = ("F16", rng.standard_normal((640, 256)) * 0.1)
-    for layer in range(2):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = ("F32", np.ones(256))
-        shapes = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256)}
-        shapes |= {"self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256)}
-        for module, shape in (shapes | {"mlp.down_proj": (256, 512)}).items():
-            name = f"model.layers.{layer}.{module}"
-            tensors[f"{name}.weight"] = ("U8", packed(rng.integers(-1, 2, shape, dtype=np.int8)))
-            tensors[f"{name}.weight_scale"] = ("F32", np.array([16.0]))
-    write_safetensors(folder / "model.safetensors", tensors)
-
-
 @pytest.mark.parametrize("format, head", [("i2_s", "keep"), ("tq1_0", "q6_k"), ("tq2_0", "f16")])
 def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    a_falcon(tmp_path, rng)
+    write_packed_llama(tmp_path, rng)
     target = tmp_path / "m.gguf"
     arguments = ("--to", "ternary", "--out", target, "--format", format, "--head", head)
     result = run("export", tmp_path, *arguments)
@@ -206,7 +183,7 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
 def test_a_config_that_makes_no_model_is_refused(
     change: dict[str, Any], error: type[Exception], words: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    a_falcon(tmp_path, rng)
+    write_packed_llama(tmp_path, rng)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(error, match=words):
@@ -215,7 +192,7 @@ def test_a_config_that_makes_no_model_is_refused(
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
-    a_falcon(tmp_path, rng)
+    write_packed_llama(tmp_path, rng)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     more = {"model.layers.0.mlp.up_proj.bias": ("F32", np.ones(512))}
     write_safetensors(tmp_path / "model-00002-of-00002.safetensors", more)
@@ -224,7 +201,7 @@ def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.rand
 
 
 def test_the_command_refuses_with_the_exit_code_of_the_error(tmp_path: Path, rng: np.random.Generator) -> None:
-    a_falcon(tmp_path, rng)
+    write_packed_llama(tmp_path, rng)
     (tmp_path / "tokenizer.json").unlink()
     result = run("export", tmp_path, "--to", "ternary", "--out", tmp_path / "m.gguf")
     assert result.exit_code == 3 and "tokenizer.json: is missing" in result.stderr
@@ -240,7 +217,7 @@ def test_rows_with_scales_of_their_own_keep_them_where_heads_are_reordered(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """As TriLM is published: no word of quantisation, and scales for some rows each."""
-    a_falcon(tmp_path, rng)
+    write_packed_llama(tmp_path, rng)
     checkpoint = TernaryCheckpoint.open(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]

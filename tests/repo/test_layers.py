@@ -70,6 +70,7 @@ HEAVY = {  # and their owners, modules or packages
     "onnxruntime": "edgeinfer.backends.onnx.library",
     "onnxruntime_genai": "edgeinfer.exporters.genai.runtime",
     "pyopencl": "edgeinfer.backends.opencl.library",
+    "pyosys": "edgeinfer.hls.synth.yosys",
     "pytorch_tokenizers": "edgeinfer.exporters.pte.library",
     "torch": "edgeinfer.training edgeinfer.exporters.pte.library",
 }

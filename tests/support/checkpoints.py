@@ -86,3 +86,26 @@ def sentence_piece(folder: Path) -> tokenizers.Tokenizer:
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(folder / "tokenizer.json"))
     return made
+
+
+def write_packed_llama(folder: Path, rng: np.random.Generator) -> None:
+    """A checkpoint as Falcon3-1.58bit is published, with llama 3's kind of vocabulary."""
+    byte_level(folder)
+    config = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    config |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": BITLINEAR}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
+    tensors: dict[str, tuple[str, np.ndarray]] = {"model.norm.weight": ("F32", np.ones(256))}
+    for name in ("model.embed_tokens", "lm_head"):
+        tensors[f"{name}.weight"] = ("F16", rng.standard_normal((640, 256)) * 0.1)
+    for layer in range(2):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = ("F32", np.ones(256))
+        shapes = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256)}
+        shapes |= {"self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256)}
+        for module, shape in (shapes | {"mlp.down_proj": (256, 512)}).items():
+            name = f"model.layers.{layer}.{module}"
+            tensors[f"{name}.weight"] = ("U8", packed(rng.integers(-1, 2, shape, dtype=np.int8)))
+            tensors[f"{name}.weight_scale"] = ("F32", np.array([16.0]))
+    write_safetensors(folder / "model.safetensors", tensors)

@@ -15,13 +15,14 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.exporters.auto import candidates, draft_choice, speed
+from edgeinfer.exporters.auto import candidates, draft_choice, speed, trial
+from edgeinfer.exporters.auto import target as target_module
 from edgeinfer.exporters.auto.agreement import margins_of
 from edgeinfer.exporters.auto.allocation import Options
 from edgeinfer.exporters.auto.chains import NEVER, Drafting, Expected, accepted, of_rows
 from edgeinfer.exporters.auto.draft_model import DraftModel
 from edgeinfer.exporters.auto.draft_search import DraftSearch
-from edgeinfer.exporters.auto.front import best_mix, front_of
+from edgeinfer.exporters.auto.front import best_mix, front_of, small_mix
 from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import open_target
 from edgeinfer.exporters.request import Request
@@ -30,7 +31,6 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
-FLOATS = np.float64
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,11 @@ def times_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "record_folder", lambda kind: None)
+    monkeypatch.setattr(trial, "_TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(target_module, "HELD_OUT", target_module.HELD_OUT[:2])
+    monkeypatch.setattr(target_module, "PROMPTS", target_module.PROMPTS[:17])
+    monkeypatch.setattr(target_module, "ANSWER_TOKENS", 24)
+    monkeypatch.setattr(target_module, "_CALIBRATION_SECONDS", 0.1)
 
 
 # ---- Numbers by hand -------------------------------------------------------------------------------------------------
@@ -80,6 +85,11 @@ def options(seed: int) -> Options:
     return Options(losses, n_bytes, n_bytes * rng.uniform(0.5, 1.5, (6, 4)))
 
 
+def sums_of(of: Options, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    losses, seconds = (values[np.arange(6), chosen].sum(keepdims=True) for values in (of.losses, of.seconds))
+    return losses, seconds
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_mix_is_the_best_of_all(seed: int) -> None:
     of, rng = options(seed), np.random.default_rng(seed)
@@ -93,13 +103,14 @@ def test_the_best_mix_is_the_best_of_all(seed: int) -> None:
     rates = rate(sums[0], sums[1])
     found = best_mix(of, rate).chosen
     assert_array_equal(found, every[rates.argmax()])
+    small = small_mix(of, rate).chosen
+    enough = rates >= 0.999 * rates.max()
+    assert rate(*sums_of(of, small))[0] >= 0.999 * rates.max()
+    assert of.n_bytes[np.arange(6), small].sum() <= 1.1 * sums[2][enough].min()
     most = float(np.quantile(sums[2], 0.3))
     within = best_mix(of, rate, most).chosen
     assert of.n_bytes[np.arange(6), within].sum() <= most
-    assert (
-        rate(*(v[np.arange(6), within].sum(keepdims=True) for v in (of.losses, of.seconds)))[0]
-        > 0.99 * rates[sums[2] <= most].max()
-    )
+    assert rate(*sums_of(of, within))[0] > 0.99 * rates[sums[2] <= most].max()
     with pytest.raises(BudgetExceeded, match="the smallest formats take"):
         best_mix(of, rate, 1.0)
 
@@ -109,7 +120,7 @@ def test_a_front_that_is_thinned_stays_near_the_whole_one() -> None:
     seconds = np.sort(rng.uniform(1, 9, (40, 6)), axis=1)
     losses = np.sort(rng.exponential(1, (40, 6)), axis=1)[:, ::-1].copy()
     front = front_of(Options(losses, seconds, seconds))
-    assert len(front.losses) <= 2048 and front.chosen.shape == (len(front.losses), 40)
+    assert len(front.losses) <= 512 and front.chosen.shape == (len(front.losses), 40)
     rows = np.arange(40)
     assert_allclose(front.losses, [losses[rows, each].sum() for each in front.chosen])
     assert (np.diff(front.seconds) > 0).all() and (np.diff(front.losses) < 0).all()
@@ -138,16 +149,14 @@ def test_the_types_of_a_tiny_draft_model_are_the_best_of_all_mixes(
         drafter = DraftModel(source, target, None, device)
         drafter.subjects = [each for each in drafter.subjects if each.name in names]
         texts = target.texts(None, 600, 4)
-        search = DraftSearch(
-            source, drafter, Drafting([0, 0.03, 0.032, 0.034, 0.05], [1, 2, 3]), texts, device, State(None, "")
-        )
+        drafting, state = Drafting([0, 0.03, 0.032, 0.034, 0.05], [1, 2, 3]), State(None, "")
+        search = DraftSearch(source, drafter, drafting, texts, device, state)
         monkeypatch.setattr(drafter, "seconds", lambda types: 0.0)  # what a pass takes beside its products
         search.measure()
         mix = search.choose(float("inf"))
         search.close()
-        mixes = [
-            dict(zip(names, each, strict=True)) for each in itertools.product(*(s.formats for s in drafter.subjects))
-        ]
+        every = itertools.product(*(each.formats for each in drafter.subjects))
+        mixes = [dict(zip((each.name for each in drafter.subjects), types, strict=True)) for types in every]
         predicted, measured = [], []
         for types in mixes:
             of_types = search.predicted(types)
@@ -155,7 +164,7 @@ def test_the_types_of_a_tiny_draft_model_are_the_best_of_all_mixes(
             predicted.append(of_types.best(search.drafting)[0])
             measured.append(float(search.drafting.best(accepted(chains)[None], of_types.draft_ms)[0][0]))
     chosen = mixes.index(dict(mix.types))
-    assert predicted[chosen] == pytest.approx(max(predicted), rel=1e-9)
+    assert predicted[chosen] == pytest.approx(max(predicted), rel=1e-3)
     assert measured[chosen] > 0.97 * max(measured)
     assert measured[chosen] > np.median(measured)
 
@@ -168,8 +177,10 @@ def run(source: Path, *arguments: str | Path) -> Result:
 
 
 def test_a_draft_model_is_written_as_it_was_measured_and_drafts(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "draft.gguf"
-    result = run(folder / "draft.gguf", "--target", folder / "target.gguf", "-o", out)
+    out, text = tmp_path / "draft.gguf", tmp_path / "text"
+    text.write_text("Some text of words that stand one behind the other. " * 6)
+    asked = ("--target", folder / "target.gguf", "--calibration", text, "-o", out)
+    result = run(folder / "draft.gguf", *asked)
     assert result.exit_code == 0, result.output
     assert "losses: 8 of 8 tensors" in result.stderr and "s left" in result.stderr
     assert "note: auto: for target.gguf; measured on other texts of it" in result.stderr
@@ -181,7 +192,7 @@ def test_a_draft_model_is_written_as_it_was_measured_and_drafts(folder: Path, tm
         spec = backend.read_spec(file)
         kept = sum(file.tensors[name].n_bytes for name in file.tensors)
         assert backend.plan(file, spec, 64).use.weights > 0.9 * kept  # nothing is rounded further
-    again = run(folder / "draft.gguf", "--target", folder / "target.gguf", "-o", out, "--dry-run")
+    again = run(folder / "draft.gguf", *asked, "--dry-run")
     assert again.exit_code == 0 and "s left" not in again.stderr
     with edgeinfer.load(folder / "target.gguf", draft=[str(out)]) as engine:
         completion = engine.generate("some text of words", max_tokens=24, temperature=0.0)

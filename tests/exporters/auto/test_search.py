@@ -11,15 +11,18 @@ from tiny_models import write_tiny_model
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.exporters.auto import choice, speed, trials
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
-from edgeinfer.exporters.auto.divergence import Reference, mean_distance
-from edgeinfer.exporters.auto.search import Limits, Search
-from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
+from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
+from edgeinfer.exporters.auto.search import Limits, Mix, Search
+from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
+from edgeinfer.exporters.calibration import collect
+from edgeinfer.exporters.calibration.prompts import PROMPTS
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
 
+Q8_0 = GGMLType.Q8_0
 TEXTS = [CalibrationText([(7 * i * i + 3 * i + seed) % 259 for i in range(40)], 5) for seed in range(3)]
 
 
@@ -104,3 +107,40 @@ def test_a_request_says_what_it_lacks(source: GgufSource) -> None:
     for cost in ("verify:0", "verifying", "draft:4", "verify:4:"):
         with pytest.raises(InvalidArgument, match="--cost must be verify:N"):
             choice.parse_cost(cost)
+
+
+def test_figures_come_from_texts_that_nothing_was_calibrated_on(
+    source: GgufSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the importance matrix nor the losses; whether the text of calibration is built in or a file."""
+    read, compared = list[Sequence[int]](), list[Sequence[int]]()
+
+    def answers(model: object, file: object, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
+        """In place of answers, which repeat themselves in a tiny model: the prompts."""
+        return [list(prompt.encode()) for prompt in prompts]
+
+    def squares(model: object, texts: Sequence[Sequence[int]], progress: object) -> dict[str, object]:
+        read.extend(texts)
+        return {}
+
+    def compare(self: Search, mixes: object, windows: Sequence[Window], told: object) -> list[Distance]:
+        compared.extend(window.tokens for window in windows)
+        return [Distance(0.0, 1.0)]
+
+    monkeypatch.setattr(collect, "own_answers", answers)
+    monkeypatch.setattr(choice, "own_answers", answers)
+    monkeypatch.setattr(collect, "_squares", squares)
+    monkeypatch.setattr(Search, "compare", compare)
+    monkeypatch.setattr(Search, "measure", lambda self, told: setattr(self, "_losses", np.zeros((9, 99))))
+    monkeypatch.setattr(Search, "refine", lambda self, limits, told: Mix(uniform(self._subjects, Q8_0), 0.0, 0, 0.0))
+    text = tmp_path / "text"
+    text.write_text("Some words that stand one behind the other. " * 20)
+    for calibration in (None, text):
+        read.clear()
+        imatrix = collect.imatrix_of(source, calibration)
+        request = Request(source.path, tmp_path / "o", "auto", size=1 << 22, calibration=calibration)
+        choice.choose_types(source, request, imatrix)
+        pieces = {tuple(tokens[first : first + 36]) for tokens in read for first in range(len(tokens) - 35)}
+        assert pieces and sum(map(len, compared)) > 300
+        for tokens in compared:
+            assert not pieces & {tuple(tokens[first : first + 36]) for first in range(len(tokens) - 35)}
