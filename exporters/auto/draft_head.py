@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,7 +18,7 @@ from edgeinfer.exporters.auto.chains import Margins
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import Target, TargetText
-from edgeinfer.exporters.auto.trial import Rounding, open_rounded
+from edgeinfer.exporters.auto.trial import Rounding, least_seconds, open_rounded
 from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
 from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checks.head import target_rows
@@ -30,8 +28,6 @@ from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
-
-_TIMED = 24  # passes
 
 
 class _Read(NamedTuple):
@@ -111,14 +107,12 @@ class DraftHead:
 
     def _seconds(self, head: NativeHeadModel) -> float:
         """Of a pass in which it drafts, the least of some."""
-        session, best = head.session(), math.inf
+        session, tokens = head.session(), list(range(self.n_tokens))
         features = np.ones((self.n_tokens, self._spec.n_embd), dtype=np.float32)
-        for _ in range(_TIMED):
-            started = time.perf_counter()
-            session.forward(list(range(self.n_tokens)), features, logits="all")
-            best = min(best, time.perf_counter() - started)
-        session.close()
-        return best
+        try:
+            return least_seconds(lambda: session.forward(tokens, features, logits="all"))
+        finally:
+            session.close()
 
 
 class _HeadTrials:

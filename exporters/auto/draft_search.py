@@ -12,7 +12,7 @@ from edgeinfer.exporters.auto.agreement import MarginNoise
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
 from edgeinfer.exporters.auto.candidates import Subject, uniform
 from edgeinfer.exporters.auto.chains import Drafting, Expected, Margins, acceptance, accepted
-from edgeinfer.exporters.auto.front import best_mix
+from edgeinfer.exporters.auto.front import small_mix
 from edgeinfer.exporters.auto.machine_load import LoadMeter, MachineClock
 from edgeinfer.exporters.auto.pace import Pace
 from edgeinfer.exporters.auto.rounding import Importance
@@ -183,7 +183,7 @@ class DraftSearch:
         return drafted, load
 
     def _best(self, options: Options, limits: Limits) -> Allocation:
-        return best_mix(options, self.rates, limits.n_bytes)
+        return small_mix(options, self.rates, limits.n_bytes)
 
     def expected(self) -> Expected:
         """What its drafts are worth, of the noise in the margins. After `measure`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
 
-_MOST = 2048  # points of a front; more are thinned evenly in time
-_STEPS = 24  # of the worth of a byte, where the best mix is too large
+_MOST = 512  # points of a front that is exact
+_MULTIPLIERS = 400  # of a larger one
+_STEPS = 16  # of the worth of a byte
+_ENOUGH = 0.999  # of the best rate, for which fewer bytes are taken
+_BETTER = 1 + 1e-9
 _SMALL = 1e-3  # a step, as a share, by which the worth of a second is found
 
 Rate = Callable[[Numbers, Numbers], Numbers]  # of (n,) losses and (n,) seconds; falls with both
@@ -32,13 +36,22 @@ class Front:
 
 
 def front_of(options: Options, per_byte: float = 0.0) -> Front:
-    """All such mixes, with per_byte times the bytes as a part of the loss; exact where they are no more than 2048."""
+    """Such mixes, with per_byte times the bytes as a part of the loss: all of them where they are no more than 512,
+    else those of the convex hull.
+    """
+    return _exact_front(options, per_byte) or _hull(options, per_byte)
+
+
+def _exact_front(options: Options, per_byte: float) -> Front | None:
+    """All of them, None where they are too many."""
     sums, parents, picks = np.zeros((1, 3)), [], []
     for losses, n_bytes, seconds in zip(options.losses, options.n_bytes, options.seconds, strict=True):
         added = np.stack([losses, n_bytes, seconds], axis=1)
         which = np.flatnonzero(np.isfinite(losses))
         candidates = (sums[:, None] + added[None, which]).reshape(-1, 3)
-        kept = _thinned(candidates, _undominated(candidates, per_byte))
+        kept = _undominated(candidates, per_byte)
+        if len(kept) > _MOST:
+            return None
         sums = candidates[kept]
         parents.append(kept // len(which))
         picks.append(which[kept % len(which)])
@@ -50,6 +63,18 @@ def front_of(options: Options, per_byte: float = 0.0) -> Front:
     return Front(sums[:, 0], sums[:, 1], sums[:, 2], chosen)
 
 
+def _hull(options: Options, per_byte: float) -> Front:
+    """The mixes that are best for some worth of a second."""
+    finite = np.isfinite(options.losses)
+    worth = np.where(finite, options.losses + per_byte * options.n_bytes, np.inf)
+    most = float(worth[finite].max()) / max(float(options.seconds[finite].max()), 1e-30)
+    multipliers = np.concatenate([[0.0], most * np.geomspace(1e-7, 1e7, _MULTIPLIERS)])
+    chosen = np.unique([(worth + each * options.seconds).argmin(axis=1) for each in multipliers], axis=0)
+    rows = np.arange(len(worth))
+    sums = [values[rows, chosen].sum(axis=1) for values in (options.losses, options.n_bytes, options.seconds)]
+    return Front(*sums, chosen)
+
+
 def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
     """By time. sums: (n, 3) losses, bytes, seconds."""
     worth = sums[:, 0] + per_byte * sums[:, 1]
@@ -58,39 +83,82 @@ def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
     return np.asarray(order[np.concatenate([[True], worth[order][1:] < least[:-1]])], dtype=np.intp)
 
 
-def _thinned(sums: Numbers, kept: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Of the points of each of some short times the last, which has the least loss; and the first point of all."""
-    if len(kept) <= _MOST:
-        return kept
-    seconds = sums[kept, 2]
-    bins = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * (_MOST - 2)).astype(np.intp)
-    is_last = np.append(np.diff(bins) > 0, True)
-    is_last[0] = True
-    return np.asarray(kept[is_last])
-
-
 def best_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
     """The options with the highest rate within a number of bytes, and what a byte and a second are worth there.
 
-    Without a limit it is the best of all mixes, as far as fronts are exact; else as far as the worth of a byte finds
-    it. Raises BudgetExceeded.
+    Without a limit it is the best of all mixes where fronts are exact; else as far as the worth of a byte, and moves of
+    single tensors, find it. Raises BudgetExceeded.
     """
-    best: tuple[float, Allocation] | None = None
+    best = max(_mixes(options, rate, n_bytes, is_limited=True), key=lambda mix: mix.rate, default=None)
+    if best is None:
+        raise _too_small(options, n_bytes)
+    return _climbed(options, rate, n_bytes, best.allocation)
+
+
+def _climbed(options: Options, rate: Rate, n_bytes: float, start: Allocation) -> Allocation:
+    """The best moves of single tensors, as long as there are any."""
+    chosen, rows = start.chosen.copy(), np.arange(len(start.chosen))
+    while True:
+        sums = [values[rows, chosen].sum() for values in (options.losses, options.n_bytes, options.seconds)]
+        moved = [
+            total + values - values[rows, chosen][:, None]
+            for total, values in zip(sums, (options.losses, options.n_bytes, options.seconds), strict=True)
+        ]
+        fits = np.isfinite(moved[0]) & (moved[1] <= n_bytes)
+        rates = np.full(fits.shape, -np.inf)
+        rates[fits] = rate(moved[0][fits], moved[2][fits])
+        tensor, option = np.unravel_index(int(rates.argmax()), rates.shape)
+        if rates[tensor, option] <= _BETTER * float(rate(np.array(sums[:1]), np.array(sums[2:]))[0]):
+            return Allocation(chosen, start.per_byte, start.per_second)
+        chosen[tensor] = option
+
+
+def small_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
+    """The smallest of mixes that reach the best rate within a thousandth; see best_mix."""
+    best_of_all = best_mix(options, rate, n_bytes)
+    mixes = [*_mixes(options, rate, n_bytes, is_limited=False), _rated(options, rate, best_of_all)]
+    best = max(mix.rate for mix in mixes)
+    return min((mix for mix in mixes if mix.rate >= _ENOUGH * best), key=lambda mix: mix.n_bytes).allocation
+
+
+class _Rated(NamedTuple):
+    allocation: Allocation
+    rate: float
+    n_bytes: float
+
+
+def _mixes(options: Options, rate: Rate, n_bytes: float, is_limited: bool) -> Iterator[_Rated]:
+    """Those of each worth of a byte that fit: the best one, and the smallest that is nearly as good.
+
+    is_limited: only worths up to the first with which all mixes fit.
+    """
     for per_byte in (0.0, *_worths(options)):
         front = front_of(options, per_byte)
         fits = front.n_bytes <= n_bytes
-        if fits.any():
-            rates = np.where(fits, rate(front.losses, front.seconds), -np.inf)
-            i = int(rates.argmax())
-            if best is None or rates[i] > best[0]:
-                per_second = _worth_of_second(rate, float(front.losses[i]), float(front.seconds[i]))
-                best = float(rates[i]), Allocation(front.chosen[i], per_byte, per_second)
-            if fits.all():
-                break
-    if best is None:
-        least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
-        raise BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
-    return best[1]
+        if not fits.any():
+            continue
+        rates = np.where(fits, rate(front.losses, front.seconds), -np.inf)
+        best = int(rates.argmax())
+        smallest = int(np.where(rates >= _ENOUGH * rates[best], front.n_bytes, np.inf).argmin())
+        for i in {best, smallest}:
+            per_second = _worth_of_second(rate, float(front.losses[i]), float(front.seconds[i]))
+            yield _Rated(Allocation(front.chosen[i], per_byte, per_second), float(rates[i]), float(front.n_bytes[i]))
+        if is_limited and fits.all():
+            return
+
+
+def _rated(options: Options, rate: Rate, allocation: Allocation) -> _Rated:
+    rows = np.arange(len(allocation.chosen))
+    losses, n_bytes, seconds = (
+        values[rows, allocation.chosen].sum(keepdims=True)
+        for values in (options.losses, options.n_bytes, options.seconds)
+    )
+    return _Rated(allocation, float(rate(losses, seconds)[0]), float(n_bytes[0]))
+
+
+def _too_small(options: Options, n_bytes: float) -> BudgetExceeded:
+    least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
+    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
 
 
 def _worths(options: Options) -> Numbers:

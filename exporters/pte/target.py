@@ -30,9 +30,10 @@ _NAMES = (*FILES, "manifest.json")
 _USUAL_N_CTX = 2048
 _FLOATS = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 _GROUP = 32  # weights that share a scale
-# Of ExecuTorch's exporter, with torch: its memory beside the weights, and its time, for a model and for each layer.
-_TOOL_BYTES, _LAYER_BYTES = 600 << 20, 30 << 20
-_TOOL_SECONDS, _LAYER_SECONDS = 40, 14
+# Of ExecuTorch's exporter, with torch: its time, its memory beside the weights, and both for a layer, which 4 bits
+# double: quantisation is operators of the graph.
+_TOOL_SECONDS, _TOOL_BYTES = 40, 600 << 20
+_LAYER_IN_FLOATS, _LAYER_IN_4_BITS = (14, 30 << 20), (30, 72 << 20)
 _PATIENCE_SECONDS = 6 * 3600  # on slow machines, with large models
 
 
@@ -80,6 +81,11 @@ class _Package:
     n_ctx: int
     four_bits: bool
 
+    @property
+    def layer_cost(self) -> tuple[int, int]:
+        """Seconds and bytes of the exporter for a layer."""
+        return _LAYER_IN_4_BITS if self.four_bits else _LAYER_IN_FLOATS
+
 
 def _package(request: Request, file: ModelFile) -> _Package:
     """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
@@ -126,7 +132,7 @@ def _peak_bytes(package: _Package) -> int:
     """Most memory of the exporter. It has the weights as floats thrice: loaded, packed for XNNPACK, and in the file."""
     refs = [ref if isinstance(ref, str) else ref.name for _, ref in weights_of(package.spec)]
     in_floats = 4 * sum(int(np.prod(package.file.tensors[name].shape)) for name in refs)
-    return 3 * in_floats + _TOOL_BYTES + _LAYER_BYTES * package.spec.n_layers
+    return 3 * in_floats + _TOOL_BYTES + package.layer_cost[1] * package.spec.n_layers
 
 
 def _notes(package: _Package) -> list[str]:
@@ -136,7 +142,7 @@ def _notes(package: _Package) -> list[str]:
     )
     exact = "The weights become float32; a file with quantised matrices (--type Q4_0) becomes 4 bits."
     n_layers = package.spec.n_layers
-    minutes = math.ceil((_TOOL_SECONDS + _LAYER_SECONDS * n_layers) / 60)
+    minutes = math.ceil((_TOOL_SECONDS + package.layer_cost[0] * n_layers) / 60)
     takes = (
         f"ExecuTorch's exporter takes about {minutes} minutes of one core of 3 GHz for {n_layers} layers, whatever "
         "their size, and shows no progress. Ctrl-C ends it, and leaves nothing."

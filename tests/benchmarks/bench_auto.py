@@ -47,7 +47,7 @@ from edgeinfer.types import Device
 UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FILE_TYPES = ("Q4_K_M", "Q5_1")
 HELD_WINDOW, HELD_ROWS, N_PROMPTS = 512, 400, 16
-ROUNDS, STEPS = 12, 4
+ROUNDS, STEPS = 12, (0.89, 0.84)  # of the predicted loss
 
 Types = Mapping[str, GGMLType]
 
@@ -77,8 +77,8 @@ def plain_choices(source: GgufSource, subjects: Sequence[Subject]) -> dict[str, 
 def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     """The fastest mix of at most so many bytes with a predicted loss of at most so much."""
     best = search.allocate(Limits(n_bytes, n_tokens, float("inf")))
-    low, high = 0.5 * best.seconds, best.seconds
-    for _ in range(10):
+    low, high = 0.0, best.seconds
+    for _ in range(12):
         middle = 0.5 * (low + high)
         try:
             mix = search.allocate(Limits(n_bytes, n_tokens, middle))
@@ -92,17 +92,26 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     return best.types
 
 
-def equal(search: Search, name: str, types: Types, held: Sequence[Window], n_tokens: int) -> dict[str, Types]:
-    """A choice, and the fastest mix of no more bytes and no more measured divergence that a few steps find."""
-    wanted, loss = search.compare([types], held)[0].divergence, search.predicted(types)
-    for _ in range(STEPS):
-        mix = fastest(search, loss, search.n_bytes(types), n_tokens)
-        found = search.compare([mix], held)[0].divergence
-        print(f"{name}: KL {wanted:.5f}, mix {found:.5f}", file=sys.stderr)
-        if found <= wanted:
-            break
-        loss *= 0.98 * wanted / found
-    return {name: types, f"auto, measured KL of {name}": mix}
+def equal_pairs(
+    search: Search, plain: Mapping[str, Types], names: Sequence[str], held: Sequence[Window], n_tokens: int
+) -> dict[str, Types]:
+    """Choices, and of each the fastest of a few mixes that has no more bytes and no more measured divergence."""
+    ladders = {
+        name: [
+            fastest(search, step * search.predicted(plain[name]), search.n_bytes(plain[name]), n_tokens)
+            for step in STEPS
+        ]
+        for name in names
+    }
+    tried = [types for name in names for types in (plain[name], *ladders[name])]
+    found = iter(search.compare(tried, held, shown))
+    choices: dict[str, Types] = {}
+    for name in names:
+        wanted, *of_mixes = [next(found).divergence for _ in (0, *STEPS)]
+        print(f"\n{name}: KL {wanted:.5f}, of the mixes {of_mixes}", file=sys.stderr)
+        good = [mix for mix, kl in zip(ladders[name], of_mixes, strict=True) if kl <= wanted] or ladders[name][-1:]
+        choices |= {name: plain[name], f"auto, measured KL of {name}": good[0]}
+    return choices
 
 
 def pass_milliseconds(
@@ -154,8 +163,7 @@ def bench(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         print([1e3 * search.seconds(types, n) for types in plain.values() for n in (1, n_tokens, 8)], file=sys.stderr)
         return {}
     if arguments.equal:
-        found_equal = [equal(search, name, plain[name], held, n_tokens) for name in arguments.equal]
-        choices: dict[str, Types] = {name: types for each in found_equal for name, types in each.items()}
+        choices = equal_pairs(search, plain, arguments.equal, held, n_tokens)
         pairs = {name: (name, f"auto, measured KL of {name}") for name in arguments.equal}
     else:
         choices, pairs = choices_of(search, plain, n_tokens, arguments.refine)

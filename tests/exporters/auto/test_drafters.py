@@ -15,14 +15,14 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.exporters.auto import candidates, draft_choice, speed
+from edgeinfer.exporters.auto import candidates, draft_choice, speed, trial
 from edgeinfer.exporters.auto import target as target_module
 from edgeinfer.exporters.auto.agreement import margins_of
 from edgeinfer.exporters.auto.allocation import Options
 from edgeinfer.exporters.auto.chains import NEVER, Drafting, Expected, accepted, of_rows
 from edgeinfer.exporters.auto.draft_model import DraftModel
 from edgeinfer.exporters.auto.draft_search import DraftSearch
-from edgeinfer.exporters.auto.front import best_mix, front_of
+from edgeinfer.exporters.auto.front import best_mix, front_of, small_mix
 from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import open_target
 from edgeinfer.exporters.request import Request
@@ -40,6 +40,7 @@ def times_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "record_folder", lambda kind: None)
+    monkeypatch.setattr(trial, "_TIMED_SECONDS", 0.0)
     monkeypatch.setattr(target_module, "HELD_OUT", target_module.HELD_OUT[:2])
     monkeypatch.setattr(target_module, "PROMPTS", target_module.PROMPTS[:17])
     monkeypatch.setattr(target_module, "ANSWER_TOKENS", 24)
@@ -84,6 +85,11 @@ def options(seed: int) -> Options:
     return Options(losses, n_bytes, n_bytes * rng.uniform(0.5, 1.5, (6, 4)))
 
 
+def sums_of(of: Options, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    losses, seconds = (values[np.arange(6), chosen].sum(keepdims=True) for values in (of.losses, of.seconds))
+    return losses, seconds
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_mix_is_the_best_of_all(seed: int) -> None:
     of, rng = options(seed), np.random.default_rng(seed)
@@ -97,29 +103,34 @@ def test_the_best_mix_is_the_best_of_all(seed: int) -> None:
     rates = rate(sums[0], sums[1])
     found = best_mix(of, rate).chosen
     assert_array_equal(found, every[rates.argmax()])
+    small = small_mix(of, rate).chosen
+    enough = rates >= 0.999 * rates.max()
+    assert rate(*sums_of(of, small))[0] >= 0.999 * rates.max()
+    assert of.n_bytes[np.arange(6), small].sum() <= 1.1 * sums[2][enough].min()
     most = float(np.quantile(sums[2], 0.3))
     within = best_mix(of, rate, most).chosen
     assert of.n_bytes[np.arange(6), within].sum() <= most
-    assert (
-        rate(*(v[np.arange(6), within].sum(keepdims=True) for v in (of.losses, of.seconds)))[0]
-        > 0.99 * rates[sums[2] <= most].max()
-    )
+    assert rate(*sums_of(of, within))[0] > 0.99 * rates[sums[2] <= most].max()
     with pytest.raises(BudgetExceeded, match="the smallest formats take"):
         best_mix(of, rate, 1.0)
 
 
-def test_a_front_that_is_thinned_stays_near_the_whole_one() -> None:
+def test_many_tensors_come_near_to_the_bound_of_the_hull() -> None:
     rng = np.random.default_rng(0)
     seconds = np.sort(rng.uniform(1, 9, (40, 6)), axis=1)
     losses = np.sort(rng.exponential(1, (40, 6)), axis=1)[:, ::-1].copy()
-    front = front_of(Options(losses, seconds, seconds))
-    assert len(front.losses) <= 2048 and front.chosen.shape == (len(front.losses), 40)
-    rows = np.arange(40)
+    of, rows = Options(losses, seconds, seconds), np.arange(40)
+    front = front_of(of)
     assert_allclose(front.losses, [losses[rows, each].sum() for each in front.chosen])
-    assert (np.diff(front.seconds) > 0).all() and (np.diff(front.losses) < 0).all()
     for worth in (0.1, 0.5, 2.0):  # where a straight line touches the whole front
         best = (losses + worth * seconds).min(axis=1).sum()
-        assert (front.losses + worth * front.seconds).min() <= 1.003 * best
+        assert (front.losses + worth * front.seconds).min() <= 1.001 * best
+
+    def rate(losses: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        return np.exp(-losses - 0.5 * seconds)
+
+    chosen = best_mix(of, rate).chosen
+    assert (losses + 0.5 * seconds)[rows, chosen].sum() == pytest.approx((losses + 0.5 * seconds).min(axis=1).sum())
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +168,7 @@ def test_the_types_of_a_tiny_draft_model_are_the_best_of_all_mixes(
             predicted.append(of_types.best(search.drafting)[0])
             measured.append(float(search.drafting.best(accepted(chains)[None], of_types.draft_ms)[0][0]))
     chosen = mixes.index(dict(mix.types))
-    assert predicted[chosen] == pytest.approx(max(predicted), rel=1e-9)
+    assert predicted[chosen] == pytest.approx(max(predicted), rel=1e-3)
     assert measured[chosen] > 0.97 * max(measured)
     assert measured[chosen] > np.median(measured)
 
