@@ -71,8 +71,10 @@ def _hull(options: Options, per_byte: float) -> Front:
     multipliers = np.concatenate([[0.0], most * np.geomspace(1e-7, 1e7, _MULTIPLIERS)])
     chosen = np.unique([(worth + each * options.seconds).argmin(axis=1) for each in multipliers], axis=0)
     rows = np.arange(len(worth))
-    sums = [values[rows, chosen].sum(axis=1) for values in (options.losses, options.n_bytes, options.seconds)]
-    return Front(*sums, chosen)
+    losses, n_bytes, seconds = (
+        values[rows, chosen].sum(axis=1) for values in (options.losses, options.n_bytes, options.seconds)
+    )
+    return Front(losses, n_bytes, seconds, chosen)
 
 
 def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
