@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> BoardManifest:
     path = folder / NAME
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BadBoardFolder(f"{folder}: has no {NAME}: this is no folder of `edgeinfer export --to fpga`") from None
     except ValueError as error:
         raise BadBoardFolder(f"{path}: must be JSON: {error}; export the model again") from None

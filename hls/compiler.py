@@ -100,7 +100,9 @@ def _key(command: Sequence[str], sources: Sequence[Path]) -> str:
     """Name of a build: of the compiler, its arguments, and all files that it may read."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(repr((command, sys.platform)).encode() + version)
-    for path in sorted({*sources, *INCLUDE.rglob("*.hpp"), *(FOLDER / "src").glob("*"), *(FOLDER / "tb").glob("*")}):
+    for path in sorted(
+        {*sources, *INCLUDE.rglob("*.hpp"), *(FOLDER / "src").glob("*.?pp"), *(FOLDER / "tb").glob("*.?pp")}
+    ):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -154,7 +154,7 @@ class _Results:
 
     def room(self) -> int:
         """The first cycle in which there is room for one more."""
-        return self.gone[-ROOM] + 1 if len(self.gone) >= ROOM else 0
+        return self.gone[-ROOM] + 2 if len(self.gone) >= ROOM else 0
 
     def add(self, beat: int) -> None:
         """The result of a beat that is taken in this cycle."""

@@ -56,12 +56,13 @@ def rom_source(n_trits: int) -> str:
     words = [_word(move, n_trits, address_bits, select_bits, move is moves[-1]) for move in moves]
     digits = [f"{word_bits}'h{word:0{-(-word_bits // 4)}x}" for word in reversed(words)]
     lines = [", ".join(digits[first : first + COLUMNS]) for first in range(0, len(digits), COLUMNS)]
-    style = '(* rom_style = "block" *) ' if n_trits == 5 else ""
+    style = '    (* rom_style = "block" *)\n' if n_trits == 5 else ""
     return _ROM.format(
         name=f"ei_walk_rom_g{n_trits}",
         n_trits=n_trits,
         n_entries=len(moves),
         high=address_bits - 1,
+        address_bits=address_bits,
         last_word=(1 << address_bits) - 1,
         last_digit=n_trits - 1,
         word_high=word_bits - 1,
@@ -118,7 +119,19 @@ module {name} (
 {words}
     }};
 
-    {style}logic [{word_high}:0] words[0:{last_word}];
+`ifdef EI_ECP5
+    ei_ecp5_ram #(.WIDTH({word_bits}), .ADDRESS({address_bits}), .N_WORDS({n_entries}), .WORDS(WORDS)) rom (
+        .clk(clk),
+        .write(1'b0),
+        .write_address({address_bits}'b0),
+        .write_data({word_bits}'b0),
+        .read_address(index),
+        .enable(enable),
+        .clear(1'b0),
+        .read_data(word)
+    );
+`else
+{style}    logic [{word_high}:0] words[0:{last_word}];
     logic [{word_high}:0] read;
 
     integer i;
@@ -132,6 +145,7 @@ module {name} (
             read <= words[index];
             word <= read;
         end
+`endif
 endmodule
 """
 

@@ -66,10 +66,16 @@ def run_on_folder(context: click.Context, folder: Path, to: str | None, out: Pat
         if out is None:
             raise missing(context, "out")
         _unpack(folder, out)
-    elif context.params["check"] and context.get_parameter_source("check") == ParameterSource.COMMANDLINE:
+    elif _asks_for_check(context) and folder.is_dir():
         _check(folder)
     else:
         raise missing(context, "to")
+
+
+def _asks_for_check(context: click.Context) -> bool:
+    """Whether --check was given; without --to it is the doctor."""
+    is_given = context.get_parameter_source("check") == ParameterSource.COMMANDLINE
+    return is_given and bool(context.params["check"])
 
 
 def _check(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BudgetExceeded
 
 _NEAR = 1.001  # a multiplier is searched to this factor
+_LARGE_SHARE, _MOST_DOMINANT = 0.08, 3  # of the bytes or the time, and tensors that are so large
 Numbers = NDArray[np.float64]
 
 
@@ -34,9 +36,42 @@ class Allocation:
 def allocate(options: Options, n_bytes: float, seconds: float = np.inf) -> Allocation:
     """The options with the smallest sum of losses within both limits, as far as multipliers and single moves find.
 
-    A Lagrangian of both limits (Everett 1963, doi:10.1287/opre.11.3.399), whose gap greedy moves fill. Raises
-    BudgetExceeded where nothing fits.
+    A Lagrangian of both limits (Everett 1963, doi:10.1287/opre.11.3.399), whose gap greedy moves fill. A tensor that is
+    a large part of the whole leaves a gap that these do not: each of its options is tried. Raises BudgetExceeded where
+    nothing fits.
     """
+    best = _allocate(options, n_bytes, seconds)
+    for tensor in _dominant(options):
+        loss = _sum(options.losses, best.chosen)
+        for option in np.flatnonzero(np.isfinite(options.losses[tensor])):
+            with suppress(BudgetExceeded):
+                found = _allocate(_fixed(options, tensor, int(option)), n_bytes, seconds)
+                if _sum(options.losses, found.chosen) < loss:
+                    best, loss = found, _sum(options.losses, found.chosen)
+        options = _fixed(options, tensor, int(best.chosen[tensor]))
+    return best
+
+
+def _dominant(options: Options) -> list[int]:
+    """Tensors whose bytes or time are a large part of the whole, the largest first."""
+    shares = np.zeros(len(options.losses))
+    for values in (options.n_bytes, options.seconds):
+        mean = np.where(np.isfinite(options.losses), values, 0.0).max(axis=1)
+        shares = np.maximum(shares, mean / max(float(mean.sum()), 1e-30))
+    order = np.argsort(-shares, kind="stable")[:_MOST_DOMINANT]
+    return [int(tensor) for tensor in order if shares[tensor] > _LARGE_SHARE]
+
+
+def _fixed(options: Options, tensor: int, option: int) -> Options:
+    """The options with one alone for a tensor."""
+    losses = options.losses.copy()
+    losses[tensor] = np.inf
+    losses[tensor, option] = options.losses[tensor, option]
+    return Options(losses, options.n_bytes, options.seconds)
+
+
+def _allocate(options: Options, n_bytes: float, seconds: float) -> Allocation:
+    """The same without trying options."""
     _check_possible(options, n_bytes, seconds)
     per_second, per_byte = 0.0, _byte_multiplier(options, n_bytes, 0.0)
     chosen = _best(options, per_byte, 0.0)

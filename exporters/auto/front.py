@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
 
-_MOST = 512  # points of a front; more are thinned evenly in time
+_MOST = 512  # points of a front that is exact
+_MULTIPLIERS = 400  # of a larger one
 _STEPS = 16  # of the worth of a byte
 _ENOUGH = 0.999  # of the best rate, for which fewer bytes are taken
+_BETTER = 1 + 1e-9
 _SMALL = 1e-3  # a step, as a share, by which the worth of a second is found
 
 Rate = Callable[[Numbers, Numbers], Numbers]  # of (n,) losses and (n,) seconds; falls with both
@@ -34,13 +36,22 @@ class Front:
 
 
 def front_of(options: Options, per_byte: float = 0.0) -> Front:
-    """All such mixes, with per_byte times the bytes as a part of the loss; exact where they are no more than 512."""
+    """Such mixes, with per_byte times the bytes as a part of the loss: all of them where they are no more than 512,
+    else those of the convex hull.
+    """
+    return _exact_front(options, per_byte) or _hull(options, per_byte)
+
+
+def _exact_front(options: Options, per_byte: float) -> Front | None:
+    """All of them, None where they are too many."""
     sums, parents, picks = np.zeros((1, 3)), [], []
     for losses, n_bytes, seconds in zip(options.losses, options.n_bytes, options.seconds, strict=True):
         added = np.stack([losses, n_bytes, seconds], axis=1)
         which = np.flatnonzero(np.isfinite(losses))
         candidates = (sums[:, None] + added[None, which]).reshape(-1, 3)
-        kept = _thinned(candidates, _undominated(candidates, per_byte))
+        kept = _undominated(candidates, per_byte)
+        if len(kept) > _MOST:
+            return None
         sums = candidates[kept]
         parents.append(kept // len(which))
         picks.append(which[kept % len(which)])
@@ -52,6 +63,20 @@ def front_of(options: Options, per_byte: float = 0.0) -> Front:
     return Front(sums[:, 0], sums[:, 1], sums[:, 2], chosen)
 
 
+def _hull(options: Options, per_byte: float) -> Front:
+    """The mixes that are best for some worth of a second."""
+    finite = np.isfinite(options.losses)
+    worth = np.where(finite, options.losses + per_byte * options.n_bytes, np.inf)
+    most = float(worth[finite].max()) / max(float(options.seconds[finite].max()), 1e-30)
+    multipliers = np.concatenate([[0.0], most * np.geomspace(1e-7, 1e7, _MULTIPLIERS)])
+    chosen = np.unique([(worth + each * options.seconds).argmin(axis=1) for each in multipliers], axis=0)
+    rows = np.arange(len(worth))
+    losses, n_bytes, seconds = (
+        values[rows, chosen].sum(axis=1) for values in (options.losses, options.n_bytes, options.seconds)
+    )
+    return Front(losses, n_bytes, seconds, chosen)
+
+
 def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
     """By time. sums: (n, 3) losses, bytes, seconds."""
     worth = sums[:, 0] + per_byte * sums[:, 1]
@@ -60,34 +85,40 @@ def _undominated(sums: Numbers, per_byte: float) -> NDArray[np.intp]:
     return np.asarray(order[np.concatenate([[True], worth[order][1:] < least[:-1]])], dtype=np.intp)
 
 
-def _thinned(sums: Numbers, kept: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Of the points of each of some short times the last, which has the least loss; and the first point of all."""
-    if len(kept) <= _MOST:
-        return kept
-    seconds = sums[kept, 2]
-    bins = ((seconds - seconds[0]) / (seconds[-1] - seconds[0]) * (_MOST - 2)).astype(np.intp)
-    is_last = np.append(np.diff(bins) > 0, True)
-    is_last[0] = True
-    return np.asarray(kept[is_last])
-
-
 def best_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
     """The options with the highest rate within a number of bytes, and what a byte and a second are worth there.
 
-    Without a limit it is the best of all mixes, as far as fronts are exact; else as far as the worth of a byte finds
-    it. Raises BudgetExceeded.
+    Without a limit it is the best of all mixes where fronts are exact; else as far as the worth of a byte, and moves of
+    single tensors, find it. Raises BudgetExceeded.
     """
     best = max(_mixes(options, rate, n_bytes, is_limited=True), key=lambda mix: mix.rate, default=None)
     if best is None:
         raise _too_small(options, n_bytes)
-    return best.allocation
+    return _climbed(options, rate, n_bytes, best.allocation)
+
+
+def _climbed(options: Options, rate: Rate, n_bytes: float, start: Allocation) -> Allocation:
+    """The best moves of single tensors, as long as there are any."""
+    chosen, rows = start.chosen.copy(), np.arange(len(start.chosen))
+    while True:
+        sums = [values[rows, chosen].sum() for values in (options.losses, options.n_bytes, options.seconds)]
+        moved = [
+            total + values - values[rows, chosen][:, None]
+            for total, values in zip(sums, (options.losses, options.n_bytes, options.seconds), strict=True)
+        ]
+        fits = np.isfinite(moved[0]) & (moved[1] <= n_bytes)
+        rates = np.full(fits.shape, -np.inf)
+        rates[fits] = rate(moved[0][fits], moved[2][fits])
+        tensor, option = np.unravel_index(int(rates.argmax()), rates.shape)
+        if rates[tensor, option] <= _BETTER * float(rate(np.array(sums[:1]), np.array(sums[2:]))[0]):
+            return Allocation(chosen, start.per_byte, start.per_second)
+        chosen[tensor] = option
 
 
 def small_mix(options: Options, rate: Rate, n_bytes: float = np.inf) -> Allocation:
     """The smallest of mixes that reach the best rate within a thousandth; see best_mix."""
-    mixes = list(_mixes(options, rate, n_bytes, is_limited=False))
-    if not mixes:
-        raise _too_small(options, n_bytes)
+    best_of_all = best_mix(options, rate, n_bytes)
+    mixes = [*_mixes(options, rate, n_bytes, is_limited=False), _rated(options, rate, best_of_all)]
     best = max(mix.rate for mix in mixes)
     return min((mix for mix in mixes if mix.rate >= _ENOUGH * best), key=lambda mix: mix.n_bytes).allocation
 
@@ -116,6 +147,15 @@ def _mixes(options: Options, rate: Rate, n_bytes: float, is_limited: bool) -> It
             yield _Rated(Allocation(front.chosen[i], per_byte, per_second), float(rates[i]), float(front.n_bytes[i]))
         if is_limited and fits.all():
             return
+
+
+def _rated(options: Options, rate: Rate, allocation: Allocation) -> _Rated:
+    rows = np.arange(len(allocation.chosen))
+    losses, n_bytes, seconds = (
+        values[rows, allocation.chosen].sum(keepdims=True)
+        for values in (options.losses, options.n_bytes, options.seconds)
+    )
+    return _Rated(allocation, float(rate(losses, seconds)[0]), float(n_bytes[0]))
 
 
 def _too_small(options: Options, n_bytes: float) -> BudgetExceeded:

@@ -64,14 +64,8 @@ def folder_embeddings(folder: BoardFolder, tokens: NDArray[np.int32]) -> Floats:
 def _embeddings(content: Content, tokens: NDArray[np.uint32]) -> Floats:
     """The rows of some tokens as the folder has them."""
     tensor = content.stored(str(content.spec.token_embd))
-    row_bytes = tensor.type.n_bytes(tensor.shape[1])
-    data = tensor.data()
-    rows = np.concatenate(
-        [
-            dequantize(tensor.type, data[n * row_bytes : (n + 1) * row_bytes], (1, tensor.shape[1]))
-            for n in map(int, tokens)
-        ]
-    )
+    shape = (1, tensor.shape[1])
+    rows = np.concatenate([dequantize(tensor.type, tensor.stored(n, n + 1), shape) for n in map(int, tokens)])
     if content.options.embeddings == "int8":
         codes, scales = int8_rows(rows)
         return codes.astype(np.float32) * scales[:, None]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.exporters.ternary.reading import rows_of
 from edgeinfer.exporters.ternary.source import StoredTensor
 from edgeinfer.hls.packing import Trits
 from edgeinfer.hls.writer import BoardWriter
@@ -28,7 +27,7 @@ def write_int8(writer: BoardWriter, file: str, name: str, tensor: StoredTensor) 
     scales: list[Floats] = []
 
     def pieces() -> Iterator[NDArray[np.int8]]:
-        for rows in _rows(tensor):
+        for rows in tensor.floats():
             codes, found = int8_rows(rows)
             scales.append(found)
             yield codes
@@ -47,7 +46,7 @@ def int8_rows(rows: Floats) -> tuple[NDArray[np.int8], Floats]:
 
 def write_bf16(writer: BoardWriter, file: str, name: str, tensor: StoredTensor) -> None:
     """Rows as bfloat16, rounded to nearest even, in an array of uint16."""
-    pieces = (quantize(GGMLType.BF16, rows).view("<u2").reshape(rows.shape) for rows in _rows(tensor))
+    pieces = (quantize(GGMLType.BF16, rows).view("<u2").reshape(rows.shape) for rows in tensor.floats())
     writer.add_rows(file, name, "<u2", tensor.shape, pieces)
 
 
@@ -59,7 +58,7 @@ def ternary_rows(tensor: StoredTensor) -> tuple[Trits, Floats]:
     """
     trits, scales = np.empty(tensor.shape, dtype=np.int8), np.empty(tensor.shape[0], dtype=np.float32)
     first = 0
-    for rows in _rows(tensor):
+    for rows in tensor.floats():
         last, magnitudes = first + len(rows), np.abs(rows)
         is_used = magnitudes > _THRESHOLD * magnitudes.mean(axis=1, dtype=np.float64, keepdims=True)
         np.multiply(np.sign(rows), is_used, out=trits[first:last], casting="unsafe")
@@ -67,10 +66,6 @@ def ternary_rows(tensor: StoredTensor) -> tuple[Trits, Floats]:
         scales[first:last] = sums / np.maximum(is_used.sum(axis=1), 1)
         first = last
     return trits, scales
-
-
-def _rows(tensor: StoredTensor) -> Iterator[Floats]:
-    return rows_of(tensor.type, tensor.data(), tensor.shape)
 
 
 # ---- rotations -------------------------------------------------------------------------------------------------------

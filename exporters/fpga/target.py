@@ -17,8 +17,8 @@ from edgeinfer.exporters.fpga.stages import write_stages
 from edgeinfer.exporters.fpga.writing import head_facts, write_model
 from edgeinfer.exporters.manifest import record, source_files, tool_version
 from edgeinfer.exporters.request import Plan, Progress, Request, Result
-from edgeinfer.exporters.ternary.reading import PIECE_WEIGHTS, open_ternary
-from edgeinfer.exporters.ternary.source import TernarySource
+from edgeinfer.exporters.ternary.reading import open_ternary
+from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.hls.writer import BoardWriter
@@ -56,6 +56,7 @@ class FpgaTarget:
                 facts = _facts(request, content)
                 writer.finish(facts)
             check = check_against(folder, content) if request.check else None
+            progress(1.0)
             names = [name for name in file_sizes(content) if name.endswith(".bin")]
         return Result([request.out / name for name in (*names, "manifest.json")], check)
 

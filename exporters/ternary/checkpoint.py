@@ -128,7 +128,7 @@ def _stored(checkpoint: TernaryCheckpoint, theirs: str, ours: str) -> StoredTens
 
 def _vector(checkpoint: TernaryCheckpoint, theirs: str, ours: str) -> StoredTensor:
     values = checkpoint.floats(theirs)
-    return StoredTensor(ours, GGMLType.F32, values.shape, lambda: values.astype("<f4").view(np.uint8))
+    return StoredTensor(ours, GGMLType.F32, values.shape, lambda *_: values.astype("<f4").view(np.uint8))
 
 
 def _shape(checkpoint: TernaryCheckpoint, name: str) -> tuple[int, int]:

@@ -8,20 +8,24 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary.checkpoint import of_checkpoint
-from edgeinfer.exporters.ternary.source import Bytes, SourceTensor, StoredTensor, TernarySource, TernaryTensor
+from edgeinfer.exporters.ternary.source import (
+    PIECE_WEIGHTS,
+    Bytes,
+    Floats,
+    SourceTensor,
+    StoredTensor,
+    TernarySource,
+    TernaryTensor,
+)
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.formats import codes_of, dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
-Floats = NDArray[np.float32]
-
-PIECE_WEIGHTS = 8 << 20  # are in memory as float32 at once
 _TERNARY = (GGMLType.I2_S, GGMLType.TQ1_0, GGMLType.TQ2_0, GGMLType.Q2_0)
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
@@ -53,7 +57,15 @@ def _of_file(file: ModelFile, output: str) -> Iterator[SourceTensor]:
             _check_type(file, info)
             yield TernaryTensor(name, info.type, info.shape, partial(_matrix_of_file, file, name))
         else:
-            yield StoredTensor(name, info.type, info.shape, partial(file.data, name))
+            yield StoredTensor(name, info.type, info.shape, partial(_stored, file, name), partial(file.release, name))
+
+
+def _stored(file: ModelFile, name: str, first: int, last: int) -> Bytes:
+    """The bytes of some rows; I2_S has more behind its last row."""
+    info = file.tensors[name]
+    row_bytes = info.shape[-1] // info.type.block_elements * info.type.block_bytes
+    is_end = last * info.shape[-1] == info.n_elements
+    return file.data(name, first * row_bytes, info.n_bytes if is_end else last * row_bytes)
 
 
 def _is_of_layer(info: TensorInfo) -> bool:
@@ -88,14 +100,14 @@ def _matrix_of_file(file: ModelFile, name: str) -> TernaryMatrix:
         codes = codes_of(info.type, data)
         matrix = TernaryMatrix.of_codes(name, codes.values.reshape(info.shape), codes.scales)
     else:
-        parts = [TernaryMatrix.of_weights(name, piece) for piece in rows_of(info.type, data, info.shape)]
+        parts = [TernaryMatrix.of_weights(name, piece) for piece in _rows_of(info.type, data, info.shape)]
         trits, scales = (np.concatenate([getattr(part, each) for part in parts]) for each in ("trits", "scales"))
         matrix = TernaryMatrix(trits, scales)
     file.release(name)
     return matrix
 
 
-def rows_of(kind: GGMLType, data: Bytes, shape: tuple[int, ...]) -> Iterator[Floats]:
+def _rows_of(kind: GGMLType, data: Bytes, shape: tuple[int, ...]) -> Iterator[Floats]:
     """The weights of a matrix, some rows at a time. Raises UnsupportedModel for a type that is not known."""
     n_out, n_in = shape
     row_bytes, n_rows = data.nbytes // n_out, max(1, PIECE_WEIGHTS // n_in)

@@ -5,6 +5,7 @@ The matrices of layers are trits with scales; everything else is bytes in the ty
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,20 +18,53 @@ from numpy.typing import NDArray
 
 from edgeinfer.exporters.gguf.writer import Metadata, write_gguf
 from edgeinfer.files import temporary_folder
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+PIECE_WEIGHTS = 8 << 20  # are in memory as float32 at once
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is taken as it is. data: all of its bytes."""
+    """A tensor that is taken as it is, read some rows at a time.
+
+    stored: the bytes of rows first..last-1; a vector is one row.  release: gives back what reading keeps in memory.
+    """
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
-    data: Callable[[], Bytes]
+    stored: Callable[[int, int], Bytes]
+    release: Callable[[], None] = lambda: None
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in all."""
+        return math.prod(self.shape[:-1])
+
+    def data(self) -> Bytes:
+        """All bytes."""
+        return self.stored(0, self.n_rows)
+
+    def pieces(self) -> Iterator[Bytes]:
+        """All bytes, some rows at a time."""
+        for first, last in self._runs():
+            yield self.stored(first, last)
+            self.release()
+
+    def floats(self) -> Iterator[Floats]:
+        """The weights of a matrix, some rows at a time. Raises UnsupportedModel for a type that is not known."""
+        for first, last in self._runs():
+            yield dequantize(self.type, self.stored(first, last), (last - first, self.shape[-1]))
+            self.release()
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        n_rows = max(1, PIECE_WEIGHTS // self.shape[-1])
+        return ((first, min(self.n_rows, first + n_rows)) for first in range(0, self.n_rows, n_rows))
 
 
 @dataclass(frozen=True)
@@ -81,7 +115,10 @@ class TernarySource:
 
 
 def _stored_bytes(tensor: StoredTensor, first: int, last: int) -> Bytes:
-    return tensor.data()[first:last]
+    row_bytes = tensor.type.n_bytes(math.prod(tensor.shape)) // tensor.n_rows
+    rows = first // row_bytes, min(tensor.n_rows, -(-last // row_bytes))
+    start = rows[0] * row_bytes
+    return tensor.stored(*rows)[first - start : last - start]
 
 
 def _weight_bytes(tensor: TernaryTensor, first: int, last: int) -> Bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +14,15 @@ from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf.writer import Metadata, Progress, Tensor, write_gguf
 from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.ternary.checkpoint import of_checkpoint
-from edgeinfer.exporters.ternary.reading import PIECE_WEIGHTS, of_file, open_ternary, rows_of
-from edgeinfer.exporters.ternary.source import Bytes, SourceTensor, StoredTensor, TernarySource, TernaryTensor
+from edgeinfer.exporters.ternary.reading import of_file, open_ternary
+from edgeinfer.exporters.ternary.source import (
+    PIECE_WEIGHTS,
+    Bytes,
+    SourceTensor,
+    StoredTensor,
+    TernarySource,
+    TernaryTensor,
+)
 from edgeinfer.models.formats import PACK, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -78,7 +84,7 @@ def _tensor(source: TernarySource, tensor: SourceTensor, format: Format, head: H
         return _ternary(tensor, format)
     if tensor.name == source.output:
         return _head(tensor, head)
-    return Tensor(tensor.name, tensor.type, tensor.shape, lambda: [tensor.data()])
+    return Tensor(tensor.name, tensor.type, tensor.shape, tensor.pieces)
 
 
 def _ternary(tensor: TernaryTensor, format: Format) -> Tensor:
@@ -95,14 +101,13 @@ def _head(tensor: StoredTensor, head: Head) -> Tensor:
     name, kind, shape = tensor.name, tensor.type, tensor.shape
     wanted = {"keep": kind, "q6_k": GGMLType.Q6_K, "f16": GGMLType.F16}[head]
     if wanted == kind:
-        return Tensor(name, kind, shape, lambda: [tensor.data()])
+        return Tensor(name, kind, shape, tensor.pieces)
     if shape[-1] % wanted.block_elements:
         raise UnsupportedModel(
             f"tensor {name}: {head} needs rows of a multiple of {wanted.block_elements} inputs: found {shape[-1]}; use "
             f"--head keep or f16"
         )
-    pieces = partial(rows_of, kind, shape=shape)
-    return Tensor(name, wanted, shape, lambda: (_written(name, wanted, piece) for piece in pieces(tensor.data())))
+    return Tensor(name, wanted, shape, lambda: (_written(name, wanted, piece) for piece in tensor.floats()))
 
 
 def _written(name: str, type: GGMLType, weights: NDArray[np.float32]) -> Bytes:

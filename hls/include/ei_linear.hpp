@@ -52,9 +52,9 @@ tokens:
 #pragma HLS UNROLL
                 const typename E::Sum sum =
                     ap_uint<E::kSumBits>(of_rows.range((r + 1) * E::kSumBits - 1, r * E::kSumBits));
-                const float factor = float_of(ap_uint<32>(factors.range(32 * r + 31, 32 * r)).to_uint());
+                const float factor = float_of_bits(ap_uint<32>(factors.range(32 * r + 31, 32 * r)).to_uint());
                 const float of_row = static_cast<float>(sum.to_int()) * factor;
-                results.range(32 * r + 31, 32 * r) = ap_uint<32>(bits_of(of_row * of_token));
+                results.range(32 * r + 31, 32 * r) = ap_uint<32>(bits_of_float(of_row * of_token));
             }
             y.write(results);
         }

@@ -5,13 +5,22 @@
 
 namespace ei {
 
+// The same 32 bits as a float and as a number. A union, which synthesis takes for a wire.
+union FloatBits {
+    float value;
+    uint32_t bits;
+};
+
 inline float float_of_bits(uint32_t bits) {
-    union {
-        uint32_t bits;
-        float value;
-    } both;
+    FloatBits both;
     both.bits = bits;
     return both.value;
+}
+
+inline uint32_t bits_of_float(float value) {
+    FloatBits both;
+    both.value = value;
+    return both.bits;
 }
 
 // The float of the bits of a float16 number. Exact; infinities and NaN do not occur in a KV cache.

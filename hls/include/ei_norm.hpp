@@ -63,7 +63,7 @@ tokens:
 #pragma HLS UNROLL
                 const float value = float_at(held[i], j) * factor;
                 const float weighed = value * float_at(weights[i], j);
-                scaled.range(32 * j + 31, 32 * j) = ap_uint<32>(bits_of(weighed));
+                scaled.range(32 * j + 31, 32 * j) = ap_uint<32>(bits_of_float(weighed));
                 if (kFloats * i + j < n) most.add(weighed);
             }
             held[i] = scaled;

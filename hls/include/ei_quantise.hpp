@@ -4,6 +4,7 @@
 // Hardware takes numbers below 2^-126 for 0, which this simulation does not; the smallest scale is far above.
 #pragma once
 
+#include "ei_math.hpp"
 #include "ei_streams.hpp"
 
 namespace ei {
@@ -14,7 +15,7 @@ inline int n_lanes(int n) { return divided_up(n, kFloats); }
 
 inline float float_at(Lane lane, int i) {
 #pragma HLS INLINE
-    return float_of(ap_uint<32>(lane.range(32 * i + 31, 32 * i)).to_uint());
+    return float_of_bits(ap_uint<32>(lane.range(32 * i + 31, 32 * i)).to_uint());
 }
 
 // The largest magnitude, as bits: those of a NaN are larger than those of any number, so that none is lost.
@@ -23,7 +24,7 @@ struct Magnitude {
 
     void add(float value) {
 #pragma HLS INLINE
-        const std::uint32_t magnitude = bits_of(value) & 0x7fffffffu;
+        const std::uint32_t magnitude = bits_of_float(value) & 0x7fffffffu;
         if (magnitude > bits) bits = magnitude;
     }
 };
@@ -34,7 +35,7 @@ struct TokenScale {
 
     // 1e-5 at least, as BitNet has it.
     explicit TokenScale(Magnitude magnitude) {
-        const float found = float_of(magnitude.bits);
+        const float found = float_of_bits(magnitude.bits);
         const float most = found < 1e-5f ? 1e-5f : found;
         scale = most / 127.0f;
         inverse = 127.0f / most;
@@ -44,7 +45,7 @@ struct TokenScale {
 #pragma HLS INLINE
         const float product = value * inverse;
         const float shifted = product + 12582912.0f;
-        return bits_of(shifted) & 0xffu;
+        return bits_of_float(shifted) & 0xffu;
     }
 };
 

@@ -5,8 +5,7 @@
 
 namespace ei {
 
-constexpr int kBurst = 256;  // lanes, 4 KiB: the longest that AXI allows
-
+// In bursts of 4 KiB, the longest that AXI allows, where the interface says max_read_burst_length = 256.
 inline void read_lanes(const Lane* from, int n, hls::stream<Lane>& to) {
 lanes:
     for (int i = 0; i < n; i++) {

@@ -32,22 +32,4 @@ constexpr int signed_bits(std::uint64_t magnitude) { return bit_length(magnitude
 // Bits of the sum of n_in activations of -128..127 with weights -1, 0, 1.
 constexpr int accumulator_bits(int n_in) { return signed_bits(static_cast<std::uint64_t>(n_in) * 128); }
 
-// The bits of a float, and the float of them. A union, which synthesis takes for a wire.
-inline std::uint32_t bits_of(float value) {
-    union {
-        float number;
-        std::uint32_t bits;
-    } u;
-    u.number = value;
-    return u.bits;
-}
-inline float float_of(std::uint32_t bits) {
-    union {
-        float number;
-        std::uint32_t bits;
-    } u;
-    u.bits = bits;
-    return u.number;
-}
-
 }  // namespace ei

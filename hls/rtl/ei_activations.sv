@@ -1,7 +1,7 @@
 // The activations of a product. They are taken as fast as they come, into a block RAM of a whole product. The beats of
 // the next step wait in a chain of registers (`loaded`) while those of this step stand at `x`; `take` moves them on.
-// Latency: 5 cycles from the beat that completes a step to `loaded`, for a step that follows another one
-// TABLES + 2 cycles from `take`, where all beats are there.
+// Latency: 4 cycles from the beat that completes a step to `loaded`; where all its beats are there, TABLES + 3 cycles from
+// the `take` of the step before.
 module ei_activations #(
     parameter integer BEAT_BITS = 40,
     parameter integer TABLES = 16,

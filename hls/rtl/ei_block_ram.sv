@@ -16,12 +16,28 @@ module ei_block_ram #(
     input  logic clear,
     output logic [WIDTH-1:0] read_data
 );
+`ifdef EI_ECP5
+    localparam integer COLUMN = DEPTH <= 1024 ? 18 : DEPTH <= 2048 ? 9 : DEPTH <= 4096 ? 4 : DEPTH <= 8192 ? 2 : 1;
+`else
     localparam integer COLUMN = DEPTH <= 512 ? 72 : DEPTH <= 1024 ? 36 : DEPTH <= 2048 ? 18 : DEPTH <= 4096 ? 9 : 4;
+`endif
 
     generate
         genvar i;
         for (i = 0; i < WIDTH; i = i + COLUMN) begin : g_column
             localparam integer BITS = (WIDTH - i < COLUMN) ? WIDTH - i : COLUMN;
+`ifdef EI_ECP5
+            ei_ecp5_ram #(.WIDTH(BITS), .ADDRESS(ADDRESS)) ram (
+                .clk(clk),
+                .write(write),
+                .write_address(write_address),
+                .write_data(write_data[i+:BITS]),
+                .read_address(read_address),
+                .enable(1'b1),
+                .clear(clear),
+                .read_data(read_data[i+:BITS])
+            );
+`else
             (* ram_style = "block" *) logic [BITS-1:0] words[0:DEPTH-1];
             logic [BITS-1:0] read;
 
@@ -31,6 +47,7 @@ module ei_block_ram #(
                 read <= words[read_address];
                 read_data[i+:BITS] <= clear ? 0 : read;
             end
+`endif
         end
     endgenerate
 endmodule

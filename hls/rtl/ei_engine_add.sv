@@ -1,6 +1,6 @@
 // The baseline: no tables, ROWS * TABLES activations with their weights (2bit) are added every cycle. It has the shell of
 // the engines with tables: streams, activations, steps, totals. hls/README.md has the ports.
-// Latency: log2(TABLES) + 6 cycles from a beat of the last step to its results.
+// Latency: log2(TABLES) + 4 cycles from a beat of the last step to its results.
 module ei_engine_add #(
     parameter integer ROWS = 4,
     parameter integer TABLES = 16,  // activations of a step, a power of two from 2 on

@@ -1,7 +1,7 @@
 // The engine of base3: ROWS * TABLES tables of 243 sums in block RAM, each looked up by a byte of weights every cycle.
 // Tables have two banks: the next step's are filled while this step's are looked up, so a step takes
 // max(245, n_tiles) cycles. hls/README.md has the ports, hls/cycles.py all cycles.
-// Latency: log2(TABLES) + 7 cycles from a beat of the last step to its results.
+// Latency: log2(TABLES) + 5 cycles from a beat of the last step to its results.
 module ei_engine_g5 #(
     parameter integer ROWS = 4,
     parameter integer TABLES = 16,

@@ -20,6 +20,18 @@ module ei_walk_rom_g3 (
         9'h080, 9'h029, 9'h00c
     };
 
+`ifdef EI_ECP5
+    ei_ecp5_ram #(.WIDTH(9), .ADDRESS(5), .N_WORDS(27), .WORDS(WORDS)) rom (
+        .clk(clk),
+        .write(1'b0),
+        .write_address(5'b0),
+        .write_data(9'b0),
+        .read_address(index),
+        .enable(enable),
+        .clear(1'b0),
+        .read_data(word)
+    );
+`else
     logic [8:0] words[0:31];
     logic [8:0] read;
 
@@ -34,4 +46,5 @@ module ei_walk_rom_g3 (
             read <= words[index];
             word <= read;
         end
+`endif
 endmodule

@@ -56,7 +56,20 @@ module ei_walk_rom_g5 (
         13'h026c, 13'h0175, 13'h0078
     };
 
-    (* rom_style = "block" *) logic [12:0] words[0:255];
+`ifdef EI_ECP5
+    ei_ecp5_ram #(.WIDTH(13), .ADDRESS(8), .N_WORDS(243), .WORDS(WORDS)) rom (
+        .clk(clk),
+        .write(1'b0),
+        .write_address(8'b0),
+        .write_data(13'b0),
+        .read_address(index),
+        .enable(enable),
+        .clear(1'b0),
+        .read_data(word)
+    );
+`else
+    (* rom_style = "block" *)
+    logic [12:0] words[0:255];
     logic [12:0] read;
 
     integer i;
@@ -70,4 +83,5 @@ module ei_walk_rom_g5 (
             read <= words[index];
             word <= read;
         end
+`endif
 endmodule

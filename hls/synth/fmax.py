@@ -60,7 +60,7 @@ def _synthesis(design: Design) -> list[str]:
     macros = " ".join(f"-D{name}={value}" for name, value in harness_macros(design).items())
     files = " ".join(str(path) for path in sources())
     return [
-        f"read_verilog -sv -defer {files}",
+        f"read_verilog -sv -defer -DEI_ECP5 {files}",
         f"read_verilog -sv {macros} {_HARNESS}",
         "synth_ecp5 -top harness -json harness.json",
     ]

@@ -63,7 +63,7 @@ std::vector<ei::Lane> lanes_of(const float* values, int n_tokens, int n) {
             ei::Lane lane = 0;
             for (int j = 0; j < ei::kFloats; j++) {
                 const float value = ei::kFloats * i + j < n ? values[ei::kFloats * i + j] : 0.0f;
-                lane.range(32 * j + 31, 32 * j) = ap_uint<32>(ei::bits_of(value));
+                lane.range(32 * j + 31, 32 * j) = ap_uint<32>(ei::bits_of_float(value));
             }
             lanes.push_back(lane);
         }

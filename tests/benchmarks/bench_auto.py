@@ -47,7 +47,7 @@ from edgeinfer.types import Device
 UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FILE_TYPES = ("Q4_K_M", "Q5_1")
 HELD_WINDOW, HELD_ROWS, N_PROMPTS = 512, 400, 16
-ROUNDS, STEPS = 12, (0.87, 0.78)  # of the predicted loss
+ROUNDS, STEPS = 12, (0.89, 0.84)  # of the predicted loss
 
 Types = Mapping[str, GGMLType]
 
@@ -77,8 +77,8 @@ def plain_choices(source: GgufSource, subjects: Sequence[Subject]) -> dict[str, 
 def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
     """The fastest mix of at most so many bytes with a predicted loss of at most so much."""
     best = search.allocate(Limits(n_bytes, n_tokens, float("inf")))
-    low, high = 0.5 * best.seconds, best.seconds
-    for _ in range(10):
+    low, high = 0.0, best.seconds
+    for _ in range(12):
         middle = 0.5 * (low + high)
         try:
             mix = search.allocate(Limits(n_bytes, n_tokens, middle))
@@ -95,7 +95,7 @@ def fastest(search: Search, loss: float, n_bytes: int, n_tokens: int) -> Types:
 def equal_pairs(
     search: Search, plain: Mapping[str, Types], names: Sequence[str], held: Sequence[Window], n_tokens: int
 ) -> dict[str, Types]:
-    """Choices, and of each the fastest mix of no more bytes and no more measured divergence, of a few that are tried."""
+    """Choices, and of each the fastest of a few mixes that has no more bytes and no more measured divergence."""
     ladders = {
         name: [
             fastest(search, step * search.predicted(plain[name]), search.n_bytes(plain[name]), n_tokens)

@@ -6,8 +6,8 @@ these files and no others, and every sum must be that of the golden files.
 
     python tests/benchmarks/check_fpga_chain.py [--models 50] [--vectors 20] [--seed 0] [--without netlist]
 
-Exits with 1 if a sum differs. One JSON line on stdout at the end. The netlist, some 1000 cycles a second, gets the
-first vector of the matrices that take at most --netlist-cycles.
+Exits with 1 if a sum differs. One JSON line on stdout at the end. The netlist, some hundred cycles a second, gets
+the first vector of the matrices that take at most --netlist-cycles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ternary_shapes import Shapes, random_shapes, write_ternary_model  # noqa: E
 
 from edgeinfer.errors import BackendUnavailable  # noqa: E402
 from edgeinfer.hls.csim import Headers  # noqa: E402
+from edgeinfer.hls.cycles import cycles  # noqa: E402
 from edgeinfer.hls.geometry import Geometry  # noqa: E402
 
 GEOMETRIES = (Geometry("base3", 4, 4), Geometry("g3x5", 8, 4), Geometry("2bit", 4, 16), Geometry("base3", 3, 2))
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=50)
     parser.add_argument("--vectors", type=int, default=20)
     parser.add_argument("--vendor-vectors", type=int, default=5, help="of the C simulation with the vendor's headers")
-    parser.add_argument("--netlist-cycles", type=int, default=3000)
+    parser.add_argument("--netlist-cycles", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", default="", help="netlist, verilog, csim: what is left out, with commas between")
     options = parser.parse_args()
@@ -73,9 +74,8 @@ def checked(
         folders.append(exported(model, geometry, work / f"{i}.board", options.vectors))
     print(f"{geometry}: {len(folders)} models exported", file=sys.stderr)
     products = [shape for _, each in models for shape in each.products]
-    most_in, most_out = max(n_in for _, n_in in products), max(n_out for n_out, _ in products)
     wrong = []
-    for implementation, limits in implementations(geometry, most_in, most_out, work, options):
+    for implementation, limits in implementations(geometry, products, work, options):
         started = time.perf_counter()
         for folder in folders:
             try:
@@ -91,29 +91,32 @@ def checked(
 
 
 def implementations(
-    geometry: Geometry, most_in: int, most_out: int, work: Path, options: argparse.Namespace
-) -> list[tuple[Implementation, tuple[int | None, int | None]]]:
-    """All that are here, with the most vectors and cycles that each gets."""
-    found: list[tuple[Implementation, tuple[int | None, int | None]]] = [
-        (each, (None, None)) for each in on_cpu(geometry)
-    ]
-    wanted = {
-        "csim": lambda: (CSim(geometry, most_in, most_out, Headers.OWN), (None, None)),
-        "csim of the vendor": lambda: (
-            CSim(geometry, most_in, most_out, Headers.VENDOR),
-            (options.vendor_vectors, None),
-        ),
-        "verilog": lambda: (Rtl(geometry, most_in, most_out), (None, None)),
-        "netlist": lambda: (Cells(geometry, most_in, most_out, work / "netlist"), (1, options.netlist_cycles)),
+    geometry: Geometry, products: Sequence[tuple[int, int]], work: Path, options: argparse.Namespace
+) -> Iterator[tuple[Implementation, tuple[int | None, int | None]]]:
+    """All that are here, with the most vectors and cycles that each gets. products: (n_out, n_in)."""
+    sizes = largest(products)
+    most = options.netlist_cycles
+    of_netlist = largest([each for each in products if cycles(geometry, each[1], each[0]) <= most])
+    made: dict[str, Callable[[], Implementation]] = {
+        "csim": lambda: CSim(geometry, *sizes, Headers.OWN),
+        "csim of the vendor": lambda: CSim(geometry, *sizes, Headers.VENDOR),
+        "verilog": lambda: Rtl(geometry, *sizes),
+        "netlist": lambda: Cells(geometry, *of_netlist, work / "netlist"),
     }
-    for name, make in wanted.items():
+    limits = {"csim of the vendor": (options.vendor_vectors, None), "netlist": (1, most)}
+    yield from ((each, (None, None)) for each in on_cpu(geometry))
+    for name, make in made.items():
         if name.split()[0] in options.without.split(","):
             continue
         try:
-            found.append(make())
+            yield make(), limits.get(name, (None, None))
         except BackendUnavailable as error:
             print(f"  without {name}: {error}", file=sys.stderr)
-    return found
+
+
+def largest(products: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(most inputs, most outputs)."""
+    return max(n_in for _, n_in in products), max(n_out for n_out, _ in products)
 
 
 def report(options: argparse.Namespace, shapes: Sequence[Shapes], counts: Counts, wrong: Sequence[str]) -> int:

@@ -26,6 +26,7 @@ TOPS = sorted(top for top in build.TOPS.values() if (build.RTL / f"{top}.sv").ex
 SMALL = Geometry("base3", 2, 2, 1)
 WIDE = Geometry("base3", 4, 16)
 LUTS = Geometry("g3x5", 10, 4, 1)  # a RAM of seven rows, and three of one
+ADDERS = Geometry("2bit", 2, 4, 1)
 STALLS = [None, Stalls(0.5, 0.3, 0.2, seed=1), Stalls(0.9, 0.0, 0.9, seed=2), Stalls(0.0, 0.9, 0.0, seed=3)]
 
 
@@ -42,9 +43,9 @@ def case(geometry: Geometry, n_out: int, n_in: int, seed: int) -> tuple[np.ndarr
     return x, pack(trits, geometry), x.astype(np.int32) @ trits.astype(np.int32).T
 
 
-@pytest.mark.parametrize("geometry", [SMALL, WIDE, LUTS], ids=str)
+@pytest.mark.parametrize("geometry", [SMALL, WIDE, LUTS, ADDERS], ids=str)
 def test_products_are_exact_and_take_the_cycles_of_the_model(geometry: Geometry) -> None:
-    """36 shapes in all: one input, one tile, steps of 1 to 4 tiles, where totals must not overtake, and more."""
+    """48 shapes in all: one input, one tile, steps of 1 to 4 tiles, where totals must not overtake, and more."""
     rows, inputs = geometry.rows, geometry.step_inputs
     shapes = [
         (1, 1),
@@ -63,7 +64,7 @@ def test_products_are_exact_and_take_the_cycles_of_the_model(geometry: Geometry)
             assert took == [cycles(geometry, n_in, n_out, stalls)], (n_out, n_in, stalls)
 
 
-@pytest.mark.parametrize("geometry", [SMALL, LUTS], ids=str)
+@pytest.mark.parametrize("geometry", [SMALL, LUTS, ADDERS], ids=str)
 @pytest.mark.parametrize("weight", [-1, 1])
 def test_totals_are_as_wide_as_the_largest_sum(geometry: Geometry, weight: int) -> None:
     """4,096 inputs of -128 with weights -1 make 2^19, which needs 21 bits."""

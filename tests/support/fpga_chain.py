@@ -148,10 +148,12 @@ class Cpu:
 class CSim:
     """The HLS C++, compiled with one of the sets of headers."""
 
-    def __init__(self, geometry: Geometry, most_in: int, most_out: int, headers: Headers) -> None:
+    def __init__(
+        self, geometry: Geometry, most_in: int, most_out: int, headers: Headers, flags: Sequence[str] = ()
+    ) -> None:
         self.name = f"C simulation, {headers.value} headers"
         self.geometry = geometry
-        self._simulation = CSimulation(geometry, most_in, most_out, headers)
+        self._simulation = CSimulation(geometry, most_in, most_out, headers, flags)
 
     def products(self, stream: Bytes, x: Inputs, n_out: int) -> Sums:
         """See Implementation."""

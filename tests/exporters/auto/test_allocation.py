@@ -62,3 +62,18 @@ def test_limits_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(BudgetExceeded, match="both the bytes and the time"):
         allocate(small_is_slow, 2.5, 2.5)
     assert sorted(allocate(small_is_slow, 3.0, 3.0).chosen.tolist()) == [0, 1]
+
+
+def test_a_tensor_that_is_most_of_the_whole_leaves_no_gap() -> None:
+    """One of ten is as large as all others; between its formats lies what multipliers alone do not reach."""
+    rng = np.random.default_rng(3)
+    n_bytes = np.sort(rng.uniform(1, 2, (10, 3)), axis=1)
+    losses = np.sort(rng.uniform(0, 1, (10, 3)), axis=1)[:, ::-1].copy()
+    n_bytes[0], losses[0] = [9.0, 14.0, 19.0], [1.3, 1.1, 0.0]
+    of = Options(losses, n_bytes, n_bytes)
+    every = np.array(list(itertools.product(range(3), repeat=10)))
+    of_all = [values[np.arange(10), every].sum(axis=1) for values in (losses, n_bytes)]
+    for limit in np.linspace(23.0, 36.0, 8):
+        best = of_all[0][of_all[1] <= limit].min()
+        found = losses[np.arange(10), allocate(of, limit).chosen].sum()
+        assert found <= 1.1 * best + 0.05, (limit, found, best)

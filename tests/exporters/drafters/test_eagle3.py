@@ -241,6 +241,6 @@ def test_a_head_of_our_own_is_written_again_in_another_type(target: Path, tmp_pa
         kept = {key: value for key, value in after.metadata.items() if key.startswith("draft-head.")}
         assert kept == {key: value for key, value in before.metadata.items() if key.startswith("draft-head.")}
         assert before.data("draft_vocab").tobytes() == after.data("draft_vocab").tobytes()
-    refused = run(own, "--target", target, "--type", "auto", "--size", "1MB", "-o", tmp_path / "third.gguf")
-    assert "--type auto measures whole models, not draft heads" in refused.output
+    refused = run(own, "--target", target, "--type", "Q8_0", "--imatrix", "auto", "-o", tmp_path / "third.gguf")
+    assert "--imatrix auto measures whole models, not draft heads" in refused.output
     assert "check: not run: --target names" in run(own, "--type", "Q8_0", "-o", tmp_path / "third.gguf").stderr

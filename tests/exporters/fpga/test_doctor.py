@@ -87,6 +87,14 @@ def test_each_fault_has_its_message(folder: Path, damage: Callable[[Path], objec
     assert "Traceback" not in result.output
 
 
+def test_what_is_no_such_folder_is_told(tmp_path: Path) -> None:
+    result = run("export", "--check", tmp_path)
+    assert result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer export" in result.stderr
+    (tmp_path / "a.gguf").write_bytes(b"")
+    result = run("export", "--unpack", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
+    assert result.exit_code == 3 and "has no manifest.json" in result.stderr
+
+
 def test_all_faults_are_told(folder: Path) -> None:
     flip(folder, "golden/layers.0.down.y.bin", 0)
     flip(folder, "weights.2.bin", 9, False)
@@ -114,6 +122,7 @@ def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.r
     "arguments, words",
     [
         ((), "Missing option '--to'"),
+        (("--check",), "Missing option '--to'"),
         (("--no-check",), "Missing option '--to'"),
         (("--unpack",), "Missing option '-o' / '--out'"),
         (("--to", "fpga"), "Missing option '-o' / '--out'"),
