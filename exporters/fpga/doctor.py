@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ def faults_in(path: Path) -> Iterator[str]:
         yield str(error)
         return
     faults = list(faults_of(folder))
-    faults += _readable(folder, _phase_faults) + _readable(folder, _array_faults)
+    of_model = _readable(folder, _phase_faults)
+    faults += of_model or _readable(folder, _array_faults)
     yield from faults
     if not faults:
         yield from _readable(folder, stage_faults)
@@ -89,7 +89,8 @@ def _phase_faults(folder: BoardFolder) -> Iterator[str]:
         "gate_up": (2 * facts["n_ff"], n_embd),
         "down": (n_embd, facts["n_ff"]),
     }
-    for layer, (phase, shape) in product(range(facts["n_layers"]), shapes.items()):
+    phases = ((layer, *each) for layer in range(facts["n_layers"]) for each in shapes.items())
+    for layer, phase, shape in phases:
         tensor = folder.tensors.get(f"layers.{layer}.{phase}")
         found = None if tensor is None else (tensor.n_out, tensor.n_in)
         if found != shape:
@@ -124,11 +125,11 @@ def _array_faults(folder: BoardFolder) -> Iterator[str]:
 def _arrays_of(facts: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a model."""
     model, head = facts["model"], facts["head"]
-    n_embd, n_q, n_kv = model["n_embd"], *(model[name] * model["head_dim"] for name in ("n_heads", "n_kv_heads"))
-    is_whole = model["qk_norm"] == "whole"
+    n_embd, head_dim, is_whole = model["n_embd"], model["head_dim"], model["qk_norm"] == "whole"
+    n_q, n_kv = model["n_heads"] * head_dim, model["n_kv_heads"] * head_dim
     sizes = {"attn_sub_norm": n_q, "ffn_sub_norm": model["n_ff"]}
-    sizes |= {"q_norm": n_q if is_whole else model["head_dim"], "k_norm": n_kv if is_whole else model["head_dim"]}
-    found = {f"layers.{layer}.{name}": (sizes.get(name, n_embd),)
+    sizes |= {"q_norm": n_q if is_whole else head_dim, "k_norm": n_kv if is_whole else head_dim}
+    found: dict[str, tuple[int, ...]] = {f"layers.{layer}.{name}": (sizes.get(name, n_embd),)
              for layer in range(model["n_layers"]) for name in model["norms"]}  # fmt: skip
     found |= {"output_norm": (n_embd,), "rope": (2, model["n_ctx"], model["rope"]["n_dims"] // 2)}
     found |= {facts["embeddings"]["array"]: (model["n_vocab"], n_embd), head["scales"]: (model["n_logits"],)}

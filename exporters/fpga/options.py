@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from edgeinfer.arguments import check_integer
 from edgeinfer.errors import InvalidArgument
@@ -53,7 +53,7 @@ class BoardOptions:
             board=board,
             geometry=geometry,
             n_golden=check_integer("--golden", USUAL_GOLDEN if golden is None else golden, 0, 4096),
-            embeddings=embeddings,
+            embeddings=cast(EmbeddingType, embeddings),
             rescored=check_integer("--rescored", rescored, 0, 1 << 20),
             n_ctx=request.n_ctx,
         )

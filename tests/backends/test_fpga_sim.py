@@ -1,5 +1,6 @@
 """The native engine with its ternary products in simulated hardware: the text of the native engine alone."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from edgeinfer.backends.fpga_sim import SMALL, FpgaSimBackend
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
 from edgeinfer.hls.board_manifest import Part
+from edgeinfer.hls.integrity import file_sha256
 from edgeinfer.hls.writer import BoardWriter
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
