@@ -88,6 +88,11 @@ def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, t
     stream = bytearray((changed / "weights.0.bin").read_bytes())
     stream[0] = 242 - stream[0]  # the other sign of five weights
     (changed / "weights.0.bin").write_bytes(stream)
+    with pytest.raises(BadBoardFolder, match="weights.0.bin: sha256 must be"):
+        FpgaSimBackend(changed)
+    manifest = json.loads((changed / "manifest.json").read_text())
+    manifest["files"]["weights.0.bin"]["sha256"] = file_sha256(changed / "weights.0.bin")
+    (changed / "manifest.json").write_text(json.dumps(manifest))
     assert not np.array_equal(logits_of(FpgaSimBackend(changed), model, tokens), wanted)
 
 

@@ -87,7 +87,7 @@ def profiled(*arguments):
 
 
 def test_the_command_prints_the_report(ternary) -> None:
-    found = profiled(ternary, "--board", "kv260", "--engines", "4", "-c", "100")
+    found = profiled(ternary, "--board", "kv260", "--engines", "2", "-c", "100")
     assert found.exit_code == 0, found.output
     assert "tokens/s (model) behind 99 tokens" in found.output and "not ternary" not in found.output
     as_data = json.loads(profiled(ternary, "--board", "kv260", "--json", "--attention-lanes", "8").output)
