@@ -36,13 +36,12 @@ module ei_activations #(
         else if (accept && n_missing == 1) x_ready <= 1'b0;
 
     always_ff @(posedge clk)
-        if (start) begin
-            n_missing <= COUNT'(n_steps) * COUNT'(TABLES);
-            n_written <= 0;
-        end else if (accept) begin
-            n_missing <= n_missing - 1;
-            n_written <= n_written + 1;
-        end
+        if (start) n_missing <= COUNT'(n_steps) * COUNT'(TABLES);
+        else if (accept) n_missing <= n_missing - 1;
+
+    always_ff @(posedge clk)
+        if (rst || start) n_written <= 0;  // a reset in a product leaves nothing to read
+        else if (accept) n_written <= n_written + 1;
 
     // Out of the RAM, the beats of one step, and then not before `take`.
     logic [COUNT-1:0] n_read;
