@@ -28,16 +28,22 @@ module ei_activations #(
 
     // Into the RAM.
     logic [COUNT-1:0] n_missing, n_written;
+    logic one_is_missing;  // n_missing is 1
     wire accept = x_valid && x_ready;
 
     always_ff @(posedge clk)
         if (rst) x_ready <= 1'b0;
         else if (start) x_ready <= 1'b1;
-        else if (accept && n_missing == 1) x_ready <= 1'b0;
+        else if (accept && one_is_missing) x_ready <= 1'b0;
 
     always_ff @(posedge clk)
-        if (start) n_missing <= COUNT'(n_steps) * COUNT'(TABLES);
-        else if (accept) n_missing <= n_missing - 1;
+        if (start) begin
+            n_missing <= COUNT'(n_steps) * COUNT'(TABLES);
+            one_is_missing <= n_steps == 1 && TABLES == 1;
+        end else if (accept) begin
+            n_missing <= n_missing - 1;
+            one_is_missing <= n_missing == 2;
+        end
 
     always_ff @(posedge clk)
         if (rst || start) n_written <= 0;  // a reset in a product leaves nothing to read

@@ -49,12 +49,12 @@ module ei_engine_g3 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic prepare, add, uses_last, positive, write;
+    logic prepare, add, uses_last, positive, negative, write;
     logic [SELECT-1:0] select;
     logic [4:0] entry;
     ei_filler #(.G(G), .ADDRESS(5), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
-        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive),
+        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive), .negative(negative),
         .write(write), .entry(entry)
     );
 
@@ -68,7 +68,7 @@ module ei_engine_g3 #(
             logic [ENTRY-1:0] sum;
             ei_entry #(.G(G), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
                 .clk(clk), .x(x[8*G*t+:8*G]), .prepare(prepare), .select(select), .add(add),
-                .uses_last(uses_last), .positive(positive), .sum(sum)
+                .uses_last(uses_last), .positive(positive), .negative(negative), .sum(sum)
             );
 
             logic [5*ROWS-1:0] address;

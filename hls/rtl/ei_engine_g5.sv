@@ -48,12 +48,12 @@ module ei_engine_g5 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic prepare, add, uses_last, positive, write, write_bank;
+    logic prepare, add, uses_last, positive, negative, write, write_bank;
     logic [SELECT-1:0] select;
     logic [7:0] entry;
     ei_filler #(.G(G), .ADDRESS(8), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
-        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive),
+        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive), .negative(negative),
         .write(write), .entry(entry)
     );
     always_ff @(posedge clk)
@@ -67,7 +67,7 @@ module ei_engine_g5 #(
             logic [ENTRY-1:0] sum;
             ei_entry #(.G(G), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
                 .clk(clk), .x(x[8*G*t+:8*G]), .prepare(prepare), .select(select), .add(add),
-                .uses_last(uses_last), .positive(positive), .sum(sum)
+                .uses_last(uses_last), .positive(positive), .negative(negative), .sum(sum)
             );
             for (r = 0; r < ROWS; r = r + 1) begin : g_row
                 ei_block_ram #(.WIDTH(ENTRY), .DEPTH(512)) ram (

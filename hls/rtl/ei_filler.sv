@@ -22,6 +22,7 @@ module ei_filler #(
     output logic add,  // and added; the sum is cleared where this is low
     output logic uses_last,
     output logic positive,
+    output logic negative,
     output logic write,  // the sum is that of entry `entry`
     output logic [ADDRESS-1:0] entry
 );
@@ -47,16 +48,16 @@ module ei_filler #(
             filled <= running && is_last;
         end
 
-    // The words of the walk, round and round. Where it stands still, the first word waits to be selected and the
-    // second one behind it; the two cycles after a reset bring them there.
-    logic [1:0] warming;
+    // The words of the walk, round and round. Where it stands still, the first word waits to be selected and the next
+    // ones behind it; the three cycles after a reset bring them there.
+    logic [2:0] warming;
     logic [ADDRESS-1:0] index;
-    logic [WORD-1:0] word;
+    logic [WORD-1:0] read_word, word;
     wire enable = prepare || warming[0];
 
     always_ff @(posedge clk)
         if (rst) begin
-            warming <= 2'b11;
+            warming <= 3'b111;
             index <= 0;
         end else begin
             warming <= warming >> 1;
@@ -65,11 +66,14 @@ module ei_filler #(
 
     generate
         if (G == 5) begin : g_base3
-            ei_walk_rom_g5 rom (.clk(clk), .enable(enable), .index(index), .word(word));
+            ei_walk_rom_g5 rom (.clk(clk), .enable(enable), .index(index), .word(read_word));
         end else begin : g_g3x5
-            ei_walk_rom_g3 rom (.clk(clk), .enable(enable), .index(index), .word(word));
+            ei_walk_rom_g3 rom (.clk(clk), .enable(enable), .index(index), .word(read_word));
         end
     endgenerate
+
+    // All tables read the word: behind a register that can lie among them.
+    always_ff @(posedge clk) if (enable) word <= read_word;
 
     // From a word to the sum that is written: selected, added, written.
     logic [ADDRESS-1:0] entry_selected;
@@ -80,6 +84,7 @@ module ei_filler #(
         if (prepare) begin
             entry_selected <= word[ADDRESS-1:0];
             positive <= word[ADDRESS+SELECT];
+            negative <= !word[ADDRESS+SELECT];
             uses_last <= word[ADDRESS+SELECT+1];
             is_last <= next_is_last;
         end

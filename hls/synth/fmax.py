@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +52,8 @@ def route(design: Design) -> dict[str, Any]:
     """MHz with each seed, and the cells it takes with its registers at the ports."""
     with TemporaryDirectory() as folder:
         yosys.run(_synthesis(design), Path(folder))
-        reports = [_routed(Path(folder), seed) for seed in SEEDS]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            reports = list(threads.map(lambda seed: _routed(Path(folder), seed), SEEDS))
     mhz = [round(clock["achieved"], 1) for report in reports for clock in report["fmax"].values()]
     used = {kind: n["used"] for kind, n in reports[0]["utilization"].items() if n["used"] and kind != "TRELLIS_IO"}
     return {"parameters": design.parameters, "mhz": mhz, "cells": used}
@@ -69,12 +72,12 @@ def _synthesis(design: Design) -> list[str]:
 def _routed(folder: Path, seed: int) -> dict[str, Any]:
     """The report of nextpnr."""
     device = ("--85k", "--speed", "8", "--package", "CABGA756", "--lpf-allow-unconstrained")
-    files = ("--json", "harness.json", "--report", "report.json")
+    files = ("--json", "harness.json", "--report", f"report{seed}.json")
     command = [_command(), *device, *files, "--freq", str(_TARGET_MHZ), "--timing-allow-fail", "--seed", str(seed)]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise EdgeInferError(f"nextpnr must route the engine: it ended with {run.returncode}:\n{run.stderr[-1000:]}")
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"report{seed}.json").read_text())
     return found
 
 
