@@ -109,6 +109,7 @@ private:
         std::memset(&engine_.x_data, 0, sizeof engine_.x_data);
         for (int i = 0; i < 4; ++i) tick();
         engine_.rst = 0;
+        for (int i = 0; i < 20; ++i) tick();  // an engine that is reset does nothing until it is started
     }
 
     void begin(int n_steps, int n_tiles) {

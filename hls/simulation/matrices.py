@@ -27,9 +27,8 @@ class Matrices:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._library = _opened(build_library([_SOURCE]))
-        self._state: ctypes.c_void_p | None = ctypes.c_void_p(
-            self._library.ei_matrices_new(engine.product_function, engine.handle)
-        )
+        state = self._library.ei_matrices_new(engine.product_function, engine.handle)
+        self._state: ctypes.c_void_p | None = ctypes.c_void_p(state)
         self._streams: list[Bytes] = []
 
     def __del__(self) -> None:
