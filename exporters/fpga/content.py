@@ -18,7 +18,7 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import Floats, TernaryMatrix
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.reader import ROPE_TENSORS
-from edgeinfer.models.spec import Attention, Dense, RopeSpec
+from edgeinfer.models.spec import Attention, Dense, RopeSpec, TensorRef
 
 # The fields of blocks that a folder has a place for; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {
@@ -162,9 +162,13 @@ def _products(source: TernarySource, spec: ModelSpec, tensors: Mapping[str, Any]
             if not all(isinstance(tensor, TernaryTensor) for tensor in found):
                 raise UnsupportedModel(
                     f"{source.path}: {phase} of layer {index} must be ternary matrices of their own: found "
-                    f"{', '.join(map(str, refs))}"
+                    f"{', '.join(_described(ref) for ref in refs)}"
                 )
             yield Product(f"layers.{index}.{phase}", phase, index, [each for each in found if each is not None])
+
+
+def _described(ref: TensorRef) -> str:
+    return ref if isinstance(ref, str) else f"a part of {ref.name}"
 
 
 def model_facts(content: Content) -> dict[str, Any]:

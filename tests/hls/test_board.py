@@ -59,6 +59,10 @@ def test_engines_share_the_weights_of_a_prompt() -> None:
     rest = 64 * host + decode(DESIGN, BITNET_2B4T, 0).stages["head"]
     one_by_one, together = (first_token_seconds(each, BITNET_2B4T, 64) - rest for each in (DESIGN, four))
     assert one_by_one == pytest.approx(4 * together)
+    at_64, at_65 = (first_token_seconds(four, BITNET_2B4T, n) for n in (64, 65))
+    assert at_65 - at_64 == pytest.approx(host + pass_seconds(four, BITNET_2B4T))  # one token more begins a pass
+    half = Design(KV260, Geometry("base3", 4, 16, n_ports=2))
+    assert pass_seconds(half, BITNET_2B4T) == pytest.approx(2 * pass_seconds(DESIGN, BITNET_2B4T), rel=1e-3)
 
 
 def test_attention_in_the_fabric_grows_with_the_context() -> None:

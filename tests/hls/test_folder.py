@@ -65,10 +65,10 @@ def test_golden_vectors_are_exact_and_extreme(written: Path) -> None:
 
 
 def test_products_of_many_inputs_are_exact() -> None:
-    trits = np.ones((2, 140_000), dtype=np.int8)  # float32 would not hold the sums
+    trits = np.ones((2, 140_001), dtype=np.int8)  # float32 does not hold such odd sums
     trits[1, 0] = -1
-    x = np.full((1, 140_000), -127, dtype=np.int8)
-    assert products(trits, x).tolist() == [[-17_780_000, -17_779_746]]
+    x = np.full((1, 140_001), -127, dtype=np.int8)
+    assert products(trits, x).tolist() == [[-17_780_127, -17_779_873]]
 
 
 def test_the_same_matrices_give_the_same_files(tmp_path: Path) -> None:
@@ -197,6 +197,10 @@ HOSTILE = {
         lambda f: change(f, lambda m: m["arrays"][0].update(shape=[1 << 40] * 2, bytes=0)),
         "must have .* bytes",
     ),
+    "past the end": (
+        lambda f: change(f, lambda m: m["tensors"][1].update(offset=m["tensors"][1]["offset"] + 64)),
+        "layers.0.o must lie within the .* bytes of weights.0.bin",
+    ),
     "between": (lambda f: change(f, lambda m: m["tensors"][0].update(offset=1)), "multiples of 64: found 1"),
     "objects": (
         lambda f: change(f, lambda m: m["arrays"][0].update(dtype="|O")),
@@ -244,6 +248,15 @@ def test_a_hostile_manifest_is_refused(name: str, folder: Path) -> None:
     damage(folder)
     with pytest.raises(BadBoardFolder, match=message):
         BoardFolder.open(folder)
+
+
+def test_scales_that_are_no_numbers_are_found(folder: Path) -> None:
+    scales = np.fromfile(folder / "scales.bin", dtype="<f4")
+    scales[3] = np.nan
+    scales.tofile(folder / "scales.bin")
+    rehash(folder, "scales.bin")
+    with pytest.raises(BadBoardFolder, match=r"layers\.0\.qkv: scales must be finite numbers"):
+        check_folder(folder)
 
 
 def test_a_matrix_without_rows_is_not_written(tmp_path: Path) -> None:

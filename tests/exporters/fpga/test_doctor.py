@@ -120,6 +120,8 @@ def test_each_fault_has_its_message(folder: Path, damage: Callable[[Path], objec
 def test_what_is_no_such_folder_is_told(tmp_path: Path) -> None:
     result = run("export", "--check", tmp_path)
     assert result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer export" in result.stderr
+    result = run("export", "--check", tmp_path / "nothing")
+    assert result.exit_code == 3 and "nothing: has no manifest.json" in result.stderr
     (tmp_path / "a.gguf").write_bytes(b"")
     result = run("export", "--unpack", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
     assert result.exit_code == 3 and "has no manifest.json" in result.stderr
@@ -149,6 +151,10 @@ def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.r
     assert (
         result.exit_code == 3 and "tensor m: TQ2_0 needs rows of a multiple of 256 inputs: found 100" in result.stderr
     )
+    (tmp_path / "wide").mkdir()
+    write_folder(tmp_path / "wide", Geometry("2bit", 2, 2, 1), {"m": (np.tile(trits, 3)[:, :256], scales)}, n_golden=0)
+    result = run("export", "--unpack", tmp_path / "wide", "--out", tmp_path / "m.gguf")
+    assert result.exit_code == 3 and "tensor m: TQ2_0 has scales in float16, which these are not" in result.stderr
     assert run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "m.npz").exit_code == 0
     with np.load(tmp_path / "m.npz") as arrays:
         assert np.array_equal(arrays["m"], trits) and np.array_equal(arrays["m.scales"], scales)

@@ -50,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("board") / "out"
-    export(tiny, out, "--embeddings", "bf16", "--rescored", "16")
+    export(tiny, out, "--embeddings", "bf16", "--rescored", "1000")
     return out
 
 
@@ -135,6 +135,7 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
         ("llama", "Q4_K", "tensor blk.0.attn_q.weight is Q4_K, which is not ternary"),
         ("gemma2", "I2_S", "which the FPGA backend does not know"),
         ("granite", "I2_S", "embedding_scale must be 1.0 for a board: found 1.5"),
+        ("phi3", "I2_S", "matrices of their own: found a part of blk.0.attn_qkv.weight, a part of"),
         ("smollm3", "I2_S", "all layers must be alike for a board: layer 3 differs from 0"),
         ("qwen2", "I2_S", "has q_bias, which the FPGA backend does not know"),
     ],
@@ -146,7 +147,7 @@ def test_a_model_that_no_board_runs_is_refused(architecture: str, type: str, wor
 
 
 def test_the_same_model_gives_the_same_files(tiny: Path, written: Path, tmp_path: Path) -> None:
-    export(tiny, tmp_path / "again", "--embeddings", "bf16", "--rescored", "16", "--no-check")
+    export(tiny, tmp_path / "again", "--embeddings", "bf16", "--rescored", "1000", "--no-check")
     files = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
     assert len(files) > 30
     for file in files:
@@ -154,7 +155,7 @@ def test_the_same_model_gives_the_same_files(tiny: Path, written: Path, tmp_path
 
 
 def test_the_plan_has_the_bytes_that_are_written(tiny: Path, written: Path, tmp_path: Path) -> None:
-    more = {"embeddings": "bf16", "rescored": 16}
+    more = {"embeddings": "bf16", "rescored": 1000}
     plan = FpgaTarget().plan(Request(tiny, tmp_path / "out", more=more))
     for path, n_bytes in plan.files.items():
         found = written / path.name
@@ -220,7 +221,7 @@ def test_the_first_stage_of_the_head_finds_the_best_tokens(tiny: Path, written: 
         "array": "head",
         "scales": "head_scales",
         "tied": True,
-        "first_stage": {"tensor": "head", "rescored": 16},
+        "first_stage": {"tensor": "head", "rescored": 291},
     }
     with open_ternary(tiny) as source:
         output = next(tensor for tensor in source.tensors if tensor.name == source.output)
@@ -287,18 +288,32 @@ def test_a_tensor_that_would_be_left_out_is_refused_by_name(tiny: Path) -> None:
             content_of(replace(source, tensors=[*source.tensors, more]), read_spec(file), options)
 
 
-def test_rotations_have_the_scaling_of_the_context(tmp_path: Path) -> None:
-    source = write_tiny_model(
-        tmp_path / "a.gguf", "llama", "I2_S", rope_scaling={"type": "linear", "factor": 4.0}, rope_freqs=True
-    )
+@pytest.mark.parametrize(
+    "scaling",
+    [{"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0, "original_context_length": 128}],
+    ids=["linear", "yarn"],
+)
+def test_rotations_have_the_scaling_of_the_context(scaling: dict[str, str | float], tmp_path: Path) -> None:
+    is_yarn = scaling["type"] == "yarn"
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", rope_scaling=scaling, rope_freqs=not is_yarn)
     result = run("export", source, "--to", "fpga", "-o", tmp_path / "out", "-c", "600", "--no-check", "--golden", "0")
     assert result.exit_code == 0 and "trained on 512 positions, fewer than the 600" in result.stderr, result.output
     with ModelFile.open(source) as file:
         rope = read_spec(file).layers[0].mixer.rope
+    assert (rope.magnitude > 1.1) == is_yarn and (rope.inverse_frequencies[0] == 0.25) != is_yarn
     angles = np.arange(600)[:, None] * np.array(rope.inverse_frequencies)
-    assert rope.inverse_frequencies[0] == 0.25
     table = BoardFolder.open(tmp_path / "out").array("rope")
-    assert np.abs(table - np.stack([np.cos(angles), np.sin(angles)])).max() < 1e-6
+    assert np.abs(table - rope.magnitude * np.stack([np.cos(angles), np.sin(angles)])).max() < 1e-6
+
+
+def test_what_is_written_is_compared_with_the_source(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = writing._packed
+    monkeypatch.setattr(writing, "_packed", lambda *of: replace(packed(*of), scales=2 * packed(*of).scales))
+    result = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "0")
+    assert result.exit_code == 3 and not (tmp_path / "out").exists()
+    assert "layers.0.qkv: scales must be those of the source: found others" in result.stderr
 
 
 def test_values_of_callers_are_checked(tmp_path: Path) -> None:
