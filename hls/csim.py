@@ -20,7 +20,7 @@ from edgeinfer.hls.packing import Bytes, to_ports
 __all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]
 
 Floats = NDArray[np.float32]
-_MOST_PORTS, _WRONG_GEOMETRY = 4, 2  # of ei_linear_axi.hpp
+_MOST_PORTS, _DONE, _WRONG_GEOMETRY = 4, 1, 2  # of ei_linear_axi.hpp
 
 
 def engine_macros(geometry: Geometry, max_in: int, max_out: int) -> dict[str, object]:
@@ -109,6 +109,8 @@ class CSimulation:
                 f"the weights are packed for geometry {geometry_hash}, and the engine is of {self.hash}: export the "
                 f"model for {self.geometry}, or load another engine"
             )
+        if status[0] != _DONE:
+            raise InvalidArgument(f"ei_linear_axi must take ({n_out}, {n_in}): it ended with status {status[0]}")
         return y
 
     def norm(self, x: Floats, weight: Floats, epsilon: float) -> tuple[NDArray[np.int8], Floats]:
@@ -122,10 +124,10 @@ class CSimulation:
         return q, scales
 
     def _check(self, stream: Bytes, n_out: int, n_in: int) -> None:
-        if n_in > self.max_in or n_out > self.max_out:
+        if not (1 <= n_in <= self.max_in and 1 <= n_out <= self.max_out):
             raise InvalidArgument(
-                f"this engine takes matrices of up to ({self.max_out}, {self.max_in}): found ({n_out}, {n_in}); give "
-                f"a larger max_in or max_out"
+                f"this engine takes matrices of (1, 1) to ({self.max_out}, {self.max_in}): found ({n_out}, {n_in}); "
+                f"give a larger max_in or max_out"
             )
         wanted = self.geometry.stream_bytes(n_out, n_in)
         if stream.size != wanted:

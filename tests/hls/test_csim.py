@@ -109,6 +109,26 @@ def test_what_does_not_fit_is_refused(simulation: CSimulation) -> None:
         simulation.product(stream, np.ones(MAX_IN + 1, dtype=np.int8), 5)
     with pytest.raises(BadBoardFolder, match="packed for geometry 00000000000000ff"):
         simulation.linear(stream, np.ones(5, dtype=np.float32), x, "00000000000000ff")
+    with pytest.raises(InvalidArgument, match=r"found \(5, 0\)"):
+        simulation.product(stream[:0], x[0, :0].astype(np.int8), 5)
+
+
+@pytest.mark.parametrize("n_in, n_out", [(0, 5), (5, 0), (-1, 5), (MAX_IN + 1, 5)])
+def test_the_top_refuses_sizes_itself(
+    simulation: CSimulation, n_in: int, n_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may ask for anything; without inputs the stages would wait for each other for ever."""
+    monkeypatch.setattr(simulation, "_check", lambda *sizes: None)
+    called = simulation._call
+
+    def with_sizes(name: str, *arguments: object) -> None:
+        called(name, *arguments[:4], 1, n_in, n_out, *arguments[7:])
+
+    monkeypatch.setattr(simulation, "_call", with_sizes)
+    stream = pack(np.ones((5, 81), dtype=np.int8), simulation.geometry)
+    x = np.ones((1, MAX_IN + 1), dtype=np.float32)
+    with pytest.raises(InvalidArgument, match="it ended with status 3"):
+        simulation.linear(stream, np.ones(5, dtype=np.float32), x)
 
 
 def test_own_types_compute_what_those_of_the_vendor_do() -> None:
