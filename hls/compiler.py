@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -83,6 +84,16 @@ def build_folder(kind: str) -> Path:
             if os.access(folder / kind, os.W_OK | os.X_OK):
                 return folder / kind
     return _own_folder(kind)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """A library that was built. Raises BackendUnavailable for one that cannot be loaded, such as after a power cut."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"{path} must be a library for this machine: {error}; delete it, and it is compiled again"
+        ) from error
 
 
 @functools.cache

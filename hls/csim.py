@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
-from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, vendor_headers
+from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, load_library, vendor_headers
 from edgeinfer.hls.folder import BoardFolder
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes, to_ports
@@ -68,7 +68,7 @@ class CSimulation:
         flags: Sequence[str] = (),
     ) -> None:
         self.geometry, self.max_in, self.max_out = geometry, max_in, max_out
-        self._library = ctypes.CDLL(str(build_kernels(geometry, max_in, max_out, headers, flags)))
+        self._library = load_library(build_kernels(geometry, max_in, max_out, headers, flags))
         self._library.ei_csim_error.restype = ctypes.c_char_p
         self._library.ei_csim_geometry.restype = ctypes.c_uint64
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, ShapeError, SimulationError
+from edgeinfer.hls.compiler import load_library
 from edgeinfer.hls.geometry import Geometry, accumulator_bits
 from edgeinfer.hls.packing import Bytes
 from edgeinfer.hls.simulation.build import Parameters, library
@@ -98,7 +99,7 @@ class Engine:
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    opened = ctypes.CDLL(str(path))
+    opened = load_library(path)
     sizes = (ctypes.c_void_p, _X, ctypes.c_int32, _X, ctypes.c_int32, _X)
     opened.ei_engine_new.restype = ctypes.c_void_p
     opened.ei_engine_delete.argtypes = (ctypes.c_void_p,)

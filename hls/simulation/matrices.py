@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.errors import ShapeError
-from edgeinfer.hls.compiler import build_library
+from edgeinfer.hls.compiler import build_library, load_library
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes
 from edgeinfer.hls.simulation.engine import Engine
@@ -93,7 +93,7 @@ def some_tiles(stream: Bytes, n_rows: int, n_in: int, tiles: range, geometry: Ge
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    opened = ctypes.CDLL(str(path))
+    opened = load_library(path)
     opened.ei_matrices_new.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     opened.ei_matrices_new.restype = ctypes.c_void_p
     opened.ei_matrices_delete.argtypes = (ctypes.c_void_p,)

@@ -27,3 +27,9 @@ def test_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("CXX", "none")
     with pytest.raises(BackendUnavailable, match="a C\\+\\+ compiler is needed .* found neither"):
         compiler.cpp_compiler()
+
+
+def test_a_library_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.so").write_bytes(b"")
+    with pytest.raises(BackendUnavailable, match="a.so must be a library for this machine: .*; delete it"):
+        compiler.load_library(tmp_path / "a.so")
