@@ -7,6 +7,7 @@ has no dates, so the same input gives the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -171,6 +172,7 @@ def read_manifest(folder: Path) -> BoardManifest:
 def _parsed(path: Path, facts: Mapping[str, Any]) -> BoardManifest:
     if not isinstance(facts.get("model", {}), dict):
         raise _Wrong(f"model must be an object: found {facts['model']!r:.40}")
+    _check_keys(facts.get("model", {}))
     manifest = BoardManifest(
         _geometry(path, facts["geometry"]),
         [_tensor(each) for each in facts["tensors"]],
@@ -207,7 +209,7 @@ def _tensor(facts: Mapping[str, Any]) -> BoardTensor:
     layer = facts["layer"]
     return BoardTensor(
         name=_text(facts["name"]),
-        phase=_text(facts["phase"]),
+        phase=_word(facts["phase"]),
         layer=None if layer is None else _count(layer, 0),
         n_out=_count(n_out, 1),
         n_in=_count(n_in, 1),
@@ -276,6 +278,21 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise _Wrong(f"names must be texts: found {value!r:.40}")
     return value
+
+
+def _word(value: object) -> str:
+    """A name of the headers, which are C: nothing else can stand in them."""
+    word = _text(value)
+    if re.fullmatch("[A-Za-z0-9_]*", word) is None:
+        raise _Wrong(f"phases and the keys of model must be letters, digits and _: found {word!r:.80}")
+    return word
+
+
+def _check_keys(facts: Mapping[str, Any]) -> None:
+    for key, value in facts.items():
+        _word(key)
+        if isinstance(value, dict):
+            _check_keys(value)
 
 
 def _file(value: object) -> str:

@@ -15,6 +15,7 @@ from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, Sh
 from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, load_library, vendor_headers
 from edgeinfer.hls.folder import BoardFolder
 from edgeinfer.hls.geometry import Geometry
+from edgeinfer.hls.integrity import header_faults
 from edgeinfer.hls.packing import Bytes, to_ports
 
 __all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]
@@ -45,7 +46,12 @@ def build_kernels(
 
 
 def build_bench(folder: BoardFolder, headers: Headers = Headers.OWN, flags: Sequence[str] = ()) -> Path:
-    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments."""
+    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments.
+
+    Raises BadBoardFolder where a header is not what the manifest says, and what build_program raises.
+    """
+    for fault in header_faults(folder):  # it becomes part of a program: nothing of somebody else's may stand in it
+        raise BadBoardFolder(fault)
     # The header's own hash names the build, as a folder may be written again.
     digest = hashlib.sha256((folder.path / "edgeinfer_model.h").read_bytes()).hexdigest()
     defines = {"EI_MODEL_HEADER": 1, "EI_MODEL_HEADER_SHA256": digest}

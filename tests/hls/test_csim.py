@@ -252,3 +252,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_header_of_somebody_else_is_not_compiled(exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "out"))
+    text = (folder / "edgeinfer_model.h").read_text()
+    (folder / "edgeinfer_model.h").write_text(text.replace("EI_ROWS 4", "EI_ROWS 5"))
+    with pytest.raises(BadBoardFolder, match=r"edgeinfer_model\.h: disagrees with manifest\.json"):
+        build_bench(BoardFolder.open(folder))

@@ -226,6 +226,14 @@ HOSTILE = {
         "tensor of the source must be there once",
     ),
     "a model that is a list": (lambda f: change(f, lambda m: m.update(model=[])), "model must be an object"),
+    "code as a phase": (
+        lambda f: change(f, lambda m: m["tensors"][0].update(phase="x {}; int")),
+        "letters, digits and _",
+    ),
+    "code as a key": (
+        lambda f: change(f, lambda m: m["model"]["rope"].update({"x 1\nint y": 1})),
+        "letters, digits and _",
+    ),
     "ports that are too many": (lambda f: change(f, lambda m: m["geometry"].update(ports=99)), "ports must be 1 to 16"),
     "golden of nothing": (
         lambda f: change(f, lambda m: m["golden"][0].update(tensor="x")),
