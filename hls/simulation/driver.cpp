@@ -64,7 +64,7 @@ int32_t signed_field(const uint32_t* words, int first) {
 
 class Engine {
 public:
-    Engine() : engine_(&context_) {
+    Engine() : engine_(random_at_start(context_)) {
         context_.fatalOnError(false);  // an assertion must not end the process
         reset();
     }
@@ -95,6 +95,13 @@ public:
     }
 
 private:
+    // Registers and memories begin with any values, as after power-up; the same ones each time.
+    static VerilatedContext* random_at_start(VerilatedContext& context) {
+        context.randReset(2);
+        context.randSeed(1);
+        return &context;
+    }
+
     // A rising edge, and the values after it.
     void tick() {
         engine_.clk = 1;
@@ -107,7 +114,8 @@ private:
         engine_.rst = 1;
         engine_.clk = engine_.start = engine_.x_valid = engine_.w_valid = engine_.y_ready = 0;
         std::memset(&engine_.x_data, 0, sizeof engine_.x_data);
-        for (int i = 0; i < 4; ++i) tick();
+        engine_.eval();
+        tick();  // one cycle must do
         engine_.rst = 0;
         for (int i = 0; i < 20; ++i) tick();  // an engine that is reset does nothing until it is started
     }
