@@ -5,6 +5,7 @@ What `edgeinfer export --to fpga` and `BoardWriter` write. The simulators and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,7 @@ class BoardFolder:
             for place in (*self.port_places(tensor), tensor.scales):
                 self._check_place(tensor.name, place)
         for array in self.manifest.arrays:
-            n_bytes = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+            n_bytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
             if array.place.n_bytes != n_bytes:
                 self._refuse(f"{array.name} {array.shape} must have {n_bytes} bytes: found {array.place.n_bytes}")
             self._check_place(array.name, array.place)

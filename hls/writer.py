@@ -93,6 +93,8 @@ class BoardWriter:
     ) -> BoardTensor:
         """Append the stream of a matrix of that shape, which `pack` made. See add_matrix."""
         n_out, n_in = shape
+        if n_out < 1 or n_in < 1:
+            raise ShapeError(f"{name} must have rows and inputs: found shape {shape}")
         rows = round_up(n_out, self.geometry.rows)
         padded = np.zeros(rows, dtype="<f4")
         padded[:n_out] = np.broadcast_to(np.asarray(scales, dtype=np.float32).reshape(-1), (n_out,))

@@ -27,11 +27,13 @@ class Matrices:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._library = _opened(build_library([_SOURCE]))
-        self._state = ctypes.c_void_p(self._library.ei_matrices_new(engine.product_function, engine.handle))
+        state = self._library.ei_matrices_new(engine.product_function, engine.handle)
+        self._state: ctypes.c_void_p | None = ctypes.c_void_p(state)
         self._streams: list[Bytes] = []
 
     def __del__(self) -> None:
-        state, self._state = getattr(self, "_state", None), None
+        state: ctypes.c_void_p | None = getattr(self, "_state", None)
+        self._state = None
         if state:
             self._library.ei_matrices_delete(state)
 

@@ -1,6 +1,7 @@
 """The model of boards against published ones, and against its own parts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,7 @@ from edgeinfer.hls.board.boards import KV260, board_of
 from edgeinfer.hls.board.model import Design, decode, first_token_seconds, floor_seconds, pass_seconds
 from edgeinfer.hls.board.published import checks, tellme_fits
 from edgeinfer.hls.board.report import report, report_lines
+from edgeinfer.hls.board.room import memory_of
 from edgeinfer.hls.board.workload import BITNET_07B, BITNET_2B4T
 from edgeinfer.hls.geometry import Geometry
 
@@ -35,6 +37,14 @@ def test_sizes_are_those_of_the_files() -> None:
     assert BITNET_2B4T.ternary_head_bytes == 65_667_072
     assert 8 * 417_546_240 / BITNET_2B4T.n_weights <= 1.603
     assert 8 * BITNET_07B.weight_bytes(DESIGN.geometry) / BITNET_07B.n_weights <= 1.658
+
+
+def test_tied_int8_embeddings_are_in_memory_once() -> None:
+    tied, own = (memory_of(DESIGN, work, 1024) for work in (BITNET_2B4T, BITNET_07B))
+    assert tied["embeddings"] == 128_256 * (2560 + 4) and tied["output matrix"] == 0
+    assert own["embeddings"] == own["output matrix"] == 32_002 * (1536 + 4)
+    wide = memory_of(replace(DESIGN, embeddings="bf16"), BITNET_2B4T, 1024)
+    assert wide["embeddings"] == 128_256 * 2560 * 2 and wide["output matrix"] == 128_256 * (2560 + 4)
 
 
 def test_reading_is_the_limit_where_fills_are_hidden() -> None:
@@ -87,7 +97,7 @@ def profiled(*arguments):
 
 
 def test_the_command_prints_the_report(ternary) -> None:
-    found = profiled(ternary, "--board", "kv260", "--engines", "4", "-c", "100")
+    found = profiled(ternary, "--board", "kv260", "--engines", "2", "-c", "100")
     assert found.exit_code == 0, found.output
     assert "tokens/s (model) behind 99 tokens" in found.output and "not ternary" not in found.output
     as_data = json.loads(profiled(ternary, "--board", "kv260", "--json", "--attention-lanes", "8").output)

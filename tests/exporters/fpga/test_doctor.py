@@ -11,7 +11,9 @@ from click.testing import CliRunner, Result
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.hls.board_manifest import read_manifest
 from edgeinfer.hls.geometry import Geometry
+from edgeinfer.hls.headers import HEADERS
 from edgeinfer.hls.integrity import file_sha256
 from edgeinfer.hls.writer import write_folder
 
@@ -53,6 +55,18 @@ def place(folder: Path, name: str) -> int:
     return int(next(array["offset"] for array in facts["arrays"] if array["name"] == name))
 
 
+def rename(folder: Path, name: str) -> None:
+    """An array, and the header with it."""
+
+    def edit(facts: dict) -> None:
+        next(array for array in facts["arrays"] if array["name"] == name)["name"] = "x"
+
+    change(folder, edit)
+    text = HEADERS["edgeinfer_model.h"](read_manifest(folder))
+    (folder / "edgeinfer_model.h").write_text(text)
+    change(folder, lambda facts: facts["files"]["edgeinfer_model.h"].update(bytes=len(text)))
+
+
 def test_a_whole_folder_passes(folder: Path) -> None:
     result = run("export", "--check", folder)
     assert result.exit_code == 0, result.output
@@ -76,6 +90,22 @@ def test_a_whole_folder_passes(folder: Path) -> None:
         (lambda f: change(f, lambda facts: facts["model"].update(n_heads=2)), "layers.0.qkv must have shape"),
         (lambda f: change(f, lambda facts: facts["model"].update(n_layers=2)), "layers.1.qkv must have shape"),
         (lambda f: change(f, lambda facts: facts["model"].update(n_ctx=5)), "edgeinfer_model.h: disagrees"),
+        (
+            lambda f: change(f, lambda facts: facts["model"].update(n_layers=0)),
+            "layers.0.qkv is of no layer of the model",
+        ),
+        (lambda f: change(f, lambda facts: facts["model"].update(n_layers=1 << 60)), "layers.1.qkv must have shape"),
+        (
+            lambda f: change(f, lambda facts: facts["model"].update(n_layers="1")),
+            "must be those of a model: found TypeError",
+        ),
+        (
+            lambda f: change(f, lambda facts: facts["model"].pop("rope")),
+            "must be those of a model: found KeyError('rope')",
+        ),
+        (lambda f: change(f, lambda facts: facts["arrays"].pop(0)), "array layers.0.attn_norm must have shape (256,)"),
+        (lambda f: rename(f, "embed_scales"), "array embed_scales must have shape (291,), by the facts"),
+        (lambda f: rename(f, "golden.layers.0.o.y"), "found KeyError('golden.layers.0.o.y')"),
         (lambda f: change(f, lambda facts: facts["geometry"].update(hash="x")), "geometry hash must be"),
         (lambda f: change(f, lambda facts: facts.update(version=9)), "version must be 1: found 9"),
     ],
@@ -100,6 +130,14 @@ def test_all_faults_are_told(folder: Path) -> None:
     flip(folder, "weights.2.bin", 9, False)
     result = run("export", "--check", folder)
     assert "weights.2.bin: sha256" in result.stdout and "golden vector 0 of layers.0.down" in result.output
+
+
+def test_a_changed_folder_is_not_unpacked_and_a_file_is_not_half_written(folder: Path) -> None:
+    out = folder.parent / "a.gguf"
+    out.write_bytes(b"mine")
+    flip(folder, "weights.0.bin", 1, False)
+    result = run("export", "--unpack", folder, "-o", out)
+    assert result.exit_code == 3 and "weights.0.bin: sha256 must be" in result.stderr and out.read_bytes() == b"mine"
 
 
 def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -1,6 +1,7 @@
 """`edgeinfer export --to fpga`: what is written, what is refused, and the way back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.fpga import FpgaTarget, writing
+from edgeinfer.exporters.fpga.content import content_of
+from edgeinfer.exporters.fpga.options import BoardOptions
 from edgeinfer.exporters.fpga.tables import sines_and_cosines, ternary_rows
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.ternary.reading import open_ternary
@@ -132,6 +135,7 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
         ("llama", "Q4_K", "tensor blk.0.attn_q.weight is Q4_K, which is not ternary"),
         ("gemma2", "I2_S", "which the FPGA backend does not know"),
         ("granite", "I2_S", "embedding_scale must be 1.0 for a board: found 1.5"),
+        ("smollm3", "I2_S", "all layers must be alike for a board: layer 3 differs from 0"),
         ("qwen2", "I2_S", "has q_bias, which the FPGA backend does not know"),
     ],
 )
@@ -172,6 +176,9 @@ def test_the_report_counts_bytes_and_says_what_is_modelled(written: Path) -> Non
     n_bytes = sum((written / f"weights.{port}.bin").stat().st_size for port in range(4))
     assert report["bytes"]["weights"] == n_bytes
     assert report["ddr_bits_a_trit"] == pytest.approx(8 * n_bytes / n_trits, abs=1e-6)
+    memory = report["board"]["memory_bytes"]
+    assert memory["embeddings"] == (written / "embed.bin").stat().st_size
+    assert memory["output matrix"] == pytest.approx((written / "head_i8.bin").stat().st_size, abs=64)
     assert report["board"]["bits_a_trit"] == pytest.approx(report["ddr_bits_a_trit"], rel=0.02)
     assert set(report["board"]["modelled"]) == {"tokens", "first_token_seconds", "floor_seconds"}
 
@@ -264,3 +271,42 @@ def test_a_fault_leaves_the_older_folder(tiny: Path, tmp_path: Path, monkeypatch
     assert run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "1").exit_code == 3
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_embeddings_in_three_values_are_refused_by_name(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", types={"token_embd": "I2_S"})
+    result = run("export", source, "--to", "fpga", "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 3 and "tensor token_embd.weight must not be ternary: found I2_S" in result.stderr
+
+
+def test_a_tensor_that_would_be_left_out_is_refused_by_name(tiny: Path) -> None:
+    with open_ternary(tiny) as source, source.as_model_file() as file:
+        more = StoredTensor("blk.0.attn_q.bias", GGMLType.F32, (256,), lambda *_: np.zeros(1024, dtype=np.uint8))
+        options = BoardOptions.of(Request(tiny, tiny))
+        with pytest.raises(UnsupportedModel, match="tensor blk.0.attn_q.bias has no place in a folder for a board"):
+            content_of(replace(source, tensors=[*source.tensors, more]), read_spec(file), options)
+
+
+def test_rotations_have_the_scaling_of_the_context(tmp_path: Path) -> None:
+    source = write_tiny_model(
+        tmp_path / "a.gguf", "llama", "I2_S", rope_scaling={"type": "linear", "factor": 4.0}, rope_freqs=True
+    )
+    result = run("export", source, "--to", "fpga", "-o", tmp_path / "out", "-c", "600", "--no-check", "--golden", "0")
+    assert result.exit_code == 0 and "trained on 512 positions, fewer than the 600" in result.stderr, result.output
+    with ModelFile.open(source) as file:
+        rope = read_spec(file).layers[0].mixer.rope
+    angles = np.arange(600)[:, None] * np.array(rope.inverse_frequencies)
+    assert rope.inverse_frequencies[0] == 0.25
+    table = BoardFolder.open(tmp_path / "out").array("rope")
+    assert np.abs(table - np.stack([np.cos(angles), np.sin(angles)])).max() < 1e-6
+
+
+def test_values_of_callers_are_checked(tmp_path: Path) -> None:
+    for more, n_ctx, words in (
+        ({"embeddings": "int4"}, None, "--embeddings must be int8 or bf16: found 'int4'"),
+        ({"golden": -1}, None, "--golden must be an integer in 0..4096: found -1"),
+        ({"rescored": 1.5}, None, "--rescored must be an integer"),
+        ({}, 1 << 21, "--ctx must be at most 1048576"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            BoardOptions.of(Request(tmp_path, tmp_path, n_ctx=n_ctx, more=more))
