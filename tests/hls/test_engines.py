@@ -28,7 +28,7 @@ WIDE = Geometry("base3", 4, 16)
 LUTS = Geometry("g3x5", 10, 4, 1)  # a RAM of seven rows, and three of one
 ADDERS = Geometry("2bit", 2, 4, 1)
 STALLS = [None, Stalls(0.5, 0.3, 0.2, seed=1), Stalls(0.9, 0.0, 0.9, seed=2), Stalls(0.0, 0.9, 0.0, seed=3)]
-STALLS += [Stalls(w=0.5, seed=seed, length=600) for seed in (4, 6)]  # beats of several steps come at once
+STALLS += [Stalls(w=0.5, seed=seed, length=600) for seed in (2, 10)]  # beats of several steps come at once
 
 
 @functools.cache
