@@ -23,7 +23,12 @@ _PATIENCE = 8  # how much longer than with the stalls that are to be expected a 
 class _Stalls(ctypes.Structure):
     """`ei_stalls` of driver.cpp."""
 
-    _fields_ = [("seeds", ctypes.c_uint64 * 3), ("stalls", ctypes.c_double * 3), ("patience", ctypes.c_int64)]
+    _fields_ = [
+        ("seeds", ctypes.c_uint64 * 3),
+        ("stalls", ctypes.c_double * 3),
+        ("length", ctypes.c_int64),
+        ("patience", ctypes.c_int64),
+    ]
 
 
 class Engine:
@@ -76,7 +81,8 @@ class Engine:
             cycles = self._library.ei_engine_product(*arguments)
         else:
             patience = round(_PATIENCE / (1 - max(stalls.shares)))
-            record = _Stalls((ctypes.c_uint64 * 3)(*stalls.seeds), (ctypes.c_double * 3)(*stalls.shares), patience)
+            seeds, shares = (ctypes.c_uint64 * 3)(*stalls.seeds), (ctypes.c_double * 3)(*stalls.shares)
+            record = _Stalls(seeds, shares, stalls.length, patience)
             cycles = self._library.ei_engine_product_stalled(*arguments, ctypes.byref(record))
         if cycles in (_HUNG, _ASSERTION):
             why = "an assertion in the Verilog failed" if cycles == _ASSERTION else "the engine hangs"

@@ -28,6 +28,7 @@ WIDE = Geometry("base3", 4, 16)
 LUTS = Geometry("g3x5", 10, 4, 1)  # a RAM of seven rows, and three of one
 ADDERS = Geometry("2bit", 2, 4, 1)
 STALLS = [None, Stalls(0.5, 0.3, 0.2, seed=1), Stalls(0.9, 0.0, 0.9, seed=2), Stalls(0.0, 0.9, 0.0, seed=3)]
+STALLS += [Stalls(w=0.5, seed=seed, length=600) for seed in (2, 10)]  # beats of several steps come at once
 
 
 @functools.cache
@@ -115,16 +116,16 @@ def test_an_engine_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_reset_in_the_middle_of_a_product_leaves_nothing_of_it(
     geometry: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The activations of the first product are in the engine, and hardly any of its weights."""
-    stalls = Stalls(w=0.999, seed=1)
+    """Neither activations whose weights are missing, nor results that nobody takes. A reset of one cycle."""
     with monkeypatch.context() as patch:
-        patch.setattr(simulated, "_PATIENCE", 0.001)
-        x, stream, _ = case(geometry, 200, 300, 8)
-        with pytest.raises(SimulationError, match="the engine hangs"):
-            engine_of(geometry).product(x, stream, 200, stalls)
-    x, stream, wanted = case(geometry, 20, 100, 9)
-    y, took = engine_of(geometry).product(x, stream, 20)
-    assert np.array_equal(y, wanted) and took == [cycles(geometry, 100, 20)]
+        for stalls in (Stalls(w=0.999, seed=1), Stalls(y=0.999, seed=2)):
+            patch.setattr(simulated, "_PATIENCE", 0.001)
+            x, stream, _ = case(geometry, 500, 100, 8)
+            with pytest.raises(SimulationError, match="the engine hangs"):
+                engine_of(geometry).product(x, stream, 500, stalls)
+            x, stream, wanted = case(geometry, 20, 100, 9)
+            y, took = engine_of(geometry).product(x, stream, 20)
+            assert np.array_equal(y, wanted) and took == [cycles(geometry, 100, 20)]
 
 
 def test_totals_that_overtake_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
