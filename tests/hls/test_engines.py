@@ -156,6 +156,14 @@ def test_verilator_has_no_warning(top: str, values: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("value, said", [("ACC_BITS=11", "the sum of one step"), ("TABLES=6", "a power of two")])
+def test_engines_refuse_parameters_that_would_give_wrong_sums(value: str, said: str) -> None:
+    for top in TOPS:
+        command = ["verilator", "--lint-only", "-y", build.RTL, "--top-module", top, f"-G{value}"]
+        done = subprocess.run([*command, build.RTL / f"{top}.sv"], capture_output=True, text=True)
+        assert done.returncode != 0 and said in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("top", TOPS)
 def test_icarus_reads_the_engines(top: str, tmp_path: Path) -> None:
     if not is_there("iverilog"):
