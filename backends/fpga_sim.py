@@ -20,9 +20,9 @@ from edgeinfer.backends.native.model import NativeModel, with_device
 from edgeinfer.backends.native.weights import Part, parts_of
 from edgeinfer.errors import BadBoardFolder, ModelFileError, UnsupportedModel, warn
 from edgeinfer.hls.cycles import TIMINGS
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import changed_files
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.integrity import changed_files
 from edgeinfer.hls.packing import Bytes, pack
 from edgeinfer.hls.simulation.build import check_tools
 from edgeinfer.hls.simulation.engine import Engine

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, load_library, vendor_headers
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import header_faults
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.integrity import header_faults
 from edgeinfer.hls.packing import Bytes, to_ports
 
 __all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]

@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.fpga.options import USUAL_N_CTX, BoardOptions
 from edgeinfer.exporters.ternary.source import StoredTensor, TernarySource, TernaryTensor
-from edgeinfer.hls.board_manifest import Part
+from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models import ModelSpec, check_blocks
 from edgeinfer.models.formats import dequantize

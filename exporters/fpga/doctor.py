@@ -11,8 +11,8 @@ import numpy as np
 from edgeinfer.errors import BadBoardFolder
 from edgeinfer.exporters.fpga.content import Content, Product
 from edgeinfer.exporters.fpga.stages import stage_faults
-from edgeinfer.hls.folder import BoardFolder
-from edgeinfer.hls.integrity import faults_of
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import faults_of
 
 
 def faults_in(path: Path) -> Iterator[str]:

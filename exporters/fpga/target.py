@@ -21,7 +21,7 @@ from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
-from edgeinfer.hls.writer import BoardWriter
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

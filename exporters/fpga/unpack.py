@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BadBoardFolder, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.gguf.writer import Progress, Tensor, write_gguf
 from edgeinfer.files import written_whole
-from edgeinfer.hls.board_manifest import BoardTensor, Part
-from edgeinfer.hls.folder import BoardFolder
-from edgeinfer.hls.integrity import changed_files
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import changed_files
+from edgeinfer.hls.files.manifest import BoardTensor, Part
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models.formats import PACK
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix

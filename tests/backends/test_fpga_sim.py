@@ -14,9 +14,9 @@ from edgeinfer import cli
 from edgeinfer.backends.fpga_sim import SMALL, FpgaSimBackend
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
-from edgeinfer.hls.board_manifest import Part
-from edgeinfer.hls.integrity import file_sha256
-from edgeinfer.hls.writer import BoardWriter
+from edgeinfer.hls.files.integrity import file_sha256
+from edgeinfer.hls.files.manifest import Part
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device

@@ -15,7 +15,7 @@ from edgeinfer.backends.native import available_isas
 from edgeinfer.exporters.fpga.doctor import faults_in
 from edgeinfer.hls.compiler import vendor_headers
 from edgeinfer.hls.csim import Headers, build_bench
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.geometry import Geometry
 
 SHAPES = Shapes(9, 1, 1, 2, 13)  # products (6, 9), (9, 2), (26, 9), (9, 13): no whole steps, no whole tiles

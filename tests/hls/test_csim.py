@@ -16,10 +16,10 @@ from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, InvalidArgument, ShapeError
 from edgeinfer.hls import arithmetic, compiler
 from edgeinfer.hls.csim import CSimulation, Headers, build_bench, build_kernels, build_program
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.writer import write_folder
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import pack
-from edgeinfer.hls.writer import write_folder
 from edgeinfer.models.gguf import GGMLType
 
 MAX_IN, MAX_OUT = 4096, 300

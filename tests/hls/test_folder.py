@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BadBoardFolder, ShapeError
-from edgeinfer.hls.board_manifest import Part
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.golden import products
+from edgeinfer.hls.files.integrity import check_folder, faults_of, file_sha256
+from edgeinfer.hls.files.manifest import Part
+from edgeinfer.hls.files.writer import BoardWriter, write_folder
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.golden import products
-from edgeinfer.hls.integrity import check_folder, faults_of, file_sha256
-from edgeinfer.hls.writer import BoardWriter, write_folder
 
 SHAPES = {"layers.0.qkv": (37, 83), "layers.0.o": (64, 160)}
 

@@ -21,10 +21,10 @@ from edgeinfer.exporters.fpga.tables import sines_and_cosines, ternary_rows
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import StoredTensor
-from edgeinfer.hls.board_manifest import ALIGNMENT
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import check_folder, file_sha256
+from edgeinfer.hls.files.manifest import ALIGNMENT
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.integrity import check_folder, file_sha256
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.errors import ShapeError
-from edgeinfer.hls.board_manifest import (
+from edgeinfer.hls.files.folder import port_file
+from edgeinfer.hls.files.golden import golden_inputs, products
+from edgeinfer.hls.files.headers import HEADERS
+from edgeinfer.hls.files.manifest import (
     ALIGNMENT,
     FORMAT,
     NAME,
@@ -28,10 +31,7 @@ from edgeinfer.hls.board_manifest import (
     Place,
     geometry_json,
 )
-from edgeinfer.hls.folder import port_file
 from edgeinfer.hls.geometry import Geometry, round_up
-from edgeinfer.hls.golden import golden_inputs, products
-from edgeinfer.hls.headers import HEADERS
 from edgeinfer.hls.packing import Bytes, Trits, pack, to_ports
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, ShapeError
-from edgeinfer.hls.board_manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
+from edgeinfer.hls.files.manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
 from edgeinfer.hls.geometry import Geometry, round_up
 from edgeinfer.hls.packing import Bytes, Trits, from_ports, unpack
 
@@ -45,7 +45,7 @@ class BoardFolder:
 
         Raises BadBoardFolder for a manifest that is damaged, of another version or with a wrong geometry hash; for a
         file that is missing or not as long as it must be; and for places that are not in the files. Hashes of files are
-        not looked at: see edgeinfer.hls.integrity.
+        not looked at: see edgeinfer.hls.files.integrity.
         """
         folder = cls(Path(path), read_manifest(Path(path)))
         for name in folder.manifest.files:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.errors import BadBoardFolder
-from edgeinfer.hls.board_manifest import BoardTensor
-from edgeinfer.hls.folder import BoardFolder, GoldenVectors
-from edgeinfer.hls.golden import products
-from edgeinfer.hls.headers import HEADERS
+from edgeinfer.hls.files.folder import BoardFolder, GoldenVectors
+from edgeinfer.hls.files.golden import products
+from edgeinfer.hls.files.headers import HEADERS
+from edgeinfer.hls.files.manifest import BoardTensor
 
 _PIECE_BYTES = 8 << 20
 
