@@ -34,17 +34,25 @@ module ei_sequencer #(
     localparam integer USED = $clog2(ROOM) + 1;
 
     logic [1:0] n_full;
+    logic some_full;  // n_full is not 0
     logic [2:0] pause;
-    logic [USED-1:0] n_used;  // room for results that is taken; the highest bit says all
-    assign bank_free = n_full != 2'(BANKS);
-    assign w_ready = n_full != 0 && !pause[0] && !(last_step && n_used[USED-1]);
+    logic [USED-1:0] n_used;  // room for results that is taken, in the last step alone; the highest bit says all
+    assign bank_free = !n_full[BANKS-1];
+    assign w_ready = some_full && !pause[0] && !n_used[USED-1];
     assign beat = w_valid && w_ready;
     wire step_ends = beat && last_tile;
 
     always_ff @(posedge clk)
-        if (rst) n_full <= 0;
-        else if (filled && !step_ends) n_full <= n_full + 1;
-        else if (!filled && step_ends) n_full <= n_full - 1;
+        if (rst) begin
+            n_full <= 0;
+            some_full <= 1'b0;
+        end else if (filled && !step_ends) begin
+            n_full <= n_full + 1;
+            some_full <= 1'b1;
+        end else if (!filled && step_ends) begin
+            n_full <= n_full - 1;
+            some_full <= n_full[1];
+        end
 
     generate
         if (BANKS == 1) begin : g_one_bank
