@@ -49,13 +49,13 @@ module ei_engine_g3 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic almost_filled, next_advance, next_add, uses_last, not_last, positive, negative;
+    logic almost_filled, next_advance, next_move, next_add, uses_last, positive;
     logic [SELECT-1:0] select;
     logic [4:0] next_entry;
     ei_filler #(.G(G), .ADDRESS(5), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(almost_filled),
-        .next_advance(next_advance), .next_add(next_add), .entry(next_entry), .select(select),
-        .uses_last(uses_last), .not_last(not_last), .positive(positive), .negative(negative)
+        .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+        .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
     always_ff @(posedge clk) filled <= almost_filled && !rst;
 
@@ -70,9 +70,10 @@ module ei_engine_g3 #(
             logic write;
             logic [4:0] entry;
             ei_entry #(.G(G), .ADDRESS(5), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
-                .clk(clk), .x(x[8*G*t+:8*G]), .next_advance(next_advance), .next_add(next_add),
-                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_not_last(not_last),
-                .next_positive(positive), .next_negative(negative), .write(write), .entry(entry), .sum(sum)
+                .clk(clk), .x(x[8*G*t+:8*G]),
+                .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_positive(positive),
+                .write(write), .entry(entry), .sum(sum)
             );
 
             logic [5*ROWS-1:0] address;

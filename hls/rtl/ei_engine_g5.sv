@@ -48,13 +48,13 @@ module ei_engine_g5 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic next_advance, next_add, uses_last, not_last, positive, negative, write_bank;
+    logic next_advance, next_move, next_add, uses_last, positive, write_bank;
     logic [SELECT-1:0] select;
     logic [7:0] next_entry;
     ei_filler #(.G(G), .ADDRESS(8), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
-        .next_advance(next_advance), .next_add(next_add), .entry(next_entry), .select(select),
-        .uses_last(uses_last), .not_last(not_last), .positive(positive), .negative(negative)
+        .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+        .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
     // `filled` comes a cycle before the last entry is written, this register of the tables a cycle after.
     always_ff @(posedge clk)
@@ -69,9 +69,10 @@ module ei_engine_g5 #(
             logic [7:0] entry;
             logic [ENTRY-1:0] sum;
             ei_entry #(.G(G), .ADDRESS(8), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
-                .clk(clk), .x(x[8*G*t+:8*G]), .next_advance(next_advance), .next_add(next_add),
-                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_not_last(not_last),
-                .next_positive(positive), .next_negative(negative), .write(write), .entry(entry), .sum(sum)
+                .clk(clk), .x(x[8*G*t+:8*G]),
+                .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_positive(positive),
+                .write(write), .entry(entry), .sum(sum)
             );
 
             logic [8*ROWS-1:0] indices;

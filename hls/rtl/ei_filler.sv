@@ -20,46 +20,47 @@ module ei_filler #(
     output logic filled,
 
     output logic next_advance,  // the tables take the next word, and select the activation of the one before
-    output logic next_add,  // they add what was selected; the sum is cleared where this is low
+    output logic next_move,  // what was selected becomes the term
+    output logic next_add,  // the term is added; the sum is cleared where this is low
     output logic [ADDRESS-1:0] entry,  // the next word
     output logic [SELECT-1:0] select,
     output logic uses_last,
-    output logic not_last,
-    output logic positive,
-    output logic negative
+    output logic positive
 );
     localparam logic [ADDRESS-1:0] LAST_INDEX = ADDRESS'(3 ** G - 1);
     localparam integer WORD = ADDRESS + SELECT + 3;
 
     // Prepare the first entry, wait for the bank, run.
-    logic preparing, waiting, running, advance;
-    logic word_is_last, next_is_last, is_last;  // the entry that comes, that is selected, that is added
-    logic begins;  // `take`, or the walk is brought to its beginning
+    logic preparing, waiting, running, advance, move;
+    logic word_is_last, next_is_last, selected_is_last, is_last;  // that comes, to be selected, is selected, is added
+    logic begins;  // `take` and the cycle after; or the walk is brought to its beginning
     logic [3:0] warming;
+    logic restart;  // a reset was: `advance` may still be high in its first cycle
     wire go = waiting && bank_free;
-    wire last_selected = running && advance && next_is_last;
-    wire takes = loaded && !take && (last_selected || (!running && !preparing && !waiting));
+    wire ends = running && selected_is_last && !is_last;  // the last entry is added in the next cycle
+    wire takes = loaded && !take && (ends || (!running && !preparing && !waiting));
     assign next_add = go || (running && !is_last);
-    assign next_advance = begins || go || (running && !is_last && !next_is_last);
+    assign next_move = begins || next_add;
+    assign next_advance = begins || go || (running && !selected_is_last && !next_is_last);
 
     always_ff @(posedge clk) begin
         advance <= next_advance;
+        move <= next_move;
         if (rst) begin
             {take, preparing, waiting, running} <= 4'b0;
             {begins, filled} <= 2'b0;
         end else begin
             take <= takes;
-            begins <= takes || (warming[0] && !restart);
+            begins <= takes || take || (warming[0] && !restart);
             preparing <= take;
             waiting <= preparing || (waiting && !bank_free);
             running <= next_add;
-            filled <= last_selected;
+            filled <= ends;
         end
     end
 
-    // The words of the walk, round and round. Where it stands still, the first word waits in the tables to be selected and
-    // the next ones behind it; four cycles soon after a reset bring them there.
-    logic restart;  // a reset was: `advance` may still be high in its first cycle
+    // The words of the walk, round and round. Between two steps the first word waits in the tables to be selected, and the
+    // next ones behind it; four cycles soon after a reset bring them there.
     logic [ADDRESS-1:0] index;
     logic [WORD-1:0] read_word;
 
@@ -87,9 +88,9 @@ module ei_filler #(
             entry <= read_word[ADDRESS-1:0];
             select <= read_word[ADDRESS+:SELECT];
             positive <= read_word[ADDRESS+SELECT];
-            negative <= !read_word[ADDRESS+SELECT];
             uses_last <= read_word[ADDRESS+SELECT+1];
-            not_last <= !read_word[ADDRESS+SELECT+1];
-            {is_last, next_is_last, word_is_last} <= {next_is_last, word_is_last, read_word[WORD-1]};
+            {selected_is_last, next_is_last, word_is_last} <= {next_is_last, word_is_last, read_word[WORD-1]};
         end
+
+    always_ff @(posedge clk) if (move) is_last <= selected_is_last;
 endmodule
