@@ -8,7 +8,7 @@ A step goes through three stages, each a recurrence over the steps (hls/rtl has 
 
 For streams that are always ready and T up to 16 this is, with n steps, m tiles and L = log2 T::
 
-    base3   T + L + 256 + (n - 1) * max(245, m) + m
+    base3   T + L + 257 + (n - 1) * max(245, m) + m
     g3x5    T + L + 40 + (n - 1) * (m + 29) + m
 """
 
@@ -31,14 +31,12 @@ class Timing:
     """Of an engine. step: cycles from a step to the next one at the least, where its beats take no longer.
 
     entries: sums that a table is filled with, 0 for an engine without tables. banks: sets of tables.
-    opens: cycles from the last sum (or the activations) to the first beat; base3 registers a beat before it looks it up.
     latency: cycles from a beat to its sums, without those of the tree of adders, log2 T.
     """
 
     step: int
     entries: int
     banks: int
-    opens: int
     latency: int
 
     def sums_after(self, geometry: Geometry) -> int:
@@ -46,7 +44,7 @@ class Timing:
         return self.latency + geometry.tables.bit_length() - 1
 
 
-TIMINGS = {"base3": Timing(245, 243, 2, 1, 3), "g3x5": Timing(29, 27, 1, 2, 2), "2bit": Timing(2, 0, 1, 2, 1)}
+TIMINGS = {"base3": Timing(245, 243, 2, 3), "g3x5": Timing(29, 27, 1, 2), "2bit": Timing(2, 0, 1, 1)}
 
 
 def cycles(geometry: Geometry, n_in: int, n_out: int, stalls: Stalls | None = None) -> int:
@@ -73,12 +71,12 @@ class _Filling:
         """The first cycle that may take weights. free: the first cycle in which the bank is free."""
         if not self.timing.entries:
             self.taken = max(loaded, free)
-            return self.taken + self.timing.opens
+            return self.taken + 2
         in_time = loaded < self.filled  # the activations are exchanged as the last entry is added
         self.taken = self.filled if in_time else max(loaded, self.filled + 1) + 1
         first = max(self.taken + 2, free) + 1
         self.filled = first + self.timing.entries - 1
-        return self.filled + self.timing.opens
+        return self.filled + 2
 
 
 class _Stream:

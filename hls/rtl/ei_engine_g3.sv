@@ -49,15 +49,14 @@ module ei_engine_g3 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic almost_filled, next_advance, next_move, next_add, uses_last, positive;
+    logic next_advance, next_move, next_add, uses_last, positive;
     logic [SELECT-1:0] select;
     logic [4:0] next_entry;
     ei_filler #(.G(G), .ADDRESS(5), .SELECT(SELECT)) filler (
-        .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(almost_filled),
+        .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
         .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
         .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
-    always_ff @(posedge clk) filled <= almost_filled && !rst;
 
     logic [5*ROWS*TABLES-1:0] weights;
     always_ff @(posedge clk) weights <= w_data;

@@ -56,7 +56,6 @@ module ei_engine_g5 #(
         .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
         .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
-    // `filled` comes a cycle before the last entry is written, this register of the tables a cycle after.
     always_ff @(posedge clk)
         if (rst || start && !busy) write_bank <= 1'b0;
         else if (filled) write_bank <= !write_bank;
@@ -75,16 +74,12 @@ module ei_engine_g5 #(
                 .write(write), .entry(entry), .sum(sum)
             );
 
-            logic [8*ROWS-1:0] indices;
-            logic [ENTRY*ROWS-1:0] data;
             for (r = 0; r < ROWS; r = r + 1) begin : g_row
-                assign indices[8*r+:8] = w_data[8*(r*TABLES+t)+:8];
-                assign found[(r*TABLES+t)*ENTRY+:ENTRY] = data[ENTRY*r+:ENTRY];
+                ei_table #(.WIDTH(ENTRY)) table_of_row (
+                    .clk(clk), .write_bank(write_bank), .write(write), .entry(entry), .sum(sum),
+                    .bank(bank), .index(w_data[8*(r*TABLES+t)+:8]), .found(found[(r*TABLES+t)*ENTRY+:ENTRY])
+                );
             end
-            ei_table #(.ROWS(ROWS), .WIDTH(ENTRY)) rows (
-                .clk(clk), .write_bank(write_bank), .write(write), .entry(entry), .sum(sum),
-                .bank(bank), .indices(indices), .found(data)
-            );
         end
         for (r = 0; r < ROWS; r = r + 1) begin : g_tree
             ei_adder_tree #(.N(TABLES), .WIDTH(ENTRY)) tree (

@@ -3,7 +3,7 @@
 //
 // When the activations of a step are `loaded`, it takes them, and waits with the first entry until the bank of the
 // tables is free (`bank_free`); from then on an entry is written each cycle. Latency: the first entry is written 2 cycles
-// after `bank_free`, the last one 3^G + 1 cycles after it, a cycle after `filled`. A fill follows another one after
+// after `bank_free`, the last one 3^G + 1 cycles after it, together with `filled`. A fill follows another one after
 // 3^G + 2 cycles.
 //
 // The tables lie far apart, so each has registers of its own for what all are told: they get the values of the next cycle.
@@ -31,7 +31,7 @@ module ei_filler #(
     localparam integer WORD = ADDRESS + SELECT + 3;
 
     // Prepare the first entry, wait for the bank, run.
-    logic preparing, waiting, running, advance, move;
+    logic preparing, waiting, running, advance, move, almost_filled;
     logic word_is_last, next_is_last, selected_is_last, is_last;  // that comes, to be selected, is selected, is added
     logic begins;  // `take` and the cycle after; or the walk is brought to its beginning
     logic [3:0] warming;
@@ -48,14 +48,14 @@ module ei_filler #(
         move <= next_move;
         if (rst) begin
             {take, preparing, waiting, running} <= 4'b0;
-            {begins, filled} <= 2'b0;
+            {begins, filled, almost_filled} <= 3'b0;
         end else begin
             take <= takes;
             begins <= takes || take || (warming[0] && !restart);
             preparing <= take;
             waiting <= preparing || (waiting && !bank_free);
             running <= next_add;
-            filled <= ends;
+            {filled, almost_filled} <= {almost_filled, ends};
         end
     end
 

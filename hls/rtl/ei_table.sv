@@ -1,10 +1,8 @@
-// A table of base3 in block RAM, once for each row, all written alike, each read with an index of its own.
-// Two banks. Its hierarchy is kept, so that synthesis does not share the banks' registers with other tables.
-// Latency: 1 cycle from `write` to the entry in the RAM, 3 cycles from `indices` to `found`. `write_bank` stands from the
-// cycle before `write` on.
+// A table of base3 in block RAM for one row, in two banks. All rows have the same ones, and lie far apart: what goes to the
+// RAM is registered beside it. Its hierarchy is kept, so that synthesis does not share these registers among rows again.
+// Latency: 2 cycles from `write` to the entry in the RAM, 3 cycles from `index` to `found`.
 (* keep_hierarchy *)
 module ei_table #(
-    parameter integer ROWS = 4,
     parameter integer WIDTH = 11
 ) (
     input  logic clk,
@@ -13,29 +11,26 @@ module ei_table #(
     input  logic [7:0] entry,
     input  logic [WIDTH-1:0] sum,
     input  logic bank,
-    input  logic [8*ROWS-1:0] indices,
-    output logic [ROWS*WIDTH-1:0] found
+    input  logic [7:0] index,
+    output logic [WIDTH-1:0] found
 );
-    logic write_bank_here, bank_here;
-    logic [8*ROWS-1:0] indices_here;
+    logic writes;
+    logic [8:0] write_address, read_address;
+    logic [WIDTH-1:0] write_data;
     always_ff @(posedge clk) begin
-        write_bank_here <= write_bank;
-        bank_here <= bank;
-        indices_here <= indices;
+        writes <= write;
+        write_address <= {write_bank, entry};
+        write_data <= sum;
+        read_address <= {bank, index};
     end
 
-    generate
-        genvar r;
-        for (r = 0; r < ROWS; r = r + 1) begin : g_row
-            ei_block_ram #(.WIDTH(WIDTH), .DEPTH(512)) ram (
-                .clk(clk),
-                .write(write),
-                .write_address({write_bank_here, entry}),
-                .write_data(sum),
-                .read_address({bank_here, indices_here[8*r+:8]}),
-                .clear(1'b0),
-                .read_data(found[r*WIDTH+:WIDTH])
-            );
-        end
-    endgenerate
+    ei_block_ram #(.WIDTH(WIDTH), .DEPTH(512)) ram (
+        .clk(clk),
+        .write(writes),
+        .write_address(write_address),
+        .write_data(write_data),
+        .read_address(read_address),
+        .clear(1'b0),
+        .read_data(found)
+    );
 endmodule
