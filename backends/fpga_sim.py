@@ -18,9 +18,10 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.native import NativeBackend, _core
 from edgeinfer.backends.native.model import NativeModel, with_device
 from edgeinfer.backends.native.weights import Part, parts_of
-from edgeinfer.errors import ModelFileError, UnsupportedModel, warn
+from edgeinfer.errors import BadBoardFolder, ModelFileError, UnsupportedModel, warn
 from edgeinfer.hls.cycles import TIMINGS
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import changed_files
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes, pack
 from edgeinfer.hls.simulation.build import check_tools
@@ -160,9 +161,14 @@ class PackedStreams:
 
 
 class FolderStreams:
-    """The streams of an exported folder, as a board reads them; several matrices may lie in one."""
+    """The streams of an exported folder, as a board reads them; several matrices may lie in one.
+
+    Raises BadBoardFolder for a file that was changed.
+    """
 
     def __init__(self, folder: BoardFolder) -> None:
+        for fault in changed_files(folder):
+            raise BadBoardFolder(fault)
         self.geometry = folder.geometry
         self._folder = folder
         self._places = {part.name: (tensor, part) for tensor in folder.manifest.tensors for part in tensor.parts}

@@ -178,8 +178,8 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
         folder = _WorkFolder(path)
     old = None
     try:
-        yield folder.path
         with _named(path):
+            yield folder.path
             check_folder(path, names)
             for written in folder.path.rglob("*"):
                 if written.is_file():

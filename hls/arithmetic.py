@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.hls.golden import products
+from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.packing import Trits
 
 Floats = NDArray[np.float32]

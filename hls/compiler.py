@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -63,18 +67,44 @@ def build_program(
     defines: macros. flags: of the compiler, behind those that all have.
     Raises BackendUnavailable without a compiler or without the headers, and with what the compiler says where it fails.
     """
-    compiler, text = _compiler(), _headers_flags(headers)
+    compiler, text = cpp_compiler(), _headers_flags(headers)
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     command = [*compiler, *_FLAGS, *text, f"-I{INCLUDE}", *macros, *flags, *map(str, sources)]
-    folder = cache_folder()
     name = _key(command, sources) + next((end for flag, end in _SUFFIXES.items() if flag in flags), "")
-    if folder is None:
-        return _compile(command, Path(tempfile.mkdtemp(prefix="edgeinfer-hls-")) / name)
-    built = folder / "hls" / name
+    built = build_folder("hls") / name
     return built if built.is_file() else _compile(command, built)
 
 
-def _compiler() -> list[str]:
+def build_folder(kind: str) -> Path:
+    """Where builds are kept, which is there: of this process alone where the user's cannot be written."""
+    folder = cache_folder()
+    if folder is not None:
+        with suppress(OSError):
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+            if os.access(folder / kind, os.W_OK | os.X_OK):
+                return folder / kind
+    return _own_folder(kind)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """A library that was built. Raises BackendUnavailable for one that cannot be loaded, such as after a power cut."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"{path} must be a library for this machine: {error}; delete it, and it is compiled again"
+        ) from error
+
+
+@functools.cache
+def _own_folder(kind: str) -> Path:
+    own = tempfile.mkdtemp(prefix=f"edgeinfer-{kind}-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return Path(own)
+
+
+def cpp_compiler() -> list[str]:
+    """The command of the C++ compiler, which CXX may name with arguments. Raises BackendUnavailable without one."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in (named, ["g++"], ["clang++"], ["c++"]):
         if command and shutil.which(command[0]):
@@ -109,7 +139,6 @@ def _key(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 def _compile(command: Sequence[str], target: Path) -> Path:
     """The target, whole or not at all: two processes may compile the same one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         run = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)

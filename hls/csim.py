@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
-from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, vendor_headers
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, load_library, vendor_headers
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import header_faults
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes, to_ports
 
 __all__ = ["CSimulation", "Headers", "build_bench", "build_kernels", "build_library", "build_program", "vendor_headers"]
 
 Floats = NDArray[np.float32]
-_MOST_PORTS, _WRONG_GEOMETRY = 4, 2  # of ei_linear_axi.hpp
+_MOST_PORTS, _DONE, _WRONG_GEOMETRY = 4, 1, 2  # of ei_linear_axi.hpp
 
 
 def engine_macros(geometry: Geometry, max_in: int, max_out: int) -> dict[str, object]:
@@ -45,7 +46,12 @@ def build_kernels(
 
 
 def build_bench(folder: BoardFolder, headers: Headers = Headers.OWN, flags: Sequence[str] = ()) -> Path:
-    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments."""
+    """The test bench `tb/tb_tlmm.cpp`, a program for that folder; see there for its arguments.
+
+    Raises BadBoardFolder where a header is not what the manifest says, and what build_program raises.
+    """
+    for fault in header_faults(folder):  # it becomes part of a program: nothing of somebody else's may stand in it
+        raise BadBoardFolder(fault)
     # The header's own hash names the build, as a folder may be written again.
     digest = hashlib.sha256((folder.path / "edgeinfer_model.h").read_bytes()).hexdigest()
     defines = {"EI_MODEL_HEADER": 1, "EI_MODEL_HEADER_SHA256": digest}
@@ -68,7 +74,7 @@ class CSimulation:
         flags: Sequence[str] = (),
     ) -> None:
         self.geometry, self.max_in, self.max_out = geometry, max_in, max_out
-        self._library = ctypes.CDLL(str(build_kernels(geometry, max_in, max_out, headers, flags)))
+        self._library = load_library(build_kernels(geometry, max_in, max_out, headers, flags))
         self._library.ei_csim_error.restype = ctypes.c_char_p
         self._library.ei_csim_geometry.restype = ctypes.c_uint64
 
@@ -109,6 +115,8 @@ class CSimulation:
                 f"the weights are packed for geometry {geometry_hash}, and the engine is of {self.hash}: export the "
                 f"model for {self.geometry}, or load another engine"
             )
+        if status[0] != _DONE:
+            raise InvalidArgument(f"ei_linear_axi must take ({n_out}, {n_in}): it ended with status {status[0]}")
         return y
 
     def norm(self, x: Floats, weight: Floats, epsilon: float) -> tuple[NDArray[np.int8], Floats]:
@@ -122,10 +130,10 @@ class CSimulation:
         return q, scales
 
     def _check(self, stream: Bytes, n_out: int, n_in: int) -> None:
-        if n_in > self.max_in or n_out > self.max_out:
+        if not (1 <= n_in <= self.max_in and 1 <= n_out <= self.max_out):
             raise InvalidArgument(
-                f"this engine takes matrices of up to ({self.max_out}, {self.max_in}): found ({n_out}, {n_in}); give "
-                f"a larger max_in or max_out"
+                f"this engine takes matrices of (1, 1) to ({self.max_out}, {self.max_in}): found ({n_out}, {n_in}); "
+                f"give a larger max_in or max_out"
             )
         wanted = self.geometry.stream_bytes(n_out, n_in)
         if stream.size != wanted:

@@ -82,15 +82,15 @@ class _Filling:
 class _Stream:
     """Cycles in which a stream goes on."""
 
-    def __init__(self, seed: int, share: float) -> None:
-        self.seed, self.share = seed, share
+    def __init__(self, seed: int, share: float, length: int) -> None:
+        self.seed, self.share, self.length = seed, share, length
         self.next = np.empty(0, dtype=np.int64)  # of each cycle, the first one from it on that goes
 
     def from_(self, cycle: int) -> int:
         """The first cycle from this one on that goes."""
         while cycle >= len(self.next) or self.next[cycle] < 0:
             n = 2 * max(cycle, _CHUNK)
-            going = np.where(goes(self.seed, self.share, 0, n), np.arange(n), 2 * n)
+            going = np.where(goes(self.seed, self.share, 0, n, self.length), np.arange(n), 2 * n)
             found = np.minimum.accumulate(going[::-1])[::-1]
             self.next = np.where(found < n, found, -1)
         return int(self.next[cycle])
@@ -116,7 +116,8 @@ class _Product:
 
     def stalled(self, stalls: Stalls) -> int:
         """Of streams that stand still now and then, beat by beat."""
-        x, w, y = (_Stream(seed, share) for seed, share in zip(stalls.seeds, stalls.shares, strict=True))
+        draws = zip(stalls.seeds, stalls.shares, strict=True)
+        x, w, y = (_Stream(seed, share, stalls.length) for seed, share in draws)
         filling, arrived, beat = _Filling(self.timing, self.n_beats), 0, 0
         ended: list[int] = []
         results = _Results(self.latency, y)

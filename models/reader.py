@@ -37,6 +37,7 @@ POST_NORMS = frozenset({"mixer.post_norm", "ffn.post_norm"})
 QK_NORMS = frozenset({"mixer.q_norm", "mixer.k_norm"})
 ROPE_FREQS = frozenset({"rope_freqs.weight"})
 LONG_AND_SHORT = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
+ROPE_TENSORS = ROPE_FREQS | LONG_AND_SHORT  # what RopeSpec has the frequencies from
 
 # Tensors of a layer in GGUF, behind "blk.<index>.", by block and role. First those that most architectures have.
 _COMMON = {

@@ -17,7 +17,7 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument
 if TYPE_CHECKING:
     from edgeinfer.models.spec import ModelSpec
 
-_TERNARY = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0")
+_MAY_BE_TERNARY = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0", "F32", "F16", "BF16")
 CONTEXT = 1024  # positions, where none is given
 _OF_A_BOARD = ("encoding", "rows", "tables", "engines", "attention_lanes")
 _OF_BOTH = (*_OF_A_BOARD, "model", "board", "ctx_size", "as_json")
@@ -86,7 +86,7 @@ def profile_board(model: Path, board: str, flags: dict[str, Any], as_json: bool)
     design = Design(board_of(board), geometry, flags["engines"], flags["attention_lanes"])
     with ModelFile.open(model) as file:
         spec = read_spec(file)
-        others = sorted({file.tensors[name].type.name for name in _matrices(spec)} - set(_TERNARY))
+        others = sorted({file.tensors[name].type.name for name in _matrices(spec)} - set(_MAY_BE_TERNARY))
     if others:
         note(f"the matrices of this file are {', '.join(others)}, not ternary: `export --to fpga` would refuse it")
     n_ctx = flags["ctx_size"] or min(spec.n_ctx_train, CONTEXT)

@@ -66,7 +66,7 @@ def run_on_folder(context: click.Context, folder: Path, to: str | None, out: Pat
         if out is None:
             raise missing(context, "out")
         _unpack(folder, out)
-    elif _asks_for_check(context) and folder.is_dir():
+    elif _asks_for_check(context) and not folder.is_file():
         _check(folder)
     else:
         raise missing(context, "to")

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def profile(
-    context: click.Context, model: Path | None, plot: Path | None, board: str | None, as_json: bool, **flags: Any
+    context: click.Context, /, model: Path | None, plot: Path | None, board: str | None, as_json: bool, **flags: Any
 ) -> None:
     """Plan the memory and the speed of a model.
 

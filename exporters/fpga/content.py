@@ -11,12 +11,14 @@ import numpy as np
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.fpga.options import USUAL_N_CTX, BoardOptions
 from edgeinfer.exporters.ternary.source import StoredTensor, TernarySource, TernaryTensor
-from edgeinfer.hls.board_manifest import Part
+from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models import ModelSpec, check_blocks
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import Floats, TernaryMatrix
-from edgeinfer.models.spec import Attention, Dense, RopeSpec
+from edgeinfer.models.gguf import GGMLType
+from edgeinfer.models.reader import ROPE_TENSORS
+from edgeinfer.models.spec import Attention, Dense, RopeSpec, TensorRef
 
 # The fields of blocks that a folder has a place for; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {
@@ -94,8 +96,11 @@ class Content:
     def stored(self, name: str) -> StoredTensor:
         """A tensor that is no ternary matrix. Raises UnsupportedModel for one that is."""
         found = next(tensor for tensor in self.source.tensors if tensor.name == name)
-        if not isinstance(found, StoredTensor):
-            raise UnsupportedModel(f"{self.source.path}: tensor {name} must not be ternary")
+        if not isinstance(found, StoredTensor) or found.type == GGMLType.I2_S:
+            raise UnsupportedModel(
+                f"{self.source.path}: tensor {name} must not be ternary: found I2_S; a board has embeddings and the "
+                "output matrix in int8 or bf16: take a file with them in F16, BF16 or Q6_K"
+            )
         return found
 
     def vectors(self) -> Iterator[tuple[str, Floats]]:
@@ -117,7 +122,15 @@ def content_of(source: TernarySource, spec: ModelSpec, options: BoardOptions) ->
     """What a model becomes. Raises UnsupportedModel for one that a board of this kind cannot run, by name."""
     check_model(source, spec)
     tensors = {tensor.name: tensor for tensor in source.tensors}
-    return Content(source, spec, options, list(_products(source, spec, tensors)))
+    unknown = sorted(set(tensors) - set(spec.tensor_shapes()) - ROPE_TENSORS)
+    if unknown:
+        raise UnsupportedModel(
+            f"{source.path}: tensor {unknown[0]} has no place in a folder for a board: nothing is left out"
+        )
+    content = Content(source, spec, options, list(_products(source, spec, tensors)))
+    for name in (str(spec.token_embd), source.output):
+        content.stored(name)
+    return content
 
 
 def check_model(source: TernarySource, spec: ModelSpec) -> None:
@@ -126,7 +139,7 @@ def check_model(source: TernarySource, spec: ModelSpec) -> None:
     for field, value in _PLAIN.items():
         if getattr(spec, field) != value:
             raise UnsupportedModel(f"{source.path}: {field} must be {value} for a board: found {getattr(spec, field)}")
-    first, *others = (_layer_facts(spec, index) for index in range(spec.n_layers))
+    first, *others = ((_layer_facts(spec, index), spec.layers[index].mixer.rope) for index in range(spec.n_layers))
     for index, other in enumerate(others, 1):
         if other != first:
             raise UnsupportedModel(f"{source.path}: all layers must be alike for a board: layer {index} differs from 0")
@@ -149,9 +162,13 @@ def _products(source: TernarySource, spec: ModelSpec, tensors: Mapping[str, Any]
             if not all(isinstance(tensor, TernaryTensor) for tensor in found):
                 raise UnsupportedModel(
                     f"{source.path}: {phase} of layer {index} must be ternary matrices of their own: found "
-                    f"{', '.join(map(str, refs))}"
+                    f"{', '.join(_described(ref) for ref in refs)}"
                 )
             yield Product(f"layers.{index}.{phase}", phase, index, [each for each in found if each is not None])
+
+
+def _described(ref: TensorRef) -> str:
+    return ref if isinstance(ref, str) else f"a part of {ref.name}"
 
 
 def model_facts(content: Content) -> dict[str, Any]:

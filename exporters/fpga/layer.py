@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.hls.arithmetic import quantise, rms_norm
 from edgeinfer.hls.attention import exp_of_negative, prefill_attention
-from edgeinfer.hls.golden import products
+from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.packing import Trits
 
 Floats = NDArray[np.float32]

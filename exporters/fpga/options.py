@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
+from edgeinfer.arguments import check_integer
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.request import Request
 from edgeinfer.hls.board.boards import Board, board_of
@@ -12,6 +13,7 @@ from edgeinfer.hls.geometry import ENCODINGS, Geometry
 
 EmbeddingType = Literal["int8", "bf16"]
 USUAL_N_CTX = 4096
+MOST_CTX = 1 << 20  # angles beyond it are not reduced exactly: tables.sines_and_cosines
 USUAL_GOLDEN = 4  # vectors a matrix
 _USUAL_SHAPES = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}  # rows, tables
 
@@ -40,12 +42,18 @@ class BoardOptions:
             raise InvalidArgument(f"--encoding must be one of {', '.join(ENCODINGS)}: found {encoding!r}")
         rows, tables = _USUAL_SHAPES[encoding]
         geometry = Geometry(encoding, more.get("rows") or rows, more.get("tables") or tables, board.n_ports)
-        golden = more.get("golden")
+        golden, embeddings, rescored = more.get("golden"), more.get("embeddings") or "int8", more.get("rescored") or 0
+        if embeddings not in ("int8", "bf16"):
+            raise InvalidArgument(f"--embeddings must be int8 or bf16: found {embeddings!r}")
+        if request.n_ctx is not None and request.n_ctx > MOST_CTX:
+            raise InvalidArgument(
+                f"--ctx must be at most {MOST_CTX}, up to which rotations are exact: found {request.n_ctx}"
+            )
         return cls(
             board=board,
             geometry=geometry,
-            n_golden=USUAL_GOLDEN if golden is None else golden,
-            embeddings=more.get("embeddings") or "int8",
-            rescored=more.get("rescored") or 0,
+            n_golden=check_integer("--golden", USUAL_GOLDEN if golden is None else golden, 0, 4096),
+            embeddings=cast(EmbeddingType, embeddings),
+            rescored=check_integer("--rescored", rescored, 0, 1 << 20),
             n_ctx=request.n_ctx,
         )

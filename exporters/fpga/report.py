@@ -16,7 +16,8 @@ from edgeinfer.hls.board.workload import workload_of
 def board_report(content: Content) -> Report:
     """What the model of boards says of this export; every speed in it is modelled, none is measured."""
     geometry = content.options.geometry
-    design = Design(content.options.board, geometry, ternary_head=bool(content.options.rescored))
+    has_first_stage, embeddings = bool(content.options.rescored), content.options.embeddings
+    design = Design(content.options.board, geometry, ternary_head=has_first_stage, embeddings=embeddings)
     name = str(content.source.metadata.get("general.name", content.source.path.name))
     return report(design, workload_of(name, content.spec), content.n_ctx, counts_of(geometry))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgeinfer.exporters.fpga.content import Content
-from edgeinfer.hls.board_manifest import ALIGNMENT
-from edgeinfer.hls.folder import port_file
+from edgeinfer.hls.files.folder import port_file
+from edgeinfer.hls.files.manifest import ALIGNMENT
 from edgeinfer.hls.geometry import round_up
 
 HEAD_STREAM = "head_t"

@@ -12,10 +12,10 @@ from edgeinfer.exporters.fpga.content import Content, Product, model_facts
 from edgeinfer.exporters.fpga.layer import Floats, stages_of
 from edgeinfer.exporters.fpga.sizes import GOLDEN_TOKENS
 from edgeinfer.exporters.fpga.tables import int8_rows, rotations
-from edgeinfer.hls.folder import BoardFolder
-from edgeinfer.hls.golden import random_bytes
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.golden import random_bytes
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.hls.packing import Trits
-from edgeinfer.hls.writer import BoardWriter
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 

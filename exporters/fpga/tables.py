@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.ternary.source import StoredTensor
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.hls.packing import Trits
-from edgeinfer.hls.writer import BoardWriter
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.spec import RopeSpec

@@ -21,7 +21,7 @@ from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
-from edgeinfer.hls.writer import BoardWriter
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -108,8 +108,11 @@ def _write_texts(writer: BoardWriter, content: Content, file: ModelFile) -> None
 def _peak(content: Content) -> int:
     """Most memory at once: the trits of two products with their streams, or some rows of the embeddings as floats."""
     largest = max(n_out * n_in for n_out, n_in in (product.shape for product in content.products))
+    golden = (
+        5 * content.options.n_golden * max(n_out + n_in for n_out, n_in in (each.shape for each in content.products))
+    )
     head = 3 * content.spec.n_logits * content.spec.n_embd // 2 if content.options.rescored else 0
-    return max(6 * largest, head) + 5 * 4 * PIECE_WEIGHTS
+    return max(6 * largest + 2 * golden, head) + 5 * 4 * PIECE_WEIGHTS
 
 
 def _notes(content: Content) -> Iterator[str]:
@@ -118,6 +121,8 @@ def _notes(content: Content) -> Iterator[str]:
         f"{geometry.encoding} for {geometry.rows} rows and {geometry.tables} tables, {geometry.n_ports} ports: "
         f"{weight_bits(content):.4f} bits a ternary weight with padding."
     )
+    if content.n_ctx > content.spec.n_ctx_train:
+        yield f"The model was trained on {content.spec.n_ctx_train} positions, fewer than the {content.n_ctx} of --ctx."
     if options.embeddings == "int8":
         yield "Embeddings are rounded to 8 bits a number, with a scale a row (--embeddings bf16 for 16)."
     kinds = {tensor.found for product in content.products for tensor in product.tensors}

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.errors import BadBoardFolder, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.gguf.writer import Progress, Tensor, write_gguf
 from edgeinfer.files import written_whole
-from edgeinfer.hls.board_manifest import BoardTensor, Part
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import changed_files
+from edgeinfer.hls.files.manifest import BoardTensor, Part
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models.formats import PACK
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
@@ -52,12 +53,14 @@ def unpack_folder(path: Path, out: Path, progress: Progress | None = None) -> st
     NAME and float32 NAME.scales.
     Raises BadBoardFolder, OSError; UnsupportedModel for a matrix that no GGUF type holds exactly; InvalidArgument.
     """
+    if out.suffix not in (".gguf", ".npz"):
+        raise InvalidArgument(f"--out must end in .gguf or .npz: found {out.name!r}")
     unpacker = Unpacker(BoardFolder.open(path))
+    for fault in changed_files(unpacker.folder):
+        raise BadBoardFolder(fault)
     if out.suffix == ".npz":
         _write_arrays(unpacker, out, progress)
         return f"{len(unpacker.parts)} matrices as arrays"
-    if out.suffix != ".gguf":
-        raise InvalidArgument(f"--out must end in .gguf or .npz: found {out.name!r}")
     kind = _type_for(unpacker)
     facts = unpacker.folder.manifest.facts.get("model", {})
     metadata = {

@@ -13,9 +13,9 @@ from edgeinfer.exporters.fpga.content import Content, Product
 from edgeinfer.exporters.fpga.sizes import HEAD_STREAM, file_sizes, has_own_head
 from edgeinfer.exporters.fpga.tables import rotations, ternary_rows, write_bf16, write_int8
 from edgeinfer.exporters.request import Progress
-from edgeinfer.hls.golden import golden_inputs, products
+from edgeinfer.hls.files.golden import golden_inputs, products
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.hls.packing import Bytes, pack
-from edgeinfer.hls.writer import BoardWriter
 
 
 @dataclass(frozen=True)

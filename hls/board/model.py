@@ -8,6 +8,7 @@ Attention in the fabric takes as long as its multiply-adds on `attention_lanes`,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from edgeinfer.arguments import check_integer
 from edgeinfer.errors import InvalidArgument
@@ -24,7 +25,7 @@ class Design:
     n_engines: each computes for a token of its own with the same weights, so that a pass takes n_engines tokens of a
     prompt, or of a draft to verify.  attention_lanes: multiply-adds a cycle of attention in the fabric, 0 where the
     processor does it.  ternary_head: a first stage of the output matrix of 1.6 bits a weight, whose best rows are
-    computed again in int8.
+    computed again in int8.  embeddings: their type in the board's memory.
     """
 
     board: Board
@@ -32,6 +33,7 @@ class Design:
     n_engines: int = 1
     attention_lanes: int = 0
     ternary_head: bool = True
+    embeddings: Literal["int8", "bf16"] = "int8"
 
     def __post_init__(self) -> None:
         check_integer("the number of engines", self.n_engines, 1, 64)

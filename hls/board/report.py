@@ -43,6 +43,8 @@ class Report:
             "geometry": asdict(self.design.geometry),
             "engines": self.design.n_engines,
             "attention_lanes": self.design.attention_lanes,
+            "ternary_head": self.design.ternary_head,
+            "embeddings": self.design.embeddings,
             "context": self.n_ctx,
             "weight_bytes": self.work.weight_bytes(self.design.geometry),
             "bits_a_trit": self.bits_a_trit,
@@ -98,6 +100,8 @@ def report_lines(found: Report) -> Iterator[str]:
     yield f"{1 / found.floor:8.1f} tokens/s (model) if reading weights and head at the rate of the ports were all"
     for n, seconds in found.first_token.items():
         yield f"{seconds:8.2f} s (model) to the first token behind a prompt of {n}"
+    if design.ternary_head:
+        yield "The output matrix is taken to have a ternary first stage, as of `export --to fpga --rescored 256`."
     if not design.attention_lanes:
         yield "Attention on the processor is taken at its published time, at whatever context: see --attention-lanes."
     yield ""

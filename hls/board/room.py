@@ -24,12 +24,13 @@ class Room:
 
 
 def memory_of(design: Design, work: Workload, n_ctx: int) -> dict[str, int]:
-    """Bytes of the board's memory by purpose."""
+    """Bytes of the board's memory by purpose. The int8 embeddings serve as the output matrix where they are tied."""
+    is_shared = work.tied and design.embeddings == "int8"
     parts = {
         "ternary weights": work.weight_bytes(design.geometry),
         "scales": 4 * sum(each.n_out for each in work.products),
-        "embeddings": 2 * work.n_vocab * work.n_embd,
-        "output matrix": work.head_bytes,
+        "embeddings": work.embedding_bytes(design.embeddings),
+        "output matrix": 0 if is_shared else work.head_bytes,
         "KV cache": work.cache_bytes(n_ctx),
     }
     return parts | ({"output matrix, first stage": work.ternary_head_bytes} if design.ternary_head else {})

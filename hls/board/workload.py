@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.hls.geometry import LANE_BYTES, Geometry
@@ -23,7 +24,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Workload:
-    """products: of all layers, in order.  n_q: numbers of all queries of a token, n_kv of its keys in all layers."""
+    """products: of all layers, in order.  n_q: numbers of all queries of a token, n_kv of its keys in all layers.
+
+    n_logits: rows of the output matrix.  tied: whether it is the embeddings.
+    """
 
     name: str
     n_layers: int
@@ -32,6 +36,8 @@ class Workload:
     n_q: int
     n_kv: int
     products: Sequence[Product]
+    n_logits: int
+    tied: bool
 
     @property
     def n_weights(self) -> int:
@@ -45,12 +51,16 @@ class Workload:
     @property
     def head_bytes(self) -> int:
         """Of the output matrix as int8 with a scale a row."""
-        return self.n_vocab * (self.n_embd + 4)
+        return self.n_logits * (self.n_embd + 4)
+
+    def embedding_bytes(self, type: Literal["int8", "bf16"]) -> int:
+        """Of the embeddings, int8 with a scale a row."""
+        return self.n_vocab * (self.n_embd + 4 if type == "int8" else 2 * self.n_embd)
 
     @property
     def ternary_head_bytes(self) -> int:
         """Of the first stage of the output matrix, ternary in base 3, each row padded to 16 bytes."""
-        return self.n_vocab * -(-self.n_embd // _HEAD_TRITS) * LANE_BYTES
+        return self.n_logits * -(-self.n_embd // _HEAD_TRITS) * LANE_BYTES
 
     def cache_bytes(self, n_ctx: int) -> int:
         """Of keys and values in float16."""
@@ -67,10 +77,10 @@ def layer_products(n_embd: int, n_q: int, n_kv: int, n_ff: int) -> list[Product]
     ]
 
 
-def workload(name: str, n_layers: int, n_embd: int, n_kv: int, n_ff: int, n_vocab: int) -> Workload:
+def workload(name: str, n_layers: int, n_embd: int, n_kv: int, n_ff: int, n_vocab: int, tied: bool) -> Workload:
     """Of a model whose layers are alike, with as many queries as inputs. n_kv: numbers of a token's keys in a layer."""
     products = layer_products(n_embd, n_embd, n_kv, n_ff) * n_layers
-    return Workload(name, n_layers, n_embd, n_vocab, n_embd, n_kv * n_layers, products)
+    return Workload(name, n_layers, n_embd, n_vocab, n_embd, n_kv * n_layers, products, n_vocab, tied)
 
 
 def workload_of(name: str, spec: ModelSpec) -> Workload:
@@ -86,8 +96,9 @@ def workload_of(name: str, spec: ModelSpec) -> Workload:
         n_kv += attention.n_kv
     first = spec.layers[0].mixer
     n_q = first.n_q if isinstance(first, Attention) else spec.n_embd
-    return Workload(name, spec.n_layers, spec.n_embd, spec.n_vocab, n_q, n_kv, products)
+    sizes = spec.n_layers, spec.n_embd, spec.n_vocab, n_q, n_kv
+    return Workload(name, *sizes, products, spec.n_logits, spec.tied_embeddings)
 
 
-BITNET_2B4T = workload("BitNet b1.58 2B-4T", n_layers=30, n_embd=2560, n_kv=640, n_ff=6912, n_vocab=128_256)
-BITNET_07B = workload("bitnet_b1_58-large", n_layers=24, n_embd=1536, n_kv=1536, n_ff=4096, n_vocab=32_002)
+BITNET_2B4T = workload("BitNet b1.58 2B-4T", n_layers=30, n_embd=2560, n_kv=640, n_ff=6912, n_vocab=128_256, tied=True)
+BITNET_07B = workload("bitnet_b1_58-large", n_layers=24, n_embd=1536, n_kv=1536, n_ff=4096, n_vocab=32_002, tied=False)

@@ -8,6 +8,8 @@
 //     score[j] = (q . k[j]) * scale, the dot product as a tree;  p[j] = exp(score[j] - max)
 //     out = (sum of p[j] * v[j]) / (sum of p[j]), j from the newest position down to 0
 //
+// A sum over positions takes a term every HEAD_DIM / LANES cycles: an adder that takes longer makes the loop slower than its
+// II = 1, which is asked for and was never synthesised.
 // Keys and values are read once each for all rows of a block. hls/attention.py has the same arithmetic in numpy.
 #pragma once
 
@@ -105,6 +107,10 @@ void decode_attention(const float* q, const uint16_t* keys, const uint16_t* valu
                       int n_positions, int stride, float scale) {
     for (int head = 0; head < n_kv_heads; head++) {
         float rows[GROUP][HEAD_DIM], results[GROUP][HEAD_DIM];
+#pragma HLS ARRAY_PARTITION variable = rows dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = rows dim = 2 cyclic factor = LANES
+#pragma HLS ARRAY_PARTITION variable = results dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = results dim = 2 cyclic factor = LANES
         int last[GROUP];
         for (int r = 0; r < GROUP; r++) {
             last[r] = n_positions - 1;
@@ -136,6 +142,10 @@ void prefill_attention(const float* q, const uint16_t* keys, const uint16_t* val
         const uint16_t* head_values = values + head * stride * HEAD_DIM;
         for (int block = (n_tokens - 1) / TOKENS; block >= 0; block--) {
             float rows[TOKENS * GROUP][HEAD_DIM], results[TOKENS * GROUP][HEAD_DIM];
+#pragma HLS ARRAY_PARTITION variable = rows dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = rows dim = 2 cyclic factor = LANES
+#pragma HLS ARRAY_PARTITION variable = results dim = 1 complete
+#pragma HLS ARRAY_PARTITION variable = results dim = 2 cyclic factor = LANES
             int last[TOKENS * GROUP];
             int newest = 0;
             for (int r = 0; r < TOKENS * GROUP; r++) {

@@ -43,7 +43,7 @@ tokens:
     squaring:
         for (int i = 0; i < n_lanes(n); i++) {
 #pragma HLS PIPELINE II = 1
-#pragma HLS DEPENDENCE variable = squares type = inter dependent = false
+#pragma HLS DEPENDENCE variable = squares type = inter direction = RAW distance = 8 dependent = true
             held[i] = x.read();
             for (int j = 0; j < kFloats; j++) {
 #pragma HLS UNROLL

@@ -34,8 +34,8 @@ module ei_accumulators #(
     always_ff @(posedge clk) begin
         tiles[0] <= tile;
         for (i = 1; i < AGES; i = i + 1) tiles[i] <= tiles[i-1];
-        beats <= {beats[AGES-2:0], beat && !rst};
-        results <= {results[AGES-2:0], beat && last_step && !rst};
+        beats <= rst ? 0 : {beats[AGES-2:0], beat};  // all of them: a reset may be as short as a cycle
+        results <= rst ? 0 : {results[AGES-2:0], beat && last_step};
         last_results <= {last_results[AGES-2:0], last_tile};
     end
     assign result = results[AGES-1];

@@ -40,12 +40,14 @@ module ei_activations #(
         if (start) begin
             n_missing <= COUNT'(n_steps) * COUNT'(TABLES);
             one_is_missing <= n_steps == 1 && TABLES == 1;
-            n_written <= 0;
         end else if (accept) begin
             n_missing <= n_missing - 1;
             one_is_missing <= n_missing == 2;
-            n_written <= n_written + 1;
         end
+
+    always_ff @(posedge clk)
+        if (rst || start) n_written <= 0;  // a reset in a product leaves nothing to read
+        else if (accept) n_written <= n_written + 1;
 
     // Out of the RAM, the beats of one step, and then not before `take`.
     logic [COUNT-1:0] n_read;

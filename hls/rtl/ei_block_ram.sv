@@ -1,6 +1,7 @@
 // A block RAM with one port to write and one to read, and with its output register, which `clear` sets to 0.
 // Latency: 2 cycles to read; `clear` stands a cycle after the address.
-// A word that is read in the cycle in which it is written is not defined; the engine never uses one.
+// A word that is read in the cycle in which it is written is not defined: simulation gives its bits inverted. The engine
+// never uses one.
 //
 // Deep memories are made of columns as wide as one block RAM is at that depth, so that no multiplexer stands behind them.
 module ei_block_ram #(
@@ -44,7 +45,11 @@ module ei_block_ram #(
             always_ff @(posedge clk) if (write) words[write_address] <= write_data[i+:BITS];
 
             always_ff @(posedge clk) begin
+`ifdef VERILATOR
+                read <= (write && write_address == read_address) ? ~words[read_address] : words[read_address];
+`else
                 read <= words[read_address];
+`endif
                 read_data[i+:BITS] <= clear ? 0 : read;
             end
 `endif

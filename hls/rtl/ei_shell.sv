@@ -40,6 +40,17 @@ module ei_shell #(
     input  logic [ROWS*SUM_BITS-1:0] sums
 );
     localparam integer ROOM = 16;
+
+`ifndef __ICARUS__  // which has no such task
+    generate
+        if (ACC_BITS < SUM_BITS) begin : g_too_narrow
+            $error("ACC_BITS must be at least the bits of the sum of one step");
+        end
+        if ((TABLES & (TABLES - 1)) != 0) begin : g_no_tree
+            $error("TABLES must be a power of two");
+        end
+    endgenerate
+`endif
     localparam integer TILE = (MAX_TILES > 1) ? $clog2(MAX_TILES) : 1;
 
     wire begins = start && !busy && !rst;

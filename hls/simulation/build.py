@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import os
 import shutil
@@ -14,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.errors import BackendUnavailable, SimulationError
-from edgeinfer.files import cache_folder, written_whole
+from edgeinfer.files import written_whole
+from edgeinfer.hls.compiler import build_folder, cpp_compiler
 from edgeinfer.hls.cycles import TIMINGS
 from edgeinfer.hls.geometry import Geometry
 
@@ -64,15 +63,14 @@ def library(parameters: Parameters) -> Path:
 
     Raises BackendUnavailable where Verilator or a C++ compiler is missing, SimulationError where they fail.
     """
-    verilator, compiler = _command("verilator", "verilator"), _compiler()
+    verilator, compiler = _command("verilator", "verilator"), cpp_compiler()
     version = _output([verilator, "--version"])
     sources = sorted([*RTL.glob("*.sv"), HERE / "driver.cpp"])
     choices = [parameters.geometry.encoding, parameters.verilog, parameters.driver]
-    facts = [version, _output([compiler, "--version"]), *choices, *(path.read_bytes() for path in sources)]
-    folder = _folder()
+    facts = [version, _output([*compiler, "--version"]), *choices, *(path.read_bytes() for path in sources)]
+    folder = build_folder("rtl")
     path = folder / f"{_name(facts)}.so"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         runtime = _runtime(folder, verilator, compiler, version)
         with tempfile.TemporaryDirectory(prefix="edgeinfer-rtl-") as work:
             built = _build(Path(work), parameters, verilator, compiler, runtime)
@@ -84,21 +82,10 @@ def library(parameters: Parameters) -> Path:
 def check_tools() -> None:
     """Raises BackendUnavailable where Verilator or a C++ compiler is missing."""
     _command("verilator", "verilator")
-    _compiler()
+    cpp_compiler()
 
 
-@functools.cache
-def _folder() -> Path:
-    """Where libraries are kept: for this process alone where the user has no folder for caches."""
-    folder = cache_folder()
-    if folder is not None:
-        return folder / "rtl"
-    own = tempfile.mkdtemp(prefix="edgeinfer-rtl-")
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return Path(own)
-
-
-def _build(work: Path, parameters: Parameters, verilator: str, compiler: str, runtime: Path) -> Path:
+def _build(work: Path, parameters: Parameters, verilator: str, compiler: Sequence[str], runtime: Path) -> Path:
     """The library, in a folder of its own."""
     top = TOPS[parameters.geometry.encoding]
     values = [f"-G{name}={value}" for name, value in parameters.verilog.items()]
@@ -110,13 +97,13 @@ def _build(work: Path, parameters: Parameters, verilator: str, compiler: str, ru
     macros = [f"-D{name}={value}" for name, value in parameters.driver.items()]
     include = [f"-I{work}", *_includes(verilator)]
     built = work / "engine.so"
-    _run([compiler, "-O2", *_COMPILE, *macros, *include, "-shared", "-o", str(built), str(everything), str(runtime)])
+    _run([*compiler, "-O2", *_COMPILE, *macros, *include, "-shared", "-o", str(built), str(everything), str(runtime)])
     return built
 
 
-def _runtime(folder: Path, verilator: str, compiler: str, version: str) -> Path:
+def _runtime(folder: Path, verilator: str, compiler: Sequence[str], version: str) -> Path:
     """Verilator's own C++, compiled once."""
-    path = folder / f"{_name([version, _output([compiler, '--version']), _COMPILE])}.o"
+    path = folder / f"{_name([version, _output([*compiler, '--version']), _COMPILE])}.o"
     if not path.exists():
         with tempfile.TemporaryDirectory(prefix="edgeinfer-rtl-") as work:
             includes = _includes(verilator)
@@ -124,7 +111,7 @@ def _runtime(folder: Path, verilator: str, compiler: str, version: str) -> Path:
             source, built = Path(work) / "runtime.cpp", Path(work) / "runtime.o"
             names = ("verilated.cpp", "verilated_threads.cpp")
             source.write_text("".join(f'#include "{root / name}"\n' for name in names if (root / name).exists()))
-            _run([compiler, "-O0", *_COMPILE, *includes, "-c", "-o", str(built), str(source)])
+            _run([*compiler, "-O0", *_COMPILE, *includes, "-c", "-o", str(built), str(source)])
             with written_whole(path, durable=False) as file:
                 file.write(built.read_bytes())
     return path
@@ -134,10 +121,6 @@ def _includes(verilator: str) -> list[str]:
     """Folders of Verilator's headers."""
     root = os.environ.get("VERILATOR_ROOT") or _output([verilator, "--getenv", "VERILATOR_ROOT"]).strip()
     return [f"-I{root}/include", f"-I{root}/include/vltstd"]
-
-
-def _compiler() -> str:
-    return _command(os.environ.get("CXX") or "c++", "g++")
 
 
 def _command(name: str, package: str) -> str:

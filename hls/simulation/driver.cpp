@@ -14,13 +14,14 @@ constexpr int kBeatBytes = ROWS * TABLES * INDEX_BITS / 8;
 constexpr int64_t kHung = -1;       // the engine gave no result in many times the cycles that it should take
 constexpr int64_t kAssertion = -2;  // an assertion of the Verilog failed; standard error has its text
 
-// One draw a cycle, of its number alone: hls/stalls.py has the same.
+// One draw for `length` cycles, of their number alone: hls/stalls.py has the same.
 class Draws {
 public:
-    Draws(uint64_t seed, double stall) : seed_(seed), stall_(static_cast<uint64_t>(stall * 4294967296.0)) {}
+    Draws(uint64_t seed, double stall, int64_t length)
+        : seed_(seed), stall_(static_cast<uint64_t>(stall * 4294967296.0)), length_(length) {}
 
     bool goes(int64_t cycle) const {
-        uint64_t z = seed_ + static_cast<uint64_t>(cycle) * 0x9E3779B97F4A7C15ull;
+        uint64_t z = seed_ + static_cast<uint64_t>(cycle / length_) * 0x9E3779B97F4A7C15ull;
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
         return ((z ^ (z >> 31)) >> 32) >= stall_;
@@ -28,6 +29,7 @@ public:
 
 private:
     uint64_t seed_, stall_;
+    int64_t length_;
 };
 
 // A sender of beats of n_bytes. It offers the next beat in the first cycle that goes, and until it is taken.
@@ -64,7 +66,7 @@ int32_t signed_field(const uint32_t* words, int first) {
 
 class Engine {
 public:
-    Engine() : engine_(&context_) {
+    Engine() : engine_(random_at_start(context_)) {
         context_.fatalOnError(false);  // an assertion must not end the process
         reset();
     }
@@ -83,6 +85,7 @@ public:
             if ((engine_.x_valid = sender_x.offer(cycle))) sender_x.write(&engine_.x_data);
             if ((engine_.w_valid = sender_w.offer(cycle))) sender_w.write(&engine_.w_data);
             engine_.y_ready = draws_y.goes(cycle);
+            engine_.start = cycle % 2;  // ignored while busy, and so are the sizes
             engine_.eval();
             if (engine_.x_valid && engine_.x_ready) sender_x.taken();
             if (engine_.w_valid && engine_.w_ready) sender_w.taken();
@@ -95,6 +98,13 @@ public:
     }
 
 private:
+    // Registers and memories begin with any values, as after power-up; the same ones each time.
+    static VerilatedContext* random_at_start(VerilatedContext& context) {
+        context.randReset(2);
+        context.randSeed(1);
+        return &context;
+    }
+
     // A rising edge, and the values after it.
     void tick() {
         engine_.clk = 1;
@@ -107,8 +117,10 @@ private:
         engine_.rst = 1;
         engine_.clk = engine_.start = engine_.x_valid = engine_.w_valid = engine_.y_ready = 0;
         std::memset(&engine_.x_data, 0, sizeof engine_.x_data);
-        for (int i = 0; i < 4; ++i) tick();
+        engine_.eval();
+        tick();  // one cycle must do
         engine_.rst = 0;
+        for (int i = 0; i < 20; ++i) tick();  // an engine that is reset does nothing until it is started
     }
 
     void begin(int n_steps, int n_tiles) {
@@ -119,6 +131,7 @@ private:
         engine_.eval();
         tick();
         engine_.start = 0;
+        engine_.n_steps = engine_.n_tiles = 1;
     }
 
     void take(int32_t* y, int32_t n_out, int tile) {
@@ -147,6 +160,7 @@ extern "C" {
 struct ei_stalls {
     uint64_t seeds[3];  // of x, w, y
     double stalls[3];   // share of cycles in which a stream does not go on
+    int64_t length;     // cycles that are drawn together
     int64_t patience;   // cycles that a product may take, as a multiple of those without stalls
 };
 
@@ -158,14 +172,13 @@ void ei_engine_delete(void* engine) { delete static_cast<Engine*>(engine); }
 // x: (n_in,), stream: as hls/packing.py draws it, y: (n_out,).
 int64_t ei_engine_product(void* engine, const int8_t* x, int32_t n_in, const uint8_t* stream, int32_t n_out,
                           int32_t* y) {
-    const Draws always(0, 0.0);
+    const Draws always(0, 0.0, 1);
     return static_cast<Engine*>(engine)->product(x, n_in, stream, n_out, y, always, always, always, 1);
 }
 
 int64_t ei_engine_product_stalled(void* engine, const int8_t* x, int32_t n_in, const uint8_t* stream, int32_t n_out,
                                   int32_t* y, const ei_stalls* s) {
-    return static_cast<Engine*>(engine)->product(x, n_in, stream, n_out, y, Draws(s->seeds[0], s->stalls[0]),
-                                                 Draws(s->seeds[1], s->stalls[1]), Draws(s->seeds[2], s->stalls[2]),
-                                                 s->patience);
+    const auto draws = [s](int stream) { return Draws(s->seeds[stream], s->stalls[stream], s->length); };
+    return static_cast<Engine*>(engine)->product(x, n_in, stream, n_out, y, draws(0), draws(1), draws(2), s->patience);
 }
 }

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, ShapeError, SimulationError
+from edgeinfer.hls.compiler import load_library
 from edgeinfer.hls.geometry import Geometry, accumulator_bits
 from edgeinfer.hls.packing import Bytes
 from edgeinfer.hls.simulation.build import Parameters, library
@@ -22,7 +23,12 @@ _PATIENCE = 8  # how much longer than with the stalls that are to be expected a 
 class _Stalls(ctypes.Structure):
     """`ei_stalls` of driver.cpp."""
 
-    _fields_ = [("seeds", ctypes.c_uint64 * 3), ("stalls", ctypes.c_double * 3), ("patience", ctypes.c_int64)]
+    _fields_ = [
+        ("seeds", ctypes.c_uint64 * 3),
+        ("stalls", ctypes.c_double * 3),
+        ("length", ctypes.c_int64),
+        ("patience", ctypes.c_int64),
+    ]
 
 
 class Engine:
@@ -75,7 +81,8 @@ class Engine:
             cycles = self._library.ei_engine_product(*arguments)
         else:
             patience = round(_PATIENCE / (1 - max(stalls.shares)))
-            record = _Stalls((ctypes.c_uint64 * 3)(*stalls.seeds), (ctypes.c_double * 3)(*stalls.shares), patience)
+            seeds, shares = (ctypes.c_uint64 * 3)(*stalls.seeds), (ctypes.c_double * 3)(*stalls.shares)
+            record = _Stalls(seeds, shares, stalls.length, patience)
             cycles = self._library.ei_engine_product_stalled(*arguments, ctypes.byref(record))
         if cycles in (_HUNG, _ASSERTION):
             why = "an assertion in the Verilog failed" if cycles == _ASSERTION else "the engine hangs"
@@ -98,7 +105,7 @@ class Engine:
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    opened = ctypes.CDLL(str(path))
+    opened = load_library(path)
     sizes = (ctypes.c_void_p, _X, ctypes.c_int32, _X, ctypes.c_int32, _X)
     opened.ei_engine_new.restype = ctypes.c_void_p
     opened.ei_engine_delete.argtypes = (ctypes.c_void_p,)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.errors import ShapeError
-from edgeinfer.hls.compiler import build_library
+from edgeinfer.hls.compiler import build_library, load_library
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes
 from edgeinfer.hls.simulation.engine import Engine
@@ -27,11 +27,13 @@ class Matrices:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._library = _opened(build_library([_SOURCE]))
-        self._state = ctypes.c_void_p(self._library.ei_matrices_new(engine.product_function, engine.handle))
+        state = self._library.ei_matrices_new(engine.product_function, engine.handle)
+        self._state: ctypes.c_void_p | None = ctypes.c_void_p(state)
         self._streams: list[Bytes] = []
 
     def __del__(self) -> None:
-        state, self._state = getattr(self, "_state", None), None
+        state: ctypes.c_void_p | None = getattr(self, "_state", None)
+        self._state = None
         if state:
             self._library.ei_matrices_delete(state)
 
@@ -91,7 +93,7 @@ def some_tiles(stream: Bytes, n_rows: int, n_in: int, tiles: range, geometry: Ge
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    opened = ctypes.CDLL(str(path))
+    opened = load_library(path)
     opened.ei_matrices_new.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     opened.ei_matrices_new.restype = ctypes.c_void_p
     opened.ei_matrices_delete.argtypes = (ctypes.c_void_p,)

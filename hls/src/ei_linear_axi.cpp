@@ -88,8 +88,8 @@ void ei_linear_axi(EI_PORT_PARAMETERS, const ei::Lane* x, const ei::Lane* scales
         *status = ei::kWrongGeometry;
         return;
     }
-    if (n_in > E::kMaxIn || n_out > E::kMaxOut) {
-        *status = ei::kTooLarge;
+    if (n_in < 1 || n_in > E::kMaxIn || n_out < 1 || n_out > E::kMaxOut) {  // without inputs it would wait for ever
+        *status = ei::kWrongSize;
         return;
     }
     run(EI_PORT_NAMES, x, scales, y, n_tokens, n_in, n_out);

@@ -24,13 +24,13 @@
 namespace ei {
 
 // What a run ended with.
-enum Status : std::uint32_t { kDone = 1, kWrongGeometry = 2, kTooLarge = 3 };
+enum Status : std::uint32_t { kDone = 1, kWrongGeometry = 2, kWrongSize = 3 };
 
 }  // namespace ei
 
 // y = W x for n_tokens rows x, (n_tokens, n_in) float32, each row padded to whole lanes of 16 bytes; scales (n_out,) and
 // y (n_tokens, n_out) alike. port0..: what each port has of the matrix's stream; `to_ports` of hls/packing.py.
-// geometry_of_weights: the hash of the weights' geometry. Where it is not the engine's, or the matrix is larger than the
-// engine, nothing is read and written. geometry: the engine's hash; status: see ei::Status. A host reads both.
+// geometry_of_weights: the hash of the weights' geometry. Where it is not the engine's, or the matrix is empty or larger
+// than the engine, nothing is read and written. geometry: the engine's hash; status: see ei::Status. A host reads both.
 void ei_linear_axi(EI_PORT_PARAMETERS, const ei::Lane* x, const ei::Lane* scales, ei::Lane* y, int n_tokens, int n_in,
                    int n_out, std::uint64_t geometry_of_weights, std::uint64_t* geometry, std::uint32_t* status);

@@ -65,11 +65,23 @@ int main(int argc, char** argv) {
         std::memcpy(&golden[row / 2], &bits, 4);
     }
     std::vector<float> prompt(n_tokens * row), tokens(n_tokens * row);
-    ei_prefill_attention(q.data(), keys.data(), values.data(), prompt.data(), shape[2], shape[3], shape[4], shape[5],
-                         scale[0]);
-    for (size_t t = 0; t < n_tokens; t++) {
-        ei_decode_attention(&q[t * row], keys.data(), values.data(), &tokens[t * row], shape[2],
-                            shape[3] + static_cast<int>(t) + 1, shape[5], scale[0]);
+    const auto decode = [&](size_t t, int n_positions) {
+        return ei_decode_attention(&q[t * row], keys.data(), values.data(), &tokens[t * row], shape[2], n_positions,
+                                   shape[5], scale[0]);
+    };
+    const auto prefill = [&](int first, int n) {
+        return ei_prefill_attention(q.data(), keys.data(), values.data(), prompt.data(), shape[2], first, n, shape[5],
+                                    scale[0]);
+    };
+    if (decode(0, EI_MAX_POSITIONS + 1) || decode(0, 0) || prefill(EI_MAX_POSITIONS, 1) || prefill(0, 0)) {
+        std::fprintf(stderr, "positions that the kernel has no room for must be refused: they are not\n");
+        return 2;
+    }
+    bool done = prefill(shape[3], shape[4]);
+    for (size_t t = 0; t < n_tokens; t++) done = decode(t, shape[3] + static_cast<int>(t) + 1) && done;
+    if (!done) {
+        std::fprintf(stderr, "positions that the kernel has room for are refused\n");
+        return 2;
     }
     const int of_prompt = mismatches(prompt, golden), of_tokens = mismatches(tokens, golden);
     std::printf("csim attention values=%zu prefill mismatches=%d decode mismatches=%d\n", golden.size(), of_prompt,

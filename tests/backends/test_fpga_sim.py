@@ -1,5 +1,6 @@
 """The native engine with its ternary products in simulated hardware: the text of the native engine alone."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from edgeinfer import cli
 from edgeinfer.backends.fpga_sim import SMALL, FpgaSimBackend
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
-from edgeinfer.hls.board_manifest import Part
-from edgeinfer.hls.writer import BoardWriter
+from edgeinfer.hls.files.integrity import file_sha256
+from edgeinfer.hls.files.manifest import Part
+from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
@@ -88,6 +90,11 @@ def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, t
     stream = bytearray((changed / "weights.0.bin").read_bytes())
     stream[0] = 242 - stream[0]  # the other sign of five weights
     (changed / "weights.0.bin").write_bytes(stream)
+    with pytest.raises(BadBoardFolder, match="weights.0.bin: sha256 must be"):
+        FpgaSimBackend(changed)
+    manifest = json.loads((changed / "manifest.json").read_text())
+    manifest["files"]["weights.0.bin"]["sha256"] = file_sha256(changed / "weights.0.bin")
+    (changed / "manifest.json").write_text(json.dumps(manifest))
     assert not np.array_equal(logits_of(FpgaSimBackend(changed), model, tokens), wanted)
 
 

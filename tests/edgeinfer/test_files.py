@@ -482,6 +482,8 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), whole_folder(out, ["*.txt"]) as folder:
         (folder / "b.txt").write_text("2")
         raise KeyboardInterrupt
+    with pytest.raises(OSError, match="No space left on device: '.*package'"), whole_folder(out, ["*.txt"]):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write says it, which knows no name
     assert [(path.name, path.read_text()) for path in out.iterdir()] == [("a.txt", "1")]
     with whole_folder(out, ["*.txt"]) as folder:  # all in it is what such a folder has, so it is replaced
         (folder / "b.txt").write_text("2")

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from checkpoints import BITLINEAR, packed, write_safetensors
+from checkpoints import BITLINEAR, packed, write_packed_llama, write_safetensors
 from numpy.testing import assert_array_equal
 from parts import missing
 
@@ -175,6 +175,23 @@ def test_a_folder_that_is_no_ternary_model_is_refused(trits: np.ndarray, tmp_pat
     with pytest.raises(UnsupportedModel, match="model bitnet with gelu is not supported; bitnet with relu2, llama"):
         export_ternary(checkpoint, tmp_path / "m.gguf", vocabulary=False)
     assert not list(tmp_path.glob("*.gguf*"))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be default: found 'llama3'"),
+        ({"num_hidden_layers": 1}, r"tensor model\.layers\.1\..* has no place in the models that are known"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(
+    change: dict[str, object], message: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    write_packed_llama(tmp_path, rng)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedModel, match=message):
+        export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "a.gguf")
 
 
 def test_a_safetensors_file_that_is_cut_short_is_refused(trits: np.ndarray, tmp_path: Path) -> None:

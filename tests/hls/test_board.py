@@ -1,6 +1,7 @@
 """The model of boards against published ones, and against its own parts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,7 @@ from edgeinfer.hls.board.boards import KV260, board_of
 from edgeinfer.hls.board.model import Design, decode, first_token_seconds, floor_seconds, pass_seconds
 from edgeinfer.hls.board.published import checks, tellme_fits
 from edgeinfer.hls.board.report import report, report_lines
+from edgeinfer.hls.board.room import memory_of
 from edgeinfer.hls.board.workload import BITNET_07B, BITNET_2B4T
 from edgeinfer.hls.geometry import Geometry
 
@@ -37,6 +39,14 @@ def test_sizes_are_those_of_the_files() -> None:
     assert 8 * BITNET_07B.weight_bytes(DESIGN.geometry) / BITNET_07B.n_weights <= 1.658
 
 
+def test_tied_int8_embeddings_are_in_memory_once() -> None:
+    tied, own = (memory_of(DESIGN, work, 1024) for work in (BITNET_2B4T, BITNET_07B))
+    assert tied["embeddings"] == 128_256 * (2560 + 4) and tied["output matrix"] == 0
+    assert own["embeddings"] == own["output matrix"] == 32_002 * (1536 + 4)
+    wide = memory_of(replace(DESIGN, embeddings="bf16"), BITNET_2B4T, 1024)
+    assert wide["embeddings"] == 128_256 * 2560 * 2 and wide["output matrix"] == 128_256 * (2560 + 4)
+
+
 def test_reading_is_the_limit_where_fills_are_hidden() -> None:
     assert pass_seconds(DESIGN, BITNET_2B4T) == pytest.approx(417_546_240 / KV260.stream_rate, rel=1e-9)
     narrow = Design(KV260, Geometry("base3", 1, 1))
@@ -49,6 +59,10 @@ def test_engines_share_the_weights_of_a_prompt() -> None:
     rest = 64 * host + decode(DESIGN, BITNET_2B4T, 0).stages["head"]
     one_by_one, together = (first_token_seconds(each, BITNET_2B4T, 64) - rest for each in (DESIGN, four))
     assert one_by_one == pytest.approx(4 * together)
+    at_64, at_65 = (first_token_seconds(four, BITNET_2B4T, n) for n in (64, 65))
+    assert at_65 - at_64 == pytest.approx(host + pass_seconds(four, BITNET_2B4T))  # one token more begins a pass
+    half = Design(KV260, Geometry("base3", 4, 16, n_ports=2))
+    assert pass_seconds(half, BITNET_2B4T) == pytest.approx(2 * pass_seconds(DESIGN, BITNET_2B4T), rel=1e-3)
 
 
 def test_attention_in_the_fabric_grows_with_the_context() -> None:
@@ -87,7 +101,7 @@ def profiled(*arguments):
 
 
 def test_the_command_prints_the_report(ternary) -> None:
-    found = profiled(ternary, "--board", "kv260", "--engines", "4", "-c", "100")
+    found = profiled(ternary, "--board", "kv260", "--engines", "2", "-c", "100")
     assert found.exit_code == 0, found.output
     assert "tokens/s (model) behind 99 tokens" in found.output and "not ternary" not in found.output
     as_data = json.loads(profiled(ternary, "--board", "kv260", "--json", "--attention-lanes", "8").output)

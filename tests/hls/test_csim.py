@@ -16,10 +16,10 @@ from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, InvalidArgument, ShapeError
 from edgeinfer.hls import arithmetic, compiler
 from edgeinfer.hls.csim import CSimulation, Headers, build_bench, build_kernels, build_program
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.writer import write_folder
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import pack
-from edgeinfer.hls.writer import write_folder
 from edgeinfer.models.gguf import GGMLType
 
 MAX_IN, MAX_OUT = 4096, 300
@@ -109,6 +109,26 @@ def test_what_does_not_fit_is_refused(simulation: CSimulation) -> None:
         simulation.product(stream, np.ones(MAX_IN + 1, dtype=np.int8), 5)
     with pytest.raises(BadBoardFolder, match="packed for geometry 00000000000000ff"):
         simulation.linear(stream, np.ones(5, dtype=np.float32), x, "00000000000000ff")
+    with pytest.raises(InvalidArgument, match=r"found \(5, 0\)"):
+        simulation.product(stream[:0], x[0, :0].astype(np.int8), 5)
+
+
+@pytest.mark.parametrize("n_in, n_out", [(0, 5), (5, 0), (-1, 5), (MAX_IN + 1, 5)])
+def test_the_top_refuses_sizes_itself(
+    simulation: CSimulation, n_in: int, n_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may ask for anything; without inputs the stages would wait for each other for ever."""
+    monkeypatch.setattr(simulation, "_check", lambda *sizes: None)
+    called = simulation._call
+
+    def with_sizes(name: str, *arguments: object) -> None:
+        called(name, *arguments[:4], 1, n_in, n_out, *arguments[7:])
+
+    monkeypatch.setattr(simulation, "_call", with_sizes)
+    stream = pack(np.ones((5, 81), dtype=np.int8), simulation.geometry)
+    x = np.ones((1, MAX_IN + 1), dtype=np.float32)
+    with pytest.raises(InvalidArgument, match="it ended with status 3"):
+        simulation.linear(stream, np.ones(5, dtype=np.float32), x)
 
 
 def test_own_types_compute_what_those_of_the_vendor_do() -> None:
@@ -232,3 +252,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_header_of_somebody_else_is_not_compiled(exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "out"))
+    text = (folder / "edgeinfer_model.h").read_text()
+    (folder / "edgeinfer_model.h").write_text(text.replace("EI_ROWS 4", "EI_ROWS 5"))
+    with pytest.raises(BadBoardFolder, match=r"edgeinfer_model\.h: disagrees with manifest\.json"):
+        build_bench(BoardFolder.open(folder))

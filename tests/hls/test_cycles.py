@@ -56,5 +56,8 @@ def test_draws_have_the_share_that_was_asked_for() -> None:
     for share in (0.0, 0.3, 0.9):
         assert abs(1 - goes(5, share, 0, 100_000).mean() - share) < 0.01
     assert np.array_equal(goes(7, 0.5, 0, 100)[40:], goes(7, 0.5, 40, 60))
+    assert np.array_equal(goes(7, 0.5, 0, 90, 30), goes(7, 0.5, 0, 3).repeat(30))
+    with pytest.raises(InvalidArgument, match="1 cycle or more: found 0"):
+        Stalls(length=0)
     with pytest.raises(InvalidArgument, match="stalls of w must be 0 to 0.999: found 1.0"):
         Stalls(w=1.0)

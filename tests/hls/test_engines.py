@@ -28,6 +28,7 @@ WIDE = Geometry("base3", 4, 16)
 LUTS = Geometry("g3x5", 10, 4, 1)  # a RAM of seven rows, and three of one
 ADDERS = Geometry("2bit", 2, 4, 1)
 STALLS = [None, Stalls(0.5, 0.3, 0.2, seed=1), Stalls(0.9, 0.0, 0.9, seed=2), Stalls(0.0, 0.9, 0.0, seed=3)]
+STALLS += [Stalls(w=0.5, seed=seed, length=600) for seed in (2, 10)]  # beats of several steps come at once
 
 
 @functools.cache
@@ -111,6 +112,22 @@ def test_an_engine_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(engine_of(SMALL).product(x, stream, 5)[0], wanted)
 
 
+@pytest.mark.parametrize("geometry", [SMALL, LUTS, ADDERS], ids=str)
+def test_a_reset_in_the_middle_of_a_product_leaves_nothing_of_it(
+    geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither activations whose weights are missing, nor results that nobody takes. A reset of one cycle."""
+    with monkeypatch.context() as patch:
+        for stalls in (Stalls(w=0.999, seed=1), Stalls(y=0.999, seed=2)):
+            patch.setattr(simulated, "_PATIENCE", 0.001)
+            x, stream, _ = case(geometry, 500, 100, 8)
+            with pytest.raises(SimulationError, match="the engine hangs"):
+                engine_of(geometry).product(x, stream, 500, stalls)
+            x, stream, wanted = case(geometry, 20, 100, 9)
+            y, took = engine_of(geometry).product(x, stream, 20)
+            assert np.array_equal(y, wanted) and took == [cycles(geometry, 100, 20)]
+
+
 def test_totals_that_overtake_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The assertion fails in an engine whose steps of few tiles do not pause."""
     shutil.copytree(build.RTL, tmp_path / "rtl")
@@ -137,6 +154,14 @@ def test_verilator_has_no_warning(top: str, values: str) -> None:
     command = ["verilator", "--lint-only", "-Wall", "-y", build.RTL, "--top-module", top, *values.split()]
     done = subprocess.run([*command, build.RTL / f"{top}.sv"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("value, said", [("ACC_BITS=11", "the sum of one step"), ("TABLES=6", "a power of two")])
+def test_engines_refuse_parameters_that_would_give_wrong_sums(value: str, said: str) -> None:
+    for top in TOPS:
+        command = ["verilator", "--lint-only", "-y", build.RTL, "--top-module", top, f"-G{value}"]
+        done = subprocess.run([*command, build.RTL / f"{top}.sv"], capture_output=True, text=True)
+        assert done.returncode != 0 and said in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("top", TOPS)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BadBoardFolder
-from edgeinfer.hls.board_manifest import Part
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.errors import BadBoardFolder, ShapeError
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.golden import products
+from edgeinfer.hls.files.integrity import check_folder, faults_of, file_sha256
+from edgeinfer.hls.files.manifest import Part
+from edgeinfer.hls.files.writer import BoardWriter, write_folder
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.golden import products
-from edgeinfer.hls.integrity import check_folder, faults_of, file_sha256
-from edgeinfer.hls.writer import BoardWriter, write_folder
 
 SHAPES = {"layers.0.qkv": (37, 83), "layers.0.o": (64, 160)}
 
@@ -65,10 +65,10 @@ def test_golden_vectors_are_exact_and_extreme(written: Path) -> None:
 
 
 def test_products_of_many_inputs_are_exact() -> None:
-    trits = np.ones((2, 140_000), dtype=np.int8)  # float32 would not hold the sums
+    trits = np.ones((2, 140_001), dtype=np.int8)  # float32 does not hold such odd sums
     trits[1, 0] = -1
-    x = np.full((1, 140_000), -127, dtype=np.int8)
-    assert products(trits, x).tolist() == [[-17_780_000, -17_779_746]]
+    x = np.full((1, 140_001), -127, dtype=np.int8)
+    assert products(trits, x).tolist() == [[-17_780_127, -17_779_873]]
 
 
 def test_the_same_matrices_give_the_same_files(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def rehash(folder: Path, name: str) -> None:
         ),
         (lambda f: change(f, lambda facts: facts["tensors"][0].update(offset=1 << 20)), "must lie within"),
         (lambda f: change(f, lambda facts: facts["tensors"][0]["parts"].pop()), "the parts of layers.0.qkv"),
-        (lambda f: change(f, lambda facts: facts["arrays"][0].update(file="../x")), "does not list"),
+        (lambda f: change(f, lambda facts: facts["arrays"][0].update(file="x")), "does not list"),
     ],
 )
 def test_a_damaged_folder_is_not_opened(folder: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -172,3 +172,101 @@ def test_a_header_that_disagrees_is_found(folder: Path) -> None:
     header.write_text(header.read_text().replace("EI_ROWS 4", "EI_ROWS 8"))
     with pytest.raises(BadBoardFolder, match=r"edgeinfer_model.h: disagrees with manifest.json, line \d+: must be"):
         check_folder(folder)
+
+
+HOSTILE = {
+    "an unknown key twice": (
+        lambda f: replace_text(f, '"version": 1', '"version": 1, "version": 1'),
+        "must be JSON: a key",
+    ),
+    "no number": (lambda f: replace_text(f, '"layer": 0', '"layer": NaN'), "NaN is no number"),
+    "an endless size": (
+        lambda f: replace_text(f, '"layer": 0', '"layer": 1e999'),
+        "whole numbers from 0 .*: found inf",
+    ),
+    "deep": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "must be JSON"),
+    "a version that is true": (lambda f: change(f, lambda m: m.update(version=True)), "version must be 1: found True"),
+    "a text as a size": (lambda f: change(f, lambda m: m["tensors"][0].update(shape=["37", 83])), "found '37'"),
+    "a fraction": (lambda f: change(f, lambda m: m["tensors"][0].update(offset=0.5)), "found 0.5"),
+    "no rows": (
+        lambda f: change(f, lambda m: m["tensors"][0].update(shape=[0, 83])),
+        "whole numbers from 1 .*: found 0",
+    ),
+    "a negative place": (lambda f: change(f, lambda m: m["arrays"][0].update(offset=-64)), "found -64"),
+    "a huge array": (
+        lambda f: change(f, lambda m: m["arrays"][0].update(shape=[1 << 40] * 2, bytes=0)),
+        "must have .* bytes",
+    ),
+    "past the end": (
+        lambda f: change(f, lambda m: m["tensors"][1].update(offset=m["tensors"][1]["offset"] + 64)),
+        "layers.0.o must lie within the .* bytes of weights.0.bin",
+    ),
+    "between": (lambda f: change(f, lambda m: m["tensors"][0].update(offset=1)), "multiples of 64: found 1"),
+    "objects": (
+        lambda f: change(f, lambda m: m["arrays"][0].update(dtype="|O")),
+        "dtype must be one of .*: found '|O'",
+    ),
+    "another file": (
+        lambda f: change(f, lambda m: m["files"].update({"../x": m["files"]["norms.bin"]})),
+        "in the folder: found",
+    ),
+    "a root": (
+        lambda f: change(f, lambda m: m["files"].update({"/etc/x": m["files"]["norms.bin"]})),
+        "in the folder: found",
+    ),
+    "a list as a name": (lambda f: change(f, lambda m: m["tensors"][0].update(name=[])), r"must be texts: found \[\]"),
+    "a tensor twice": (
+        lambda f: change(f, lambda m: m["tensors"].append(m["tensors"][0])),
+        "tensor must be there once",
+    ),
+    "an array twice": (lambda f: change(f, lambda m: m["arrays"].append(m["arrays"][0])), "array must be there once"),
+    "golden twice": (lambda f: change(f, lambda m: m["golden"].append(m["golden"][0])), "vectors must be there once"),
+    "a part twice": (
+        lambda f: change(f, lambda m: m["tensors"][1]["parts"][0].update(name="blk.0.attn_q.weight")),
+        "tensor of the source must be there once",
+    ),
+    "a model that is a list": (lambda f: change(f, lambda m: m.update(model=[])), "model must be an object"),
+    "code as a phase": (
+        lambda f: change(f, lambda m: m["tensors"][0].update(phase="x {}; int")),
+        "letters, digits and _",
+    ),
+    "code as a key": (
+        lambda f: change(f, lambda m: m["model"]["rope"].update({"x 1\nint y": 1})),
+        "letters, digits and _",
+    ),
+    "ports that are too many": (lambda f: change(f, lambda m: m["geometry"].update(ports=99)), "ports must be 1 to 16"),
+    "golden of nothing": (
+        lambda f: change(f, lambda m: m["golden"][0].update(tensor="x")),
+        "of a tensor that there is",
+    ),
+    "less golden": (lambda f: change(f, lambda m: m["golden"][0].update(n=4)), "must be 4: found other sizes"),
+    "fewer rows": (lambda f: change(f, lambda m: m["tensors"][0].update(rows_padded=37)), "40 rows with the padding"),
+}
+
+
+def replace_text(folder: Path, old: str, new: str) -> None:
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_refused(name: str, folder: Path) -> None:
+    damage, message = HOSTILE[name]
+    damage(folder)
+    with pytest.raises(BadBoardFolder, match=message):
+        BoardFolder.open(folder)
+
+
+def test_scales_that_are_no_numbers_are_found(folder: Path) -> None:
+    scales = np.fromfile(folder / "scales.bin", dtype="<f4")
+    scales[3] = np.nan
+    scales.tofile(folder / "scales.bin")
+    rehash(folder, "scales.bin")
+    with pytest.raises(BadBoardFolder, match=r"layers\.0\.qkv: scales must be finite numbers"):
+        check_folder(folder)
+
+
+def test_a_matrix_without_rows_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match=r"m must have rows and inputs: found shape \(0, 5\)"):
+        write_folder(tmp_path, Geometry("base3", 4, 16), {"m": (np.empty((0, 5), dtype=np.int8), 1)}, n_golden=0)

@@ -79,6 +79,11 @@ def test_what_is_damaged_is_refused() -> None:
         damaged[at] = value
         with pytest.raises(ShapeError, match=message):
             unpack(damaged, 5, 81, geometry)
+    small = Geometry("base3", 1, 1)  # 85 beats of a byte, and 43 bytes to the end of the lanes
+    behind = pack(trits, small)
+    behind[100] = 1
+    with pytest.raises(ShapeError, match="past the last beat"):
+        unpack(behind, 5, 81, small)
     with pytest.raises(ShapeError, match="not ternary"):
         pack(trits * 2, geometry)
 

@@ -1,7 +1,7 @@
 """The chain of implementations of a ternary product, each run on the files of an exported folder and no others.
 
 Weights are read from the files of the ports, inputs and results from `golden/`, sizes from manifest.json: without
-edgeinfer.hls.folder, whose checks would find a fault before the implementations do.
+edgeinfer.hls.files.folder, whose checks would find a fault before the implementations do.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.hls.csim import CSimulation, Headers
 from edgeinfer.hls.cycles import cycles
+from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.geometry import LANE_BYTES, Geometry
-from edgeinfer.hls.golden import products
 from edgeinfer.hls.packing import unpack
 from edgeinfer.hls.simulation.engine import Engine
 from edgeinfer.hls.synth.netlist import Netlist

@@ -11,9 +11,11 @@ from click.testing import CliRunner, Result
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.hls.files.headers import HEADERS
+from edgeinfer.hls.files.integrity import file_sha256
+from edgeinfer.hls.files.manifest import read_manifest
+from edgeinfer.hls.files.writer import write_folder
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.integrity import file_sha256
-from edgeinfer.hls.writer import write_folder
 
 
 def run(*arguments: str | Path) -> Result:
@@ -53,6 +55,18 @@ def place(folder: Path, name: str) -> int:
     return int(next(array["offset"] for array in facts["arrays"] if array["name"] == name))
 
 
+def rename(folder: Path, name: str) -> None:
+    """An array, and the header with it."""
+
+    def edit(facts: dict) -> None:
+        next(array for array in facts["arrays"] if array["name"] == name)["name"] = "x"
+
+    change(folder, edit)
+    text = HEADERS["edgeinfer_model.h"](read_manifest(folder))
+    (folder / "edgeinfer_model.h").write_text(text)
+    change(folder, lambda facts: facts["files"]["edgeinfer_model.h"].update(bytes=len(text)))
+
+
 def test_a_whole_folder_passes(folder: Path) -> None:
     result = run("export", "--check", folder)
     assert result.exit_code == 0, result.output
@@ -76,6 +90,22 @@ def test_a_whole_folder_passes(folder: Path) -> None:
         (lambda f: change(f, lambda facts: facts["model"].update(n_heads=2)), "layers.0.qkv must have shape"),
         (lambda f: change(f, lambda facts: facts["model"].update(n_layers=2)), "layers.1.qkv must have shape"),
         (lambda f: change(f, lambda facts: facts["model"].update(n_ctx=5)), "edgeinfer_model.h: disagrees"),
+        (
+            lambda f: change(f, lambda facts: facts["model"].update(n_layers=0)),
+            "layers.0.qkv is of no layer of the model",
+        ),
+        (lambda f: change(f, lambda facts: facts["model"].update(n_layers=1 << 60)), "layers.1.qkv must have shape"),
+        (
+            lambda f: change(f, lambda facts: facts["model"].update(n_layers="1")),
+            "must be those of a model: found TypeError",
+        ),
+        (
+            lambda f: change(f, lambda facts: facts["model"].pop("rope")),
+            "must be those of a model: found KeyError('rope')",
+        ),
+        (lambda f: change(f, lambda facts: facts["arrays"].pop(0)), "array layers.0.attn_norm must have shape (256,)"),
+        (lambda f: rename(f, "embed_scales"), "array embed_scales must have shape (291,), by the facts"),
+        (lambda f: rename(f, "golden.layers.0.o.y"), "found KeyError('golden.layers.0.o.y')"),
         (lambda f: change(f, lambda facts: facts["geometry"].update(hash="x")), "geometry hash must be"),
         (lambda f: change(f, lambda facts: facts.update(version=9)), "version must be 1: found 9"),
     ],
@@ -90,6 +120,8 @@ def test_each_fault_has_its_message(folder: Path, damage: Callable[[Path], objec
 def test_what_is_no_such_folder_is_told(tmp_path: Path) -> None:
     result = run("export", "--check", tmp_path)
     assert result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer export" in result.stderr
+    result = run("export", "--check", tmp_path / "nothing")
+    assert result.exit_code == 3 and "nothing: has no manifest.json" in result.stderr
     (tmp_path / "a.gguf").write_bytes(b"")
     result = run("export", "--unpack", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
     assert result.exit_code == 3 and "has no manifest.json" in result.stderr
@@ -102,6 +134,14 @@ def test_all_faults_are_told(folder: Path) -> None:
     assert "weights.2.bin: sha256" in result.stdout and "golden vector 0 of layers.0.down" in result.output
 
 
+def test_a_changed_folder_is_not_unpacked_and_a_file_is_not_half_written(folder: Path) -> None:
+    out = folder.parent / "a.gguf"
+    out.write_bytes(b"mine")
+    flip(folder, "weights.0.bin", 1, False)
+    result = run("export", "--unpack", folder, "-o", out)
+    assert result.exit_code == 3 and "weights.0.bin: sha256 must be" in result.stderr and out.read_bytes() == b"mine"
+
+
 def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.random.Generator) -> None:
     trits = rng.integers(-1, 2, (5, 100), dtype=np.int8)
     scales = rng.random(5, dtype=np.float32)
@@ -111,6 +151,10 @@ def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.r
     assert (
         result.exit_code == 3 and "tensor m: TQ2_0 needs rows of a multiple of 256 inputs: found 100" in result.stderr
     )
+    (tmp_path / "wide").mkdir()
+    write_folder(tmp_path / "wide", Geometry("2bit", 2, 2, 1), {"m": (np.tile(trits, 3)[:, :256], scales)}, n_golden=0)
+    result = run("export", "--unpack", tmp_path / "wide", "--out", tmp_path / "m.gguf")
+    assert result.exit_code == 3 and "tensor m: TQ2_0 has scales in float16, which these are not" in result.stderr
     assert run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "m.npz").exit_code == 0
     with np.load(tmp_path / "m.npz") as arrays:
         assert np.array_equal(arrays["m"], trits) and np.array_equal(arrays["m.scales"], scales)

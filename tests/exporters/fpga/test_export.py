@@ -1,6 +1,7 @@
 """`edgeinfer export --to fpga`: what is written, what is refused, and the way back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,18 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.fpga import FpgaTarget, writing
+from edgeinfer.exporters.fpga.content import content_of
+from edgeinfer.exporters.fpga.options import BoardOptions
 from edgeinfer.exporters.fpga.tables import sines_and_cosines, ternary_rows
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import StoredTensor
-from edgeinfer.hls.board_manifest import ALIGNMENT
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
+from edgeinfer.hls.files.integrity import check_folder, file_sha256
+from edgeinfer.hls.files.manifest import ALIGNMENT
 from edgeinfer.hls.geometry import Geometry
-from edgeinfer.hls.integrity import check_folder, file_sha256
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -47,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("board") / "out"
-    export(tiny, out, "--embeddings", "bf16", "--rescored", "16")
+    export(tiny, out, "--embeddings", "bf16", "--rescored", "1000")
     return out
 
 
@@ -132,6 +135,8 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
         ("llama", "Q4_K", "tensor blk.0.attn_q.weight is Q4_K, which is not ternary"),
         ("gemma2", "I2_S", "which the FPGA backend does not know"),
         ("granite", "I2_S", "embedding_scale must be 1.0 for a board: found 1.5"),
+        ("phi3", "I2_S", "matrices of their own: found a part of blk.0.attn_qkv.weight, a part of"),
+        ("smollm3", "I2_S", "all layers must be alike for a board: layer 3 differs from 0"),
         ("qwen2", "I2_S", "has q_bias, which the FPGA backend does not know"),
     ],
 )
@@ -142,7 +147,7 @@ def test_a_model_that_no_board_runs_is_refused(architecture: str, type: str, wor
 
 
 def test_the_same_model_gives_the_same_files(tiny: Path, written: Path, tmp_path: Path) -> None:
-    export(tiny, tmp_path / "again", "--embeddings", "bf16", "--rescored", "16", "--no-check")
+    export(tiny, tmp_path / "again", "--embeddings", "bf16", "--rescored", "1000", "--no-check")
     files = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
     assert len(files) > 30
     for file in files:
@@ -150,7 +155,7 @@ def test_the_same_model_gives_the_same_files(tiny: Path, written: Path, tmp_path
 
 
 def test_the_plan_has_the_bytes_that_are_written(tiny: Path, written: Path, tmp_path: Path) -> None:
-    more = {"embeddings": "bf16", "rescored": 16}
+    more = {"embeddings": "bf16", "rescored": 1000}
     plan = FpgaTarget().plan(Request(tiny, tmp_path / "out", more=more))
     for path, n_bytes in plan.files.items():
         found = written / path.name
@@ -172,6 +177,9 @@ def test_the_report_counts_bytes_and_says_what_is_modelled(written: Path) -> Non
     n_bytes = sum((written / f"weights.{port}.bin").stat().st_size for port in range(4))
     assert report["bytes"]["weights"] == n_bytes
     assert report["ddr_bits_a_trit"] == pytest.approx(8 * n_bytes / n_trits, abs=1e-6)
+    memory = report["board"]["memory_bytes"]
+    assert memory["embeddings"] == (written / "embed.bin").stat().st_size
+    assert memory["output matrix"] == pytest.approx((written / "head_i8.bin").stat().st_size, abs=64)
     assert report["board"]["bits_a_trit"] == pytest.approx(report["ddr_bits_a_trit"], rel=0.02)
     assert set(report["board"]["modelled"]) == {"tokens", "first_token_seconds", "floor_seconds"}
 
@@ -213,7 +221,7 @@ def test_the_first_stage_of_the_head_finds_the_best_tokens(tiny: Path, written: 
         "array": "head",
         "scales": "head_scales",
         "tied": True,
-        "first_stage": {"tensor": "head", "rescored": 16},
+        "first_stage": {"tensor": "head", "rescored": 291},
     }
     with open_ternary(tiny) as source:
         output = next(tensor for tensor in source.tensors if tensor.name == source.output)
@@ -264,3 +272,56 @@ def test_a_fault_leaves_the_older_folder(tiny: Path, tmp_path: Path, monkeypatch
     assert run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "1").exit_code == 3
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_embeddings_in_three_values_are_refused_by_name(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", types={"token_embd": "I2_S"})
+    result = run("export", source, "--to", "fpga", "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 3 and "tensor token_embd.weight must not be ternary: found I2_S" in result.stderr
+
+
+def test_a_tensor_that_would_be_left_out_is_refused_by_name(tiny: Path) -> None:
+    with open_ternary(tiny) as source, source.as_model_file() as file:
+        more = StoredTensor("blk.0.attn_q.bias", GGMLType.F32, (256,), lambda *_: np.zeros(1024, dtype=np.uint8))
+        options = BoardOptions.of(Request(tiny, tiny))
+        with pytest.raises(UnsupportedModel, match="tensor blk.0.attn_q.bias has no place in a folder for a board"):
+            content_of(replace(source, tensors=[*source.tensors, more]), read_spec(file), options)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0, "original_context_length": 128}],
+    ids=["linear", "yarn"],
+)
+def test_rotations_have_the_scaling_of_the_context(scaling: dict[str, str | float], tmp_path: Path) -> None:
+    is_yarn = scaling["type"] == "yarn"
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", rope_scaling=scaling, rope_freqs=not is_yarn)
+    result = run("export", source, "--to", "fpga", "-o", tmp_path / "out", "-c", "600", "--no-check", "--golden", "0")
+    assert result.exit_code == 0 and "trained on 512 positions, fewer than the 600" in result.stderr, result.output
+    with ModelFile.open(source) as file:
+        rope = read_spec(file).layers[0].mixer.rope
+    assert (rope.magnitude > 1.1) == is_yarn and (rope.inverse_frequencies[0] == 0.25) != is_yarn
+    angles = np.arange(600)[:, None] * np.array(rope.inverse_frequencies)
+    table = BoardFolder.open(tmp_path / "out").array("rope")
+    assert np.abs(table - rope.magnitude * np.stack([np.cos(angles), np.sin(angles)])).max() < 1e-6
+
+
+def test_what_is_written_is_compared_with_the_source(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = writing._packed
+    monkeypatch.setattr(writing, "_packed", lambda *of: replace(packed(*of), scales=2 * packed(*of).scales))
+    result = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "0")
+    assert result.exit_code == 3 and not (tmp_path / "out").exists()
+    assert "layers.0.qkv: scales must be those of the source: found others" in result.stderr
+
+
+def test_values_of_callers_are_checked(tmp_path: Path) -> None:
+    for more, n_ctx, words in (
+        ({"embeddings": "int4"}, None, "--embeddings must be int8 or bf16: found 'int4'"),
+        ({"golden": -1}, None, "--golden must be an integer in 0..4096: found -1"),
+        ({"rescored": 1.5}, None, "--rescored must be an integer"),
+        ({}, 1 << 21, "--ctx must be at most 1048576"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            BoardOptions.of(Request(tmp_path, tmp_path, n_ctx=n_ctx, more=more))

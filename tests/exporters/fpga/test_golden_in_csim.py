@@ -9,7 +9,7 @@ from tiny_models import write_tiny_model
 from edgeinfer.exporters.fpga import FpgaTarget
 from edgeinfer.exporters.request import Request
 from edgeinfer.hls.csim import CSimulation
-from edgeinfer.hls.folder import BoardFolder
+from edgeinfer.hls.files.folder import BoardFolder
 
 NORMS = {"qkv": ("input", "attn_norm"), "o": ("attention", "attn_sub_norm"), "down": ("gated", "ffn_sub_norm")}
 

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.errors import ShapeError
-from edgeinfer.hls.board_manifest import (
+from edgeinfer.hls.files.folder import port_file
+from edgeinfer.hls.files.golden import golden_inputs, products
+from edgeinfer.hls.files.headers import HEADERS
+from edgeinfer.hls.files.manifest import (
     ALIGNMENT,
     FORMAT,
     NAME,
@@ -28,10 +31,7 @@ from edgeinfer.hls.board_manifest import (
     Place,
     geometry_json,
 )
-from edgeinfer.hls.folder import port_file
 from edgeinfer.hls.geometry import Geometry, round_up
-from edgeinfer.hls.golden import golden_inputs, products
-from edgeinfer.hls.headers import HEADERS
 from edgeinfer.hls.packing import Bytes, Trits, pack, to_ports
 
 
@@ -93,6 +93,8 @@ class BoardWriter:
     ) -> BoardTensor:
         """Append the stream of a matrix of that shape, which `pack` made. See add_matrix."""
         n_out, n_in = shape
+        if n_out < 1 or n_in < 1:
+            raise ShapeError(f"{name} must have rows and inputs: found shape {shape}")
         rows = round_up(n_out, self.geometry.rows)
         padded = np.zeros(rows, dtype="<f4")
         padded[:n_out] = np.broadcast_to(np.asarray(scales, dtype=np.float32).reshape(-1), (n_out,))

@@ -5,6 +5,7 @@ What `edgeinfer export --to fpga` and `BoardWriter` write. The simulators and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BadBoardFolder, ShapeError
-from edgeinfer.hls.board_manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
+from edgeinfer.hls.files.manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
 from edgeinfer.hls.geometry import Geometry, round_up
 from edgeinfer.hls.packing import Bytes, Trits, from_ports, unpack
 
@@ -44,7 +45,7 @@ class BoardFolder:
 
         Raises BadBoardFolder for a manifest that is damaged, of another version or with a wrong geometry hash; for a
         file that is missing or not as long as it must be; and for places that are not in the files. Hashes of files are
-        not looked at: see edgeinfer.hls.integrity.
+        not looked at: see edgeinfer.hls.files.integrity.
         """
         folder = cls(Path(path), read_manifest(Path(path)))
         for name in folder.manifest.files:
@@ -131,7 +132,7 @@ class BoardFolder:
             for place in (*self.port_places(tensor), tensor.scales):
                 self._check_place(tensor.name, place)
         for array in self.manifest.arrays:
-            n_bytes = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+            n_bytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
             if array.place.n_bytes != n_bytes:
                 self._refuse(f"{array.name} {array.shape} must have {n_bytes} bytes: found {array.place.n_bytes}")
             self._check_place(array.name, array.place)

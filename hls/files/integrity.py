@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.errors import BadBoardFolder
-from edgeinfer.hls.board_manifest import BoardTensor
-from edgeinfer.hls.folder import BoardFolder, GoldenVectors
-from edgeinfer.hls.golden import products
-from edgeinfer.hls.headers import HEADERS
+from edgeinfer.hls.files.folder import BoardFolder, GoldenVectors
+from edgeinfer.hls.files.golden import products
+from edgeinfer.hls.files.headers import HEADERS
+from edgeinfer.hls.files.manifest import BoardTensor
 
 _PIECE_BYTES = 8 << 20
 
@@ -25,7 +25,7 @@ def faults_of(folder: BoardFolder) -> Iterator[str]:
     from the weights.
     """
     yield from changed_files(folder)
-    yield from _headers(folder)
+    yield from header_faults(folder)
     damaged = set()
     for tensor in folder.manifest.tensors:
         try:
@@ -69,7 +69,8 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _headers(folder: BoardFolder) -> Iterator[str]:
+def header_faults(folder: BoardFolder) -> Iterator[str]:
+    """The headers that are not what the manifest says."""
     for name, text_of in HEADERS.items():
         path, wanted = folder.path / name, text_of(folder.manifest)
         found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

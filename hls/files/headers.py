@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from edgeinfer.hls.board_manifest import VERSION, BoardManifest, BoardTensor
+from edgeinfer.hls.files.manifest import VERSION, BoardManifest, BoardTensor
 from edgeinfer.hls.geometry import LANE_BYTES, accumulator_bits
 
 _NOTE = "Written by `edgeinfer export --to fpga` from manifest.json; `edgeinfer export --check` compares both."

@@ -1,0 +1,1 @@
+"""The files of a board: written, read, and looked through for faults."""
