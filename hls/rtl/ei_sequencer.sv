@@ -34,25 +34,18 @@ module ei_sequencer #(
     localparam integer USED = $clog2(ROOM) + 1;
 
     logic [1:0] n_full;
-    logic some_full;  // n_full is not 0
+    logic open;  // tables are full, and no step pauses
     logic [2:0] pause;
     logic [USED-1:0] n_used;  // room for results that is taken, in the last step alone; the highest bit says all
     assign bank_free = !n_full[BANKS-1];
-    assign w_ready = some_full && !pause[0] && !n_used[USED-1];
+    assign w_ready = open && !n_used[USED-1];
     assign beat = w_valid && w_ready;
     wire step_ends = beat && last_tile;
 
     always_ff @(posedge clk)
-        if (rst) begin
-            n_full <= 0;
-            some_full <= 1'b0;
-        end else if (filled && !step_ends) begin
-            n_full <= n_full + 1;
-            some_full <= 1'b1;
-        end else if (!filled && step_ends) begin
-            n_full <= n_full - 1;
-            some_full <= n_full[1];
-        end
+        if (rst) n_full <= 0;
+        else if (filled && !step_ends) n_full <= n_full + 1;
+        else if (!filled && step_ends) n_full <= n_full - 1;
 
     generate
         if (BANKS == 1) begin : g_one_bank
@@ -70,6 +63,11 @@ module ei_sequencer #(
         if (rst) pause <= 3'b0;
         else if (step_ends && few_tiles) pause <= 3'b111;
         else pause <= pause >> 1;
+
+    always_ff @(posedge clk)
+        if (rst) open <= 1'b0;
+        else if (step_ends) open <= !few_tiles && (filled || n_full[1]);
+        else open <= !pause[1] && (filled || n_full != 0);
 
     logic [TILES-1:0] tile_before_last;  // n_tiles - 2; one tile has none
     logic one_tile;
