@@ -61,15 +61,15 @@ def test_a_netlist_refuses_what_it_is_not_made_for(netlist: Netlist) -> None:
 
 
 def test_a_fault_in_a_netlist_is_seen(netlist: Netlist) -> None:
-    """One of its exclusive ors, a bit of a sum, is inverted."""
-    text, exclusive_or = netlist.text, "LUT2 #(\n    .INIT(4'h6)"
-    assert exclusive_or in text
-    w, x = np.ones((12, 40), dtype=np.int8), np.arange(-20, 20, dtype=np.int8)[None]
-    netlist.take(text.replace(exclusive_or, exclusive_or.replace("6", "9"), 1))
+    """A register of the sums is cut off, or takes a constant."""
+    text, output, w = netlist.text, ".Q(y_data[1])", np.ones((2, 3), dtype=np.int8)
+    assert text.count(output) == 1
     try:
-        y, _ = netlist.product(x, pack(w, netlist.geometry), len(w))
-        assert (y != -20).any()
-    except EdgeInferError as error:
-        assert "failed: " in str(error)
+        netlist.take(text.replace(output, ".Q()"))
+        with pytest.raises(EdgeInferError, match="failed: a sum is x"):
+            netlist.product(np.ones((1, 3), dtype=np.int8), pack(w, netlist.geometry), 2)
+        netlist.take(text.replace(output, ".Q()").replace("endmodule", "assign y_data[1] = 1'b0; endmodule", 1))
+        y, _ = netlist.product(np.ones((1, 3), dtype=np.int8), pack(w, netlist.geometry), 2)
+        assert y[0, 0] == 1
     finally:
         netlist.take(text)
