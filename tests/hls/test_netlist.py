@@ -63,7 +63,7 @@ def test_a_netlist_refuses_what_it_is_not_made_for(netlist: Netlist) -> None:
 
 
 def test_a_fault_in_a_netlist_is_seen(netlist: Netlist) -> None:
-    """An exclusive or of a row's total, or of a sum of two tables, is inverted; an odd number of steps, so it stays so."""
+    """An exclusive or of a row's total, or of two tables' sum, is inverted; in an odd number of steps."""
     text, exclusive_or = netlist.text, r"(LUT2 #\(\s+\.INIT\(4'h)6(\)\s+\) \S+ \(\s+\.I0\(\\g_tree)"
     faulty, n_faults = re.subn(exclusive_or, r"\g<1>9\2", text, count=1)
     assert n_faults == 1
