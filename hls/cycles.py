@@ -8,7 +8,7 @@ A step goes through three stages, each a recurrence over the steps (hls/rtl has 
 
 For streams that are always ready and T up to 16 this is, with n steps, m tiles and L = log2 T::
 
-    base3   T + L + 256 + (n - 1) * max(245, m) + m
+    base3   T + L + 257 + (n - 1) * max(245, m) + m
     g3x5    T + L + 40 + (n - 1) * (m + 29) + m
 """
 
@@ -44,7 +44,7 @@ class Timing:
         return self.latency + geometry.tables.bit_length() - 1
 
 
-TIMINGS = {"base3": Timing(245, 243, 2, 2), "g3x5": Timing(29, 27, 1, 2), "2bit": Timing(2, 0, 1, 1)}
+TIMINGS = {"base3": Timing(245, 243, 2, 3), "g3x5": Timing(29, 27, 1, 2), "2bit": Timing(2, 0, 1, 1)}
 
 
 def cycles(geometry: Geometry, n_in: int, n_out: int, stalls: Stalls | None = None) -> int:

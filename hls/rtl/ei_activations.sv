@@ -50,10 +50,11 @@ module ei_activations #(
         else if (accept) n_written <= n_written + 1;
 
     // Out of the RAM, the beats of one step, and then not before `take`.
-    logic [COUNT-1:0] n_read;
+    logic [COUNT-1:0] n_read, n_unread;
+    logic unread;  // n_unread is not 0
     logic [WITHIN-1:0] place;
     logic complete;
-    wire read = n_read != n_written && !complete;
+    wire read = unread && !complete;
     wire read_last = read && place == LAST_BEAT;
 
     always_ff @(posedge clk)
@@ -68,6 +69,18 @@ module ei_activations #(
             end
             if (read_last) complete <= 1'b1;
             else if (take) complete <= 1'b0;
+        end
+
+    always_ff @(posedge clk)
+        if (rst || start) begin
+            n_unread <= 0;
+            unread <= 1'b0;
+        end else if (accept && !read) begin
+            n_unread <= n_unread + 1;
+            unread <= 1'b1;
+        end else if (read && !accept) begin
+            n_unread <= n_unread - 1;
+            unread <= n_unread != 1;
         end
 
     logic [BEAT_BITS-1:0] beat;

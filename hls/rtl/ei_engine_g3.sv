@@ -49,13 +49,13 @@ module ei_engine_g3 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic prepare, add, uses_last, positive, negative, write;
+    logic next_advance, next_move, next_add, uses_last, positive;
     logic [SELECT-1:0] select;
-    logic [4:0] entry;
+    logic [4:0] next_entry;
     ei_filler #(.G(G), .ADDRESS(5), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
-        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive), .negative(negative),
-        .write(write), .entry(entry)
+        .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+        .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
 
     logic [5*ROWS*TABLES-1:0] weights;
@@ -66,9 +66,13 @@ module ei_engine_g3 #(
         genvar r, t;
         for (t = 0; t < TABLES; t = t + 1) begin : g_table
             logic [ENTRY-1:0] sum;
-            ei_entry #(.G(G), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
-                .clk(clk), .x(x[8*G*t+:8*G]), .prepare(prepare), .select(select), .add(add),
-                .uses_last(uses_last), .positive(positive), .negative(negative), .sum(sum)
+            logic write;
+            logic [4:0] entry;
+            ei_entry #(.G(G), .ADDRESS(5), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
+                .clk(clk), .x(x[8*G*t+:8*G]),
+                .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_positive(positive),
+                .write(write), .entry(entry), .sum(sum)
             );
 
             logic [5*ROWS-1:0] address;

@@ -1,7 +1,7 @@
 // The engine of base3: ROWS * TABLES tables of 243 sums in block RAM, each looked up by a byte of weights every cycle.
 // Tables have two banks: the next step's are filled while this step's are looked up, so a step takes
 // max(245, n_tiles) cycles. hls/README.md has the ports, hls/cycles.py all cycles.
-// Latency: log2(TABLES) + 5 cycles from a beat of the last step to its results.
+// Latency: log2(TABLES) + 6 cycles from a beat of the last step to its results.
 module ei_engine_g5 #(
     parameter integer ROWS = 4,
     parameter integer TABLES = 16,
@@ -36,7 +36,7 @@ module ei_engine_g5 #(
     logic [ROWS*SUM-1:0] sums;
     /* verilator lint_off PINCONNECTEMPTY */
     ei_shell #(
-        .G(G), .ROWS(ROWS), .TABLES(TABLES), .BANKS(2), .SUM_BITS(SUM), .LATENCY(2 + $clog2(TABLES)),
+        .G(G), .ROWS(ROWS), .TABLES(TABLES), .BANKS(2), .SUM_BITS(SUM), .LATENCY(3 + $clog2(TABLES)),
         .ACC_BITS(ACC_BITS), .MAX_STEPS(MAX_STEPS), .MAX_TILES(MAX_TILES)
     ) shell (
         .clk(clk), .rst(rst), .start(start), .n_steps(n_steps), .n_tiles(n_tiles), .busy(busy),
@@ -48,13 +48,13 @@ module ei_engine_g5 #(
     );
     /* verilator lint_on PINCONNECTEMPTY */
 
-    logic prepare, add, uses_last, positive, negative, write, write_bank;
+    logic next_advance, next_move, next_add, uses_last, positive, write_bank;
     logic [SELECT-1:0] select;
-    logic [7:0] entry;
+    logic [7:0] next_entry;
     ei_filler #(.G(G), .ADDRESS(8), .SELECT(SELECT)) filler (
         .clk(clk), .rst(rst), .loaded(loaded), .take(take), .bank_free(bank_free), .filled(filled),
-        .prepare(prepare), .select(select), .add(add), .uses_last(uses_last), .positive(positive), .negative(negative),
-        .write(write), .entry(entry)
+        .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+        .entry(next_entry), .select(select), .uses_last(uses_last), .positive(positive)
     );
     always_ff @(posedge clk)
         if (rst || start && !busy) write_bank <= 1'b0;
@@ -64,20 +64,20 @@ module ei_engine_g5 #(
     generate
         genvar r, t;
         for (t = 0; t < TABLES; t = t + 1) begin : g_table
+            logic write;
+            logic [7:0] entry;
             logic [ENTRY-1:0] sum;
-            ei_entry #(.G(G), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
-                .clk(clk), .x(x[8*G*t+:8*G]), .prepare(prepare), .select(select), .add(add),
-                .uses_last(uses_last), .positive(positive), .negative(negative), .sum(sum)
+            ei_entry #(.G(G), .ADDRESS(8), .SELECT(SELECT), .WIDTH(ENTRY)) entry_adder (
+                .clk(clk), .x(x[8*G*t+:8*G]),
+                .next_advance(next_advance), .next_move(next_move), .next_add(next_add),
+                .next_entry(next_entry), .next_select(select), .next_uses_last(uses_last), .next_positive(positive),
+                .write(write), .entry(entry), .sum(sum)
             );
+
             for (r = 0; r < ROWS; r = r + 1) begin : g_row
-                ei_block_ram #(.WIDTH(ENTRY), .DEPTH(512)) ram (
-                    .clk(clk),
-                    .write(write),
-                    .write_address({write_bank, entry}),
-                    .write_data(sum),
-                    .read_address({bank, w_data[8*(r*TABLES+t)+:8]}),
-                    .clear(1'b0),
-                    .read_data(found[(r*TABLES+t)*ENTRY+:ENTRY])
+                ei_table #(.WIDTH(ENTRY)) table_of_row (
+                    .clk(clk), .write_bank(write_bank), .write(write), .entry(entry), .sum(sum),
+                    .bank(bank), .index(w_data[8*(r*TABLES+t)+:8]), .found(found[(r*TABLES+t)*ENTRY+:ENTRY])
                 );
             end
         end

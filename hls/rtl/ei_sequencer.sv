@@ -34,10 +34,11 @@ module ei_sequencer #(
     localparam integer USED = $clog2(ROOM) + 1;
 
     logic [1:0] n_full;
+    logic open;  // tables are full, and no step pauses
     logic [2:0] pause;
-    logic [USED-1:0] n_used;  // room for results that is taken; the highest bit says all
-    assign bank_free = n_full != 2'(BANKS);
-    assign w_ready = n_full != 0 && !pause[0] && !(last_step && n_used[USED-1]);
+    logic [USED-1:0] n_used;  // room for results that is taken, in the last step alone; the highest bit says all
+    assign bank_free = !n_full[BANKS-1];
+    assign w_ready = open && !n_used[USED-1];
     assign beat = w_valid && w_ready;
     wire step_ends = beat && last_tile;
 
@@ -62,6 +63,11 @@ module ei_sequencer #(
         if (rst) pause <= 3'b0;
         else if (step_ends && few_tiles) pause <= 3'b111;
         else pause <= pause >> 1;
+
+    always_ff @(posedge clk)
+        if (rst) open <= 1'b0;
+        else if (step_ends) open <= !few_tiles && (filled || n_full[1]);
+        else open <= !pause[1] && (filled || n_full != 0);
 
     logic [TILES-1:0] tile_before_last;  // n_tiles - 2; one tile has none
     logic one_tile;

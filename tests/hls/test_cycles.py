@@ -37,7 +37,7 @@ def test_a_walk_that_is_not_known_is_refused() -> None:
 def test_without_stalls_the_model_is_a_formula(tables: int, n_steps: int, n_tiles: int) -> None:
     """Filling is hidden behind 245 tiles or more."""
     log_tables = tables.bit_length() - 1
-    for encoding, constant, step in (("base3", 256, max(245, n_tiles)), ("g3x5", 40, n_tiles + 29)):
+    for encoding, constant, step in (("base3", 257, max(245, n_tiles)), ("g3x5", 40, n_tiles + 29)):
         geometry = Geometry(encoding, 8, tables)
         wanted = tables + log_tables + constant + (n_steps - 1) * step + n_tiles
         shape = (geometry.step_inputs * n_steps, 8 * n_tiles)
