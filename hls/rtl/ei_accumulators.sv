@@ -78,11 +78,11 @@ module ei_accumulators #(
     endgenerate
 
 `ifdef VERILATOR
-    // A tile that is read is none of those that are still to be written.
+    // A tile that is read is none of those that are still to be written. Before a reset registers have any values.
     wire [AGES:0] reads = {beats, beat};
     integer age;
     always_ff @(posedge clk)
-        if (reads[LATENCY-2])
+        if (!rst && reads[LATENCY-2])
             for (age = LATENCY - 2; age < AGES; age = age + 1)
                 assert (!(beats[age] && tiles[age] == read_tile))
                 else $fatal(1, "tile %0d is read before its total is written", read_tile);

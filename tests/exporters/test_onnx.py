@@ -197,7 +197,7 @@ def test_a_file_that_breaks_the_rules_is_found(tmp_path: Path) -> None:
     "arguments, words",
     [
         (["--to", "onnx", "--format", "tq1_0"], "--format goes with --to ternary, not with --to onnx"),
-        (["--to", "ternary", "-c", "64"], "--ctx goes with --to gguf, genai, litertlm, mnn, pte or onnx, not with"),
+        (["--to", "ternary", "-c", "64"], "--ctx goes with --to gguf, genai, litertlm, mnn, pte, onnx or fpga, not"),
         (["--to", "ternary", "--external-data"], "--external-data goes with --to onnx, not with --to ternary"),
         (["--to", "onnx", "--target", "SOURCE"], "is no draft head, which alone has a target"),
     ],

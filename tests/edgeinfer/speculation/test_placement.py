@@ -266,7 +266,7 @@ def test_auto_takes_a_gpu_that_beats_the_cpu_by_measured_times(listed, open_engi
         return costs_of(of_cpu if facts else 10.0)
 
     monkeypatch.setattr(open_on_device, "cached_costs", lambda key, measure: costs_of(own))
-    monkeypatch.setattr(opening, "_costs", on_the_cpu)
+    monkeypatch.setattr(opening, "costs_of", on_the_cpu)
     backend = Elsewhere()
     listed(device(backend))
     engine, notes = open_engine("auto")

@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 def open_chains(opened, model, monkeypatch):
     """An engine whose drafter is the model itself, and the numbers of levels asked for of chains at that price."""
 
-    monkeypatch.setattr(opening, "_costs", lambda *facts: FixedCosts())
+    monkeypatch.setattr(opening, "costs_of", lambda *facts: FixedCosts())
 
     def open_at(of_level, of_call=0.0):
         engine = opened(model, draft=[str(model)], draft_device="cpu")

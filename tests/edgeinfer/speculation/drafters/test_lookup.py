@@ -96,7 +96,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def open_drafter(opened, model, monkeypatch):
     """An engine whose drafter is the model itself, and what its passes read."""
-    monkeypatch.setattr(opening, "_costs", lambda *facts: FixedCosts())
+    monkeypatch.setattr(opening, "costs_of", lambda *facts: FixedCosts())
 
     def open_it():
         engine = opened(model, draft=[str(model)], draft_device="cpu")
