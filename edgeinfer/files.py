@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import hashlib
 import os
 import re
 import stat
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 _APPLICATION = "edgeinfer"
 _STANDARD_OUTPUTS = (1, 2)
+_PIECE_BYTES = 8 << 20  # of a file that is hashed
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 
@@ -124,6 +126,15 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Hash of a file's bytes in hexadecimal, read some at a time. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:

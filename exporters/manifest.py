@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.exporters.request import Plan, Request, Result
-from edgeinfer.files import write_whole
+from edgeinfer.files import file_sha256, write_whole
 
 NAME = "manifest.json"  # in the folder of a package; beside a single file its name stands in front
-_PIECE_BYTES = 8 << 20
 _PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")  # what is read of a checkpoint
 
 
@@ -70,11 +68,7 @@ def sha256_of(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _sha256(path: Path, n_bytes: int, changed: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+    return file_sha256(path)
 
 
 def source_files(source: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.errors import BadBoardFolder
+from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder, GoldenVectors
 from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.files.headers import HEADERS
 from edgeinfer.hls.files.manifest import BoardTensor
-
-_PIECE_BYTES = 8 << 20
 
 
 def faults_of(folder: BoardFolder) -> Iterator[str]:
@@ -58,15 +56,6 @@ def check_folder(path: str | Path) -> BoardFolder:
     with suppress(StopIteration):
         raise BadBoardFolder(next(faults_of(folder)))
     return folder
-
-
-def file_sha256(path: Path) -> str:
-    """Hash of a file, some bytes at a time."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def header_faults(folder: BoardFolder) -> Iterator[str]:

@@ -14,7 +14,7 @@ from edgeinfer import cli
 from edgeinfer.backends.fpga_sim import SMALL, FpgaSimBackend
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
-from edgeinfer.hls.files.integrity import file_sha256
+from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models.formats import codes_of

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BadBoardFolder, ShapeError
+from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.golden import products
-from edgeinfer.hls.files.integrity import check_folder, faults_of, file_sha256
+from edgeinfer.hls.files.integrity import check_folder, faults_of
 from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.files.writer import BoardWriter, write_folder
 from edgeinfer.hls.geometry import Geometry

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.headers import HEADERS
-from edgeinfer.hls.files.integrity import file_sha256
 from edgeinfer.hls.files.manifest import read_manifest
 from edgeinfer.hls.files.writer import write_folder
 from edgeinfer.hls.geometry import Geometry

@@ -21,8 +21,9 @@ from edgeinfer.exporters.fpga.tables import sines_and_cosines, ternary_rows
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import StoredTensor
+from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder
-from edgeinfer.hls.files.integrity import check_folder, file_sha256
+from edgeinfer.hls.files.integrity import check_folder
 from edgeinfer.hls.files.manifest import ALIGNMENT
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.models import read_spec

@@ -17,7 +17,7 @@ from numpy.testing import assert_array_equal
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer import cli
+from edgeinfer import cli, files
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.exporters import auto
 from edgeinfer.exporters import manifest as manifest_module
@@ -118,7 +118,7 @@ def test_a_split_source_gives_the_file_of_a_whole_one(source: Path, tmp_path: Pa
 def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 1 << 16)
     texts = []
     for folder in (tmp_path / "x", tmp_path / "y"):
         folder.mkdir()
