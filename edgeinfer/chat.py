@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError
+from edgeinfer.errors import ContextOverflow, InvalidArgument, OfOneProcess, TemplateError
 from edgeinfer.files import write_whole
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
@@ -36,7 +36,7 @@ _MOST_OUTPUTS = 1024  # answers that are kept split
 _Rendered = TypeVar("_Rendered")
 
 
-class Conversation:
+class Conversation(OfOneProcess):
     """A conversation with one model. Not thread-safe.
 
     An exchange, a question and its answer, is kept when the answer ends or is stopped. If it is refused, fails, or is
@@ -272,7 +272,7 @@ class Conversation:
         return len(self.messages) - 2
 
 
-class Answer(Iterator[Piece]):
+class Answer(OfOneProcess, Iterator[Piece]):
     """An answer while it is made: pieces, and at the end, or when it is left early, two more messages."""
 
     def __init__(

@@ -23,6 +23,7 @@ from edgeinfer.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
+    OfOneProcess,
 )
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 
 
-class Engine:
+class Engine(OfOneProcess):
     """A loaded model that completes texts. Made by `load`; a context manager.
 
     Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.

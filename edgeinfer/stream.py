@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.errors import InvalidArgument, OfOneProcess
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
@@ -18,7 +18,7 @@ from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
 
 
-class Stream(Iterator[Piece]):
+class Stream(OfOneProcess, Iterator[Piece]):
     """Pieces of a text as they are generated. The first piece starts the work and takes the engine.
 
     Closed early, by `close`, a `with` block or garbage collection, it frees the engine; its completion is what was

@@ -121,6 +121,9 @@ class ChatTemplate:
         except TemplateError:
             return False
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str, str]]:
+        return ChatTemplate, (self._source, self._tokens["bos_token"], self._tokens["eos_token"])
+
     @property
     def source(self) -> str:
         """The Jinja source."""

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property, partial
 
-from edgeinfer.errors import TokenizerError
+from edgeinfer.errors import OfOneProcess, TokenizerError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
@@ -30,7 +30,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECES, _PIECE_BYTES = 2048, 200  # of tokens whose bytes are kept, and what one takes with its place in a dict
 
 
-class Tokenizer:
+class Tokenizer(OfOneProcess):
     """Text to ids and back, by the vocabulary and rules of one file.
 
     n_vocab: number of ids.  bos_id, eos_id: begin and end of a text, None if the file has none.  add_bos, add_eos:
