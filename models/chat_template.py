@@ -28,6 +28,7 @@ from edgeinfer.models.known_templates import source_of
 from edgeinfer.models.provenance import Text, joined, plain, trusted
 from edgeinfer.models.template_sandbox.budget import BUDGET, MAX_DEPTH, MAX_LENGTH, STEPS_A_PAIR, Budget, check_length
 from edgeinfer.models.template_sandbox.environment import ENVIRONMENT
+from edgeinfer.models.template_sandbox.errors import is_of_template
 from edgeinfer.models.tokenizer import Tokenizer
 
 __all__ = ["CHATML", "MAX_LENGTH", "MAX_SOURCE_BYTES", "STEPS_A_PAIR", "ChatTemplate"]
@@ -92,6 +93,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
         except Exception as error:  # a limit of Python's: of recursion, nested blocks, digits of a number
+            if not is_of_template(error):
+                raise
             raise TemplateError(f"the chat template is broken: {type(error).__name__}: {error!s:.200}") from error
 
     @classmethod
@@ -168,6 +171,8 @@ class ChatTemplate:
         except SecurityError as error:
             raise TemplateError(f"the chat template does what it must not: {error}") from error
         except Exception as error:
+            if not is_of_template(error):
+                raise
             raise TemplateError(f"the chat template fails: {type(error).__name__}: {error!s:.500}") from error
         finally:
             BUDGET.reset(before)
