@@ -10,12 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
-from edgeinfer.arguments import check_callback, check_integer, check_text, shown
+from edgeinfer.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
@@ -101,7 +100,7 @@ class Engine(OfOneProcess):
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -117,7 +116,7 @@ class Engine(OfOneProcess):
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         output: Output | None = None,
@@ -125,11 +124,12 @@ class Engine(OfOneProcess):
     ) -> Stream:
         """The completion of a prompt, piece by piece.
 
-        prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
-        stop: texts that end the completion and are left out of it; a special token is written by its name
-        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`; changed
-        by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
-        prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all text.
+        prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None or -1 is as many as fit into the context.
+        stop: texts that end the completion and are left out of it, None for none; a special token is written by its
+        name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
+        changed by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
+        of the prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all
+        text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
         model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
         of this engine open.
@@ -138,12 +138,12 @@ class Engine(OfOneProcess):
         check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
-        limit = room if max_tokens is None else min(check_integer("max_tokens", max_tokens, 0), room)
+        limit = min(_most_tokens(max_tokens), room)
         if params is None:
             params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
-        chosen = replace(params, **sampling).with_seed()
+        chosen = params.changed(sampling).with_seed()
         if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
@@ -362,3 +362,11 @@ class Engine(OfOneProcess):
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("this engine is closed")
+
+
+def _most_tokens(value: object) -> int:
+    """Most tokens to generate. Raises InvalidArgument."""
+    if value is None:
+        return MAX_INT32
+    checked = check_integer("max_tokens", value, -1)
+    return MAX_INT32 if checked == -1 else checked

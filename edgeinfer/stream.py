@@ -195,7 +195,8 @@ class StopStrings:
     with their names.
     """
 
-    def __init__(self, stops: str | Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str] | None) -> None:
+        stops = () if stops is None else stops
         several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
         self.stops = tuple(cast(Sequence[str], stops if several else (stops,)))
         for stop in self.stops:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -676,7 +677,10 @@ def test_close_ends_the_request_of_another_thread_and_waits_for_it(fresh):
         ("", {}, InvalidArgument),
         ([10**6], {}, ShapeError),
         ([-1], {}, ShapeError),
-        (PROMPT, {"max_tokens": -1}, InvalidArgument),
+        (PROMPT, {"max_tokens": -2}, InvalidArgument),
+        (PROMPT, {"max_tokens": True}, InvalidArgument),
+        (PROMPT, {"stop": [None]}, InvalidArgument),
+        (PROMPT, {"logit_bias": {"one": 1}}, InvalidArgument),
         (PROMPT, {"max_tokens": 1.5}, InvalidArgument),
         (PROMPT, {"stop": ""}, InvalidArgument),
         (PROMPT, {"stop": ["a", ""]}, InvalidArgument),
@@ -687,6 +691,34 @@ def test_close_ends_the_request_of_another_thread_and_waits_for_it(fresh):
 def test_wrong_arguments_are_refused_at_once(engine, prompt, options, error):
     with pytest.raises(error):
         engine.stream(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": None, "logit_bias": None},
+        {"temperature": None, "top_p": None, "frequency_penalty": None, "presence_penalty": None},
+        {"stop": [], "repeat_penalty": None, "dry_sequence_breakers": None},
+        {"stop": (), "top_k": None, "loop_guard": None},
+    ],
+)
+def test_values_that_clients_send_for_nothing_change_nothing(engine, options):
+    plain = engine.generate(PROMPT, max_tokens=9, seed=4)
+    assert engine.generate(PROMPT, max_tokens=9, seed=4, **options).tokens == plain.tokens
+    answer = engine.chat().send("hello", max_tokens=np.int64(5), **{"seed": 4} | options)
+    assert len(list(answer)) and answer.completion.params == replace(engine.default_params, seed=4)
+
+
+def test_minus_one_is_no_limit_and_a_new_seed(fresh):
+    engine = fresh(n_ctx=40)
+    engine.tokenizer.stop_ids = frozenset()
+    request = {"loop_guard": 0, "temperature": 0.0}
+    assert engine.generate(PROMPT, max_tokens=-1, **request).tokens == engine.generate(PROMPT, **request).tokens
+    seeds = {engine.generate(PROMPT, max_tokens=1, seed=-1).params.seed for _ in range(3)}
+    assert len(seeds) == 3 and -1 not in seeds
+    assert engine.generate(PROMPT, max_tokens=9, top_k=-1, seed=1).params.top_k == 0
+    assert engine.generate(PROMPT, max_tokens=0).tokens == ()
+    assert engine.generate(PROMPT, max_tokens=3, logit_bias={"260": -100}).params.logit_bias == ((260, -100.0),)
 
 
 def test_logits_that_are_not_numbers_are_an_error_and_no_completion(engine, monkeypatch):
