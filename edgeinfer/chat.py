@@ -25,6 +25,7 @@ from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_messag
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
+from edgeinfer.user_text import without_mark
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
@@ -69,7 +70,7 @@ class Conversation(OfOneProcess):
         text: str,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -86,7 +87,7 @@ class Conversation(OfOneProcess):
         self,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -135,7 +136,7 @@ class Conversation(OfOneProcess):
         place = check_file_name("path", path)
         if not stat.S_ISREG(place.stat().st_mode):  # what is none may have no end
             raise InvalidArgument(f"{path} is no regular file: name one that was saved")
-        lines = enumerate(place.read_bytes().splitlines(), start=1)
+        lines = enumerate(without_mark(place.read_bytes(), path).splitlines(), start=1)
         messages = [
             self._fitted(read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
         ]
@@ -147,7 +148,7 @@ class Conversation(OfOneProcess):
         self,
         messages: list[Message],
         max_tokens: int | None,
-        stop: str | Sequence[str],
+        stop: str | Sequence[str] | None,
         params: SamplingParams | None,
         progress: Progress | None,
         **sampling: Unpack[SamplingOptions],

@@ -24,6 +24,7 @@ from edgeinfer.cli.answering import (
     write_answer,
 )
 from edgeinfer.cli.options import (
+    escaped_text,
     json_option,
     max_tokens,
     model_options,
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The message, same as TEXT.")
-@click.option("-sys", "--system", help="System message.")
+@click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")
+@click.option("-sys", "--system", callback=escaped_text, help="System message.")
 @variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed lines.")
 @variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer.")
 @sampling_options
