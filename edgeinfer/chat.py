@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, InvalidArgument, OfOneProcess, TemplateError
+from edgeinfer.errors import ContextOverflow, InvalidArgument, OfOneProcess, TemplateError, warn
 from edgeinfer.files import write_whole
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
@@ -64,6 +64,7 @@ class Conversation(OfOneProcess):
         others = self.messages[1:] if self.system is not None else self.messages
         first: list[Message] = [] if text is None else [{"role": "system", "content": text}]
         self.messages = first + others
+        self._tell_of_system()
 
     def send(
         self,
@@ -143,6 +144,16 @@ class Conversation(OfOneProcess):
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")
         self.messages = messages
+        self._tell_of_system()
+
+    def _tell_of_system(self) -> None:
+        """Warn, once for an engine, that the model knows no system message, if there is one."""
+        if self.system is not None and self._template.merges_system and not self.engine.has_told_of_system:
+            self.engine.has_told_of_system = True
+            warn(
+                "the chat template of this model has no system message: it becomes the beginning of the first user "
+                "message"
+            )
 
     def _answer(
         self,

@@ -23,6 +23,7 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
     OfOneProcess,
+    warn,
 )
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
@@ -89,6 +90,7 @@ class Engine(OfOneProcess):
         self.experts = experts
         self.expert_tier = expert_tier
         self._ledger = Ledger(()) if ledger is None else ledger
+        self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
@@ -178,9 +180,25 @@ class Engine(OfOneProcess):
         """Token ids of a text, as a prompt is read.
 
         add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
-        texts of special tokens ("<|im_end|>") become those tokens.
+        texts of special tokens ("<|im_end|>") become those tokens. A text that has the begin or end token already gets
+        a second one, with a RuntimeWarning.
         """
-        return self.tokenizer.encode(check_text("text", text), add_special=add_special, parse_special=parse_special)
+        ids = self.tokenizer.encode(check_text("text", text), add_special=add_special, parse_special=parse_special)
+        if add_special:
+            self._warn_of_two(ids)
+        return ids
+
+    def _warn_of_two(self, ids: list[int]) -> None:
+        of = self.tokenizer
+        for what, adds, id, found in (
+            ("begin", of.add_bos, of.bos_id, ids[:2]),
+            ("end", of.add_eos, of.eos_id, ids[-2:]),
+        ):
+            if adds and id is not None and found == [id, id]:
+                warn(
+                    f"the text {what}s with {of.name(id)}, and the tokenizer of this model adds one: there are two, "
+                    "which the model was not trained with; leave it out of the text"
+                )
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; skip_special leaves out special tokens."""

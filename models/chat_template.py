@@ -25,6 +25,7 @@ from jinja2.exceptions import SecurityError
 from edgeinfer.errors import TemplateError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.known_templates import source_of
+from edgeinfer.models.message_form import MessageForm, form_of, with_turns_joined
 from edgeinfer.models.provenance import Text, joined, plain, trusted
 from edgeinfer.models.template_sandbox.budget import BUDGET, MAX_DEPTH, MAX_LENGTH, STEPS_A_PAIR, Budget, check_length
 from edgeinfer.models.template_sandbox.environment import ENVIRONMENT
@@ -72,9 +73,6 @@ def _copied(value: Any, depth: int = 0) -> Any:
     )
 
 
-_PROBE = "probe"  # a message that no template has a reason to change
-
-
 class ChatTemplate:
     """Turns messages into the prompt that a model was trained on. Any number of threads may use one.
 
@@ -82,11 +80,15 @@ class ChatTemplate:
     documents (always none), raise_exception, strftime_now, tojson.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
-        """Raises TemplateError if the source is too long or no Jinja."""
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", form: MessageForm | None = None) -> None:
+        """form: how the template gets messages that it does not take as they are; None: as they are.
+
+        Raises TemplateError if the source is too long or no Jinja.
+        """
         if len(source.encode(errors="replace")) > MAX_SOURCE_BYTES:
             raise TemplateError(f"a chat template may have {MAX_SOURCE_BYTES >> 10} KiB: found {len(source) >> 10} KiB")
         self._source = source
+        self._form = form
         self._tokens = {"bos_token": trusted(bos_token), "eos_token": trusted(eos_token)}
         try:
             self._template = ENVIRONMENT.from_string(source)
@@ -113,19 +115,18 @@ class ChatTemplate:
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         bos, eos = ("" if id is None else tokenizer.token_bytes(id).decode(errors="replace") for id in ids)
         template = cls(source, bos, eos)
-        if template._drops_messages():
+        template._form = form_of(template.render)
+        if template._form is None:
             raise TemplateError(f"{file.path}: the chat template leaves out what the user says: it is damaged")
         return template
 
-    def _drops_messages(self) -> bool:
-        """Whether a message is not in its prompt. A template that wants other messages than one is taken as it is."""
-        try:
-            return _PROBE not in self.render([{"role": "user", "content": _PROBE}])
-        except TemplateError:
-            return False
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str, str, MessageForm | None]]:
+        return ChatTemplate, (self._source, self._tokens["bos_token"], self._tokens["eos_token"], self._form)
 
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str, str]]:
-        return ChatTemplate, (self._source, self._tokens["bos_token"], self._tokens["eos_token"])
+    @property
+    def merges_system(self) -> bool:
+        """Whether a system message becomes the beginning of the first user message, for want of another place."""
+        return self._form is not None and self._form.merges_system
 
     @property
     def source(self) -> str:
@@ -137,7 +138,7 @@ class ChatTemplate:
 
         messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.
         """
-        return plain(self._render(messages, add_generation_prompt))
+        return plain(self._written(messages, add_generation_prompt))
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -149,12 +150,24 @@ class ChatTemplate:
         may be edgeinfer.models.provenance.Text: those of their characters that are trusted count as the template's own.
         Begins with one begin token if the file wants one. Raises TemplateError.
         """
-        ids = tokenizer.encode_rendered(self._render(messages, add_generation_prompt), self._source)
-        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt), self._source)
+        first = next((id for id in ids if tokenizer.token_bytes(id).strip()), None)  # some write a new line before it
+        if tokenizer.add_bos and tokenizer.bos_id is not None and first != tokenizer.bos_id:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def _written(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The prompt of messages in the form that the template takes."""
+        if self._form is None:
+            return self._render(messages, add_generation_prompt)
+        try:
+            return self._render(self._form.applied(messages), add_generation_prompt)
+        except TemplateError:
+            if len(joined_turns := with_turns_joined(messages)) == len(messages):
+                raise
+        return self._render(self._form.applied(joined_turns), add_generation_prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         copies = _copied(messages)
         values = {
             "messages": copies,

@@ -236,6 +236,12 @@ class Tokenizer(OfOneProcess):
         """Whether the token stands for no text of its own."""
         return bool(self._attributes[id] & (CONTROL | UNKNOWN))
 
+    def is_frame(self, id: int) -> bool:
+        """Whether a control token begins, ends or fills a text, as padding does, and is no part of what is said."""
+        is_unknown = bool(self._attributes[id] & UNKNOWN)
+        frames = (self.bos_id, self.eos_id, *self._named_ids, *self.stop_ids)
+        return self.is_control(id) and (is_unknown or id in frames)
+
     def hides_space(self, id: int) -> bool:
         """Whether `encode` put a space between this token and the text behind it that is no part of the text."""
         return self._adds_space and id == self.bos_id

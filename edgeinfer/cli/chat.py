@@ -82,7 +82,8 @@ def chat(
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
     sampling = sampling_given(flags)
     with open_engine(flags) as engine:
-        conversation = engine.chat(system)
+        with warnings_as_notes():  # of a model without system messages
+            conversation = engine.chat(system)
         params = replace(engine.default_params, **sampling)
         if message is None:
             history = None if no_history else _history_file()
@@ -209,7 +210,8 @@ class Repl:
         """Run a command, or answer a message."""
         name, _, argument = text.partition(" ")
         if name in self._commands and "\n" not in name:
-            self._commands[name][0](argument.strip())
+            with warnings_as_notes():
+                self._commands[name][0](argument.strip())
         elif text.startswith("/") and "\n" not in text:
             note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
         elif text.strip():

@@ -21,6 +21,7 @@ from edgeinfer.cli.options import (
     stop_option,
     text_argument,
     text_or_prompt,
+    warnings_as_notes,
 )
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer
@@ -51,7 +52,8 @@ def generate(
     sampling = sampling_given(flags)
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
-        stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
+        with warnings_as_notes():  # of a begin token that is there twice
+            stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json)
 

@@ -17,7 +17,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "what a model file says",
         [
             {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
-            | {"models.chat_template", "models.template_sandbox", "models.reasoning"}
+            | {"models.chat_template", "models.message_form", "models.template_sandbox", "models.reasoning"}
             | {"models.output_machines", "models.tool_calls"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}

@@ -204,3 +204,19 @@ def test_a_sample_has_the_line_ends_of_a_text(tmp_path):
 def test_negative_values_of_llama_cpp_are_flags_too(run):
     record = json.loads(run("generate", "a", "-n", "1", "--json", "--top-k", "-1", "-s", "-1").stdout)
     assert record["params"]["top_k"] == 0 and record["seed"] >= 0
+
+
+def test_a_begin_token_that_is_there_twice_is_noted(tmp_path, run, model, monkeypatch):
+    from edgeinfer.models.tokenizer import Tokenizer
+
+    from_file = Tokenizer.from_file
+
+    def adding(file):
+        tokenizer = from_file(file)
+        tokenizer.add_bos = True
+        return tokenizer
+
+    monkeypatch.setattr(Tokenizer, "from_file", staticmethod(adding))
+    result = run("generate", "<|endoftext|>a", "-n", "1")
+    assert "the text begins with <|endoftext|>, and the tokenizer of this model adds one" in result.stderr
+    assert "RuntimeWarning" not in result.stderr and "begins with" not in run("generate", "a", "-n", "1").stderr
