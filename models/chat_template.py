@@ -17,6 +17,7 @@ texts of messages are not, and each allowed operation either keeps the marks or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -80,7 +81,9 @@ class ChatTemplate:
     documents (always none), raise_exception, strftime_now, tojson.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", form: MessageForm | None = None) -> None:
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", *, form: MessageForm | None = None
+    ) -> None:
         """form: how the template gets messages that it does not take as they are; None: as they are.
 
         Raises TemplateError if the source is too long or no Jinja.
@@ -120,8 +123,9 @@ class ChatTemplate:
             raise TemplateError(f"{file.path}: the chat template leaves out what the user says: it is damaged")
         return template
 
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str, str, MessageForm | None]]:
-        return ChatTemplate, (self._source, self._tokens["bos_token"], self._tokens["eos_token"], self._form)
+    def __reduce__(self) -> tuple[object, ...]:
+        made_again = partial(ChatTemplate, form=self._form)
+        return made_again, (self._source, self._tokens["bos_token"], self._tokens["eos_token"])
 
     @property
     def merges_system(self) -> bool:

@@ -84,7 +84,7 @@ def chat(
     with open_engine(flags) as engine:
         with warnings_as_notes():  # of a model without system messages
             conversation = engine.chat(system)
-        params = replace(engine.default_params, **sampling)
+        params = engine.default_params.changed(sampling)
         if message is None:
             history = None if no_history else _history_file()
             repl = Repl(conversation, params, max_tokens(flags), history, show_reasoning)

@@ -72,7 +72,7 @@ def escaped_text(context: click.Context, parameter: click.Parameter, value: _Tex
     """Callback of flags whose values are texts: escapes are read, unless --no-escape is given."""
     if not context.params.get("escape", True) or value is None:
         return value
-    return read_escapes(value) if isinstance(value, str) else tuple(map(read_escapes, value))  # type: ignore[return-value]
+    return read_escapes(value) if isinstance(value, str) else tuple(map(read_escapes, value))
 
 
 escape_option = click.option(
