@@ -92,6 +92,21 @@ def test_a_timers_exception_is_not_the_templates(kind, name, handled):
         assert raised.type is kind and "the time is over" in str(raised.value), n
 
 
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_what_a_hook_raises_is_not_the_templates_either(work):
+    def hook(frame, event, argument):
+        if frame.f_code.co_filename.endswith("guards.py") or frame.f_code.co_name == "weight_of":
+            raise ValueError("a hook of a debugger")  # no signal handler, and a kind that templates raise
+
+    sys.setprofile(hook)
+    try:
+        with pytest.raises(ValueError, match="a hook") as raised:
+            work()
+    finally:
+        sys.setprofile(None)
+    assert raised.type is ValueError and not is_from_handler(raised.value)
+
+
 def slow():
     while True:
         TEMPLATE.render(MESSAGES)
