@@ -38,7 +38,7 @@ from edgeinfer.backends.reference_math import (
     soft_cap,
 )
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
-from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.errors import EdgeInferError, Interrupted, OfOneProcess, ShapeError
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -166,7 +166,7 @@ class ReferenceBackend:
         return read_weights(model, shapes, self.activations, progress)
 
 
-class ReferenceDecoder:
+class ReferenceDecoder(OfOneProcess):
     """The weights of a ModelSpec, and what its blocks do to the residual stream of one text.
 
     weights: by tensor.  `interrupt` ends the pass that runs.
@@ -308,7 +308,7 @@ class ReferenceModel(ReferenceDecoder):
         return scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
 
 
-class TextState:
+class TextState(OfOneProcess):
     """The state of a text in every layer, by slot: those of the last forward lie after the committed ones."""
 
     def __init__(self, decoder: ReferenceDecoder, n_ctx: int, cache_type: CacheType) -> None:

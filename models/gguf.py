@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, OfOneProcess
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
 )
@@ -43,7 +43,7 @@ __all__ = [
 MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first..last-1, whole rows
 
 
-class ModelFile:
+class ModelFile(OfOneProcess):
     """A GGUF model in one file or several parts; a context manager.
 
     path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the

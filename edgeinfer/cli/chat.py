@@ -24,6 +24,7 @@ from edgeinfer.cli.answering import (
     write_answer,
 )
 from edgeinfer.cli.options import (
+    escaped_text,
     json_option,
     max_tokens,
     model_options,
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The message, same as TEXT.")
-@click.option("-sys", "--system", help="System message.")
+@click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")
+@click.option("-sys", "--system", callback=escaped_text, help="System message.")
 @variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed lines.")
 @variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer.")
 @sampling_options
@@ -81,8 +82,9 @@ def chat(
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
     sampling = sampling_given(flags)
     with open_engine(flags) as engine:
-        conversation = engine.chat(system)
-        params = replace(engine.default_params, **sampling)
+        with warnings_as_notes():  # of a model without system messages
+            conversation = engine.chat(system)
+        params = engine.default_params.changed(sampling)
         if message is None:
             history = None if no_history else _history_file()
             repl = Repl(conversation, params, max_tokens(flags), history, show_reasoning)
@@ -208,7 +210,8 @@ class Repl:
         """Run a command, or answer a message."""
         name, _, argument = text.partition(" ")
         if name in self._commands and "\n" not in name:
-            self._commands[name][0](argument.strip())
+            with warnings_as_notes():
+                self._commands[name][0](argument.strip())
         elif text.startswith("/") and "\n" not in text:
             note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
         elif text.strip():

@@ -15,6 +15,7 @@ from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
@@ -204,13 +205,15 @@ def find_drafters(
     try:
         file = ModelFile.open(path)
     except (EdgeInferError, OSError) as error:
+        if is_from_handler(error):
+            raise
         found.dropped["model"] = str(error)
         return found
     try:
         _add_file(found, file, plan, draft_device)
     except BaseException as error:
         file.close()
-        if not isinstance(error, (EdgeInferError, OSError)):
+        if not isinstance(error, (EdgeInferError, OSError)) or is_from_handler(error):
             raise
         found.dropped[drafter_name(file)] = str(error)
         found.file, found.places = None, []
