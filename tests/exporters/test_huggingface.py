@@ -154,6 +154,29 @@ def test_tied_embeddings_are_doubled_where_gguf_wants_an_output_matrix(make: Any
     assert "copy of the embeddings" in made.source.notes[0]
 
 
+def as_output_alone(tensors: Stored, front: str = "") -> Stored:
+    """As tied checkpoints that have the one matrix under the name of the output. front: of all names."""
+    tensors = {**without(tensors, "model.embed_tokens.weight"), "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    return {front + name.removeprefix("model." if front else ""): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("front", ["", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("case", ["qwen2", "gemma2", "olmo2", "smollm3"])
+def test_embeddings_that_are_stored_as_the_output_matrix_alone_are_used(case: str, front: str, make: Any) -> None:
+    plain = make(case, tie_word_embeddings=True)
+    made = make(case, lambda tensors: as_output_alone(tensors, front), tie_word_embeddings=True)
+    assert made.tensors.keys() == plain.tensors.keys() and made.source.notes == []
+    for name in plain.tensors:
+        assert_array_equal(made.ours(name), plain.ours(name))
+
+
+def test_an_output_matrix_alone_is_no_embeddings_unless_they_are_tied(make: Any) -> None:
+    with pytest.raises(ModelFileError, match=r"embed_tokens.weight is missing, and lm_head.weight stands for it only"):
+        make("llama", lambda tensors: without(tensors, "model.embed_tokens.weight"))
+    with pytest.raises(ModelFileError, match=r"embed_tokens.weight is missing$"):
+        make("gemma2", lambda tensors: without(tensors, "model.embed_tokens.weight"))
+
+
 def test_a_missing_output_matrix_is_refused_unless_embeddings_are_tied(make: Any) -> None:
     with pytest.raises(ModelFileError, match="lm_head.weight is missing, and config.json says tie_word_embeddings"):
         make("llama", lambda tensors: without(tensors, "lm_head.weight"))
@@ -240,8 +263,26 @@ def test_a_rotation_that_changes_behind_the_context_is_left_out_and_said(make: A
     made = make("llama", rope_parameters={"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 2.0})
     assert made.source.notes == ["rope_type dynamic changes the rotation behind 64 tokens only, and is left out"]
     assert not any("scaling" in key for key in made.keys)
-    yarn = CASES["gpt_oss"].config["rope_parameters"]
-    assert "ramp ends at whole pairs" in make("gpt_oss", rope_parameters=yarn | {"truncate": False}).source.notes[0]
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen2"])
+def test_a_ramp_of_yarn_between_pairs_has_a_key_of_its_own(case: str, make: Any) -> None:
+    yarn = CASES[case].config["rope_parameters"]
+    made = make(case, rope_parameters=yarn | {"truncate": False})
+    assert made.keys["rope.scaling.yarn_truncate"] is False
+    assert "llama.cpp has no key for it" in made.source.notes[0]
+    whole = make(case, rope_parameters=yarn | {"truncate": True})
+    assert "rope.scaling.yarn_truncate" not in whole.keys and whole.source.notes == []
+
+
+def test_a_gpt_oss_that_says_nothing_of_its_rotation_has_that_of_transformers(make: Any) -> None:
+    for rope in ({"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": None}):
+        keys = make("gpt_oss", **rope).keys
+        assert (keys["rope.scaling.factor"], keys["rope.scaling.original_context_length"]) == (32.0, 4096)
+        assert keys["rope.freq_base"] == 150000.0 and keys["rope.scaling.yarn_truncate"] is False
+    old = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    keys = make("gpt_oss", rope_parameters=None, rope_scaling=old).keys
+    assert keys["rope.scaling.factor"] == 2.0 and "rope.scaling.yarn_truncate" not in keys
 
 
 def test_a_window_that_gguf_cannot_say_shortens_the_context(make: Any) -> None:
