@@ -113,6 +113,35 @@ def test_quantised_weights_are_permuted_as_floats_and_their_scales_given_back(ma
     assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F8_E4M3", "F8_E5M2"])
+def test_wide_and_narrow_floats_are_read(dtype: str, make: Any) -> None:
+    """float8 without scales, as it is stored by who casts a model; NaN is left out."""
+
+    def cast(tensors: Stored) -> Stored:
+        if dtype == "F64":
+            return {name: (dtype, values) for name, (_, values) in tensors.items()}
+        rng = np.random.default_rng(1)
+        return {name: (dtype, rng.integers(0, 0x7C, values.shape)) for name, (_, values) in tensors.items()}
+
+    made = make("qwen3", cast)
+    stored = Checkpoint.open(made.source.path).floats("model.layers.0.self_attn.q_proj.weight")
+    assert_array_equal(made.ours("blk.0.attn_q.weight"), stored)
+    if dtype == "F64":
+        assert_array_equal(stored, make("qwen3").ours("blk.0.attn_q.weight"))
+    else:
+        torch_says = {"F8_E4M3": {0x38: 1.0, 0x01: 2**-9}, "F8_E5M2": {0x3C: 1.0, 0x01: 2**-16}}[dtype]
+        codes = made.stored["model.layers.0.self_attn.q_proj.weight"][1]
+        for code, value in torch_says.items():
+            assert (stored[codes == code] == value).all() and (codes == code).any()
+
+
+def test_other_types_are_refused_with_those_that_are_read(make: Any) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    words = f"{name} must be F32, F16, BF16, F64 or float8 .F8_E4M3, F8_E5M2.: found I32"
+    with pytest.raises(ModelFileError, match=words):
+        make("qwen3", lambda tensors: {**tensors, name: ("I32", tensors[name][1])})
+
+
 # ---- Norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +162,14 @@ def test_gemma_adds_1_to_all_its_norms(case: str, shift: int, make: Any) -> None
 def with_output(tensors: Stored, shift: float = 0.0) -> Stored:
     dtype, values = tensors["model.embed_tokens.weight"]
     return {**tensors, "lm_head.weight": (dtype, values + shift)}
+
+
+def test_an_adapter_beside_the_model_is_said_to_be_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    notes = open_folder(tmp_path, vocabulary=False).notes
+    assert notes == ["adapter_config.json is of an adapter (PEFT) beside the model, which is left out: merge it first "
+                     "to have it"]  # fmt: skip
 
 
 def test_a_saved_copy_of_tied_embeddings_is_dropped(make: Any) -> None:
@@ -545,6 +582,49 @@ def test_what_generation_config_advises_is_kept(tmp_path: Path) -> None:
     keys = open_folder(tmp_path, vocabulary=False).metadata
     found = {key.rpartition(".")[2]: value for key, value in keys.items() if key.startswith("general.sampling.")}
     assert found == {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05}
+
+
+@pytest.mark.parametrize(
+    "key, text",
+    [
+        ("temperature", '"hot"'),
+        ("temperature", "-0.5"),
+        ("temperature", "NaN"),
+        ("temperature", "true"),
+        ("top_k", "-5"),
+        ("top_k", "2.5"),
+        ("top_k", "1e400"),
+        ("top_k", "9" * 40),
+        ("top_p", "1.5"),
+        ("min_p", json.dumps([0.1] * 10000)),
+        ("repetition_penalty", "0"),
+        ("repetition_penalty", "{}"),
+        ("eos_token_id", '"</s>"'),
+        ("eos_token_id", "[2, -1]"),
+        ("eos_token_id", json.dumps(["x"] * 10000)),
+    ],
+)
+def test_nonsense_in_generation_config_is_left_out_and_named(key: str, text: str, tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    good = {"top_k": 20, "temperature": 0.6}
+    good.pop(key, None)
+    values = {**{name: str(value) for name, value in good.items()}, key: text}
+    content = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    (tmp_path / "generation_config.json").write_text(f"{{{content}}}")
+    source = open_folder(tmp_path, vocabulary=False)
+    names = {"temperature": "temp"}
+    found = {key: value for key, value in source.metadata.items() if key.startswith("general.sampling.")}
+    assert found == {f"general.sampling.{names.get(name, name)}": value for name, value in good.items()}
+    assert 0 < len(source.notes) < 12
+    assert all(note.startswith(f"generation_config.json: {key} must be ") and len(note) < 250 for note in source.notes)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"a": "\xff"}', b""])
+def test_a_broken_generation_config_is_said_to_be_left_out(text: bytes, tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_bytes(text)
+    (note,) = open_folder(tmp_path, vocabulary=False).notes
+    assert note.startswith("generation_config.json: ") and note.endswith("nothing of it is used")
 
 
 def test_the_keys_of_granite_without_mamba_layers_are_those_of_granite(make: Any) -> None:

@@ -135,6 +135,20 @@ def test_ends_of_generation_config_stop_an_answer(tmp_path: Path) -> None:
         read_vocabulary(tmp_path, {"pad_token_id": 900, "eos_token_id": 1}, 600)
 
 
+def test_ends_that_are_no_tokens_are_named(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 700, 800]}))
+    with pytest.warns(RuntimeWarning, match="generation_config.json: eos_token_id 700 and 1 more of 600 tokens"):
+        assert read_vocabulary(tmp_path, {"eos_token_id": 1}, 600)["tokenizer.ggml.eos_token_id"] == 1
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(600))}))
+    with pytest.warns(RuntimeWarning, match="of which GGUF can name 2") as told:
+        read_vocabulary(tmp_path, {"eos_token_id": 1}, 600)
+    assert all(len(str(warning.message)) < 400 for warning in told)
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.warns(RuntimeWarning, match="bos_token_id must be a token id, or a list of some: found 'x'"):
+        assert "tokenizer.ggml.bos_token_id" not in read_vocabulary(tmp_path, {"bos_token_id": "x"}, 600)
+
+
 def test_begin_and_end_may_be_named_by_their_text_alone(tmp_path: Path) -> None:
     byte_level(tmp_path)
     settings = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}
