@@ -64,7 +64,9 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
 def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
     adapters = adapter_files(checkpoint.folder)
     if adapters:
-        model.note(f"{adapters[0]} is of an adapter (PEFT) beside the model, which is left out: merge it first to have it")
+        model.note(
+            f"{adapters[0]} is of an adapter (PEFT) beside the model, which is left out: merge it first to have it"
+        )
     n_others = len(checkpoint.names) - len(model.checkpoint.names)
     if n_others:
         model.note(f"the language model alone is converted: {n_others} tensors of other parts are left out")

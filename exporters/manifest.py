@@ -29,9 +29,7 @@ def read_records(request: Request) -> Mapping[str, Any]:
     return {"source": [record(path) for path in source_files(request.source)], **records}
 
 
-def write_manifest(
-    target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]
-) -> Path | None:
+def write_manifest(target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]) -> Path | None:
     """Write the manifest of an export, and give its path; None where the output is no file. Raises OSError.
 
     read: what read_records gave before.
@@ -44,9 +42,7 @@ def write_manifest(
     return path
 
 
-def manifest(
-    target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def manifest(target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the manifest says. Files have names without folders, so that it is the same wherever they lie."""
     content: dict[str, Any] = {
         "target": target,

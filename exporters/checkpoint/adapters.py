@@ -11,7 +11,9 @@ from edgeinfer.exporters.checkpoint.folder import Folder
 CONFIG = "adapter_config.json"
 _FILES = r"adapter_config\.json|adapter_model(-\d+-of-\d+)?\.(safetensors|bin)"
 _MODEL = r"(?!adapter_).*\.safetensors(\.index\.json)?"
-_OF_ADAPTER = re.compile(r"base_model\.model\..*|.*\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer)\b.*")
+_OF_ADAPTER = re.compile(
+    r"base_model\.model\..*|.*\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer)\b.*"
+)
 _HOW = (
     "merge it first: peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER), "
     "and the same for the tokenizer"

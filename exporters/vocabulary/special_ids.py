@@ -61,7 +61,9 @@ def more_ends(missing: Iterable[int], where: object) -> dict[str, MetadataValue]
     left = list(missing)
     keys: dict[str, MetadataValue] = {f"{role}_token_id": id for role, id in zip(("eot", "eom"), left, strict=False)}
     if len(left) > len(keys):
-        warn(f"{where}: answers may end with {len(left)} more tokens, of which GGUF can name {len(keys)}: {shown(left)}")
+        warn(
+            f"{where}: answers may end with {len(left)} more tokens, of which GGUF can name {len(keys)}: {shown(left)}"
+        )
     return keys
 
 

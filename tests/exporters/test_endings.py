@@ -110,9 +110,7 @@ def test_the_runtime_of_a_check_ends_with_the_command(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(path=str(pid_file)))
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "Q8_0")
-    process = begun(
-        WITH_A_CHILD, source, "--to", "genai", "-c", "128", "-o", tmp_path / "b", PYTHONPATH=str(tmp_path)
-    )
+    process = begun(WITH_A_CHILD, source, "--to", "genai", "-c", "128", "-o", tmp_path / "b", PYTHONPATH=str(tmp_path))
     while not (written := pid_file.with_name("pid.done")).exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

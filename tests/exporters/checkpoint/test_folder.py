@@ -158,7 +158,9 @@ def test_an_adapter_alone_is_no_model(settings: str | None, has_config: bool, tm
     if settings is not None:
         (tmp_path / "adapter_config.json").write_text(settings)
     write_safetensors(tmp_path / "adapter_model.safetensors", {"base_model.model.a": ("F32", np.ones((1, 2)))})
-    with pytest.raises(UnsupportedModel, match=r"no model: merge it first: .*merge_and_unload\(\).save_pretrained") as told:
+    with pytest.raises(
+        UnsupportedModel, match=r"no model: merge it first: .*merge_and_unload\(\).save_pretrained"
+    ) as told:
         Checkpoint.open(tmp_path)
     assert ("someone/model-7b" in str(told.value)) == (settings == json.dumps(ADAPTER))
     (tmp_path / "adapter_model.safetensors").unlink()
