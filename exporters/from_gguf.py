@@ -26,9 +26,9 @@ class FromGguf:
         """See Target.plan."""
         if not _needs_file(request):
             plan = self.target.plan(request)
-            with open_source(request.source) as source:
+            with open_source(request.source) as source:  # a GGUF file
                 return replace(plan, notes=[*source.notes, *plan.notes])
-        with open_source(request.source) as source, temporary_folder() as folder:
+        with open_source(request.source, request.more.get("model")) as source, temporary_folder() as folder:
             job = prepare(source, replace(request, resume=False), self._choices)  # a package begins again
             first = job.plan()
             path = folder / _name(request)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary", "fpga")
 _PACKAGES = ("genai", "litertlm", "mnn", "pte")
-_QUANTISED = ("gguf", *_PACKAGES)
+_QUANTISED = ("gguf", *_PACKAGES, "onnx")
 _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
     **dict.fromkeys(("draft",), _PACKAGES),
-    **dict.fromkeys(("n_ctx",), ("gguf", *_PACKAGES, "onnx", "fpga")),
+    **dict.fromkeys(("n_ctx",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("resume",), ("gguf",)),
     **dict.fromkeys(("check",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
@@ -108,7 +108,7 @@ def export(
 
     SOURCE is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, .safetensors files). What is planned
     is printed first; the output is whole or not there. --to ternary and fpga take models with ternary matrices alone.
-    --to onnx takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
+    docs/exporting.md describes the targets.
 
     Without --to, SOURCE is a folder that --to fpga wrote: --check looks for faults in it, --unpack gives its matrices
     back.

@@ -8,7 +8,6 @@ from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import BIASES, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import context_within_window
 
-
 _ROPE = {
     **{"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     **{"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1},

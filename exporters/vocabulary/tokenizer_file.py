@@ -92,8 +92,8 @@ class TokenizerFile:
             text = moved[0]
             more = f", and {len(moved) - 1} more" if len(moved) > 1 else ""
             warn(
-                f"{self.path}: the added token {text!r:.40} is {ids[text]} and not {listed[text][-1]}{more}: the tokenizers "
-                "library, and transformers with it, numbers added tokens by their order, so this is done here too"
+                f"{self.path}: the added token {text!r:.40} is {ids[text]} and not {listed[text][-1]}{more}: the "
+                "tokenizers library, and transformers with it, numbers added tokens by their order, and so it is here"
             )
         return tokens
 

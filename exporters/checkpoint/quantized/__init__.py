@@ -69,8 +69,8 @@ def _refuse_mlx(config: Config, stored: Mapping[str, StoredTensor]) -> None:
     bits, group = (known.get(key, "an unknown number of") for key in ("bits", "group_size"))
     raise UnsupportedModel(
         f"{config.path}: the weights were quantised by MLX ({bits!s:.20} bits, groups of {group!s:.20} weights; first "
-        f"{found:.120}), which is not read: export the model that they were made of, or dequantise them where MLX runs: "
-        "mlx_lm.convert --hf-path FOLDER --mlx-path OTHER --dequantize"
+        f"{found:.120}), which is not read: export the model that they were made of, or dequantise them where MLX "
+        "runs: mlx_lm.convert --hf-path FOLDER --mlx-path OTHER --dequantize"
     )
 
 
