@@ -22,6 +22,7 @@ from edgeinfer.exporters.checks.comparison import Checked
 from edgeinfer.exporters.checks.onnx_file import compare_head, compare_model
 from edgeinfer.exporters.manifest import NAME as MANIFEST
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.source import named_as
 from edgeinfer.exporters.tokenizer_json import tokenizer_json, write_tokenizer
 from edgeinfer.files import behind_links, check_folder, folder_beside, take_over, whole_folder
 from edgeinfer.models import read_spec
@@ -116,9 +117,10 @@ def export_onnx(
         made = write_graph(graph, written, data, progress)
         if tokenizer:
             made += _write_tokenizer(source, written, path)
-        check_file(written)
-        if check is not None:
-            check(written)
+        with named_as(written, file_in(path)):
+            check_file(written)
+            if check is not None:
+                check(written)
     return [file_in(path).with_name(each.name) for each in made]
 
 

@@ -81,6 +81,13 @@ def _added(folder: Folder, settings: Mapping[str, Any]) -> list[AddedToken]:
         if isinstance(id, bool) or not isinstance(id, int) or id < 0 or not isinstance(entry.get("content"), str):
             raise ModelFileError(f"{folder.path}: an added token must have a text and an id: found {entry!r:.80}")
         tokens.append(AddedToken(id, text, entry.get("special") is True))
+    by_id = {token.id: token.text for token in tokens}
+    twice = next((token for token in tokens if by_id[token.id] != token.text), None)
+    if twice is not None:
+        raise ModelFileError(
+            f"{folder.path}: added tokens must have ids of their own: {twice.text!r:.40} and {by_id[twice.id]!r:.40} "
+            f"are both {twice.id}"
+        )
     return tokens
 
 

@@ -322,8 +322,9 @@ def test_a_source_that_gives_no_numbers_is_refused(tmp_path: Path) -> None:
     data = bytearray(source.read_bytes())
     data[at : at + 4] = np.float32(np.nan).tobytes()
     source.write_bytes(data)
-    with ModelFile.open(source) as file, pytest.raises(ModelFileError, match="not all numbers"):
+    with ModelFile.open(source) as file, pytest.raises(ModelFileError, match="not all numbers") as told:
         export_onnx(file, tmp_path / "m.onnx", n_ctx=64)
+    assert str(told.value).startswith(f"{tmp_path / 'm.onnx'}: ")
     assert not list(tmp_path.glob("m.onnx*"))
 
 
