@@ -386,7 +386,8 @@ class Reader(KeyReader):
             self.refuse("rope.scaling.type", f"must be one of {', '.join(kinds)}: found {kind!r:.80}")
         magnitude = 1.0
         if kind == "yarn":
-            frequencies = rope.yarn_frequencies(frequencies, base, factor, self.original_context())
+            whole_pairs = self.flag("rope.scaling.yarn_truncate", True)  # edgeinfer's own key, see conversion/rope.py
+            frequencies = rope.yarn_frequencies(frequencies, base, factor, self.original_context(), whole_pairs)
             log_multiplier = self.number("rope.scaling.yarn_log_multiplier", -0.5, 100.0, 0.0)
             magnitude = rope.yarn_magnitude(factor, log_multiplier)
         elif kind != "none":

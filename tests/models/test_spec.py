@@ -122,6 +122,15 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones(tiny_llama: ModelFile) ->
     assert magnitude == pytest.approx(1 + 0.1 * math.log(4))
 
 
+def test_a_ramp_of_yarn_may_begin_and_end_between_pairs(tiny_llama: ModelFile) -> None:
+    given = {"type": "yarn", "factor": 4.0, "original_context_length": 1024, "yarn_truncate": False}
+    first, last = (16 * math.log(1024 / (n * 2 * math.pi)) / (2 * math.log(10000)) for n in (32, 1))
+    stretched = [min(max((i - first) / (last - first), 0), 1) for i in range(8)]
+    expected = [f / 4 * s + f * (1 - s) for f, s in zip(PLAIN, stretched, strict=True)]
+    assert rope_of(tiny_llama, **given)[0] == pytest.approx(expected, rel=1e-12)
+    assert rope_of(tiny_llama, **{**given, "yarn_truncate": True}) != rope_of(tiny_llama, **given)
+
+
 def test_the_attention_factor_multiplies_the_magnitude(tiny_llama: ModelFile) -> None:
     assert rope_of(tiny_llama, attn_factor=0.5)[1] == 0.5
     assert rope_of(tiny_llama, type="yarn", factor=math.e, attn_factor=0.5)[1] == pytest.approx(0.55)
