@@ -23,7 +23,13 @@ from edgeinfer.models.formats.quantizing import quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-ENDINGS = {"return": 0, "exit": 7, "error": 1, "interrupt": -signal.SIGINT, "_exit": 9}  # and what subprocess says of each
+ENDINGS = {
+    "return": 0,
+    "exit": 7,
+    "error": 1,
+    "interrupt": -signal.SIGINT,
+    "_exit": 9,
+}  # and what subprocess says of each
 
 
 def works(path: Path) -> Iterator[Callable[[], object]]:
