@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from edgeinfer.errors import ModelFileChanged
 
@@ -80,7 +82,63 @@ class FileWatch:
         return False
 
 
-_REMEDY = "load it again, and replace files in use by renaming (mv), not by writing into them (cp)"
+class Sources:
+    """Files that others are made of, by name: none may be written to, replaced or removed meanwhile. Raises OSError."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._known = {path: identity_of(path.stat()) for path in paths}
+
+    def check(self) -> None:
+        """Raises ModelFileChanged if one of them is not what it was."""
+        for path, before in self._known.items():
+            try:
+                now = identity_of(path.stat())
+            except OSError:
+                raise changed(path, before, None) from None
+            if now != before:
+                raise changed(path, before, now)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, no file is given its name if a source has changed, and other errors that may come of that are it."""
+        self.check()
+        begin_reading(self)
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            end_reading(self)
+
+
+class Checked(Protocol):
+    """What others may be made of."""
+
+    def check(self) -> None:
+        """Raises ModelFileChanged if it has changed."""
+
+
+_BEING_READ: ContextVar[tuple[Checked, ...]] = ContextVar("being read", default=())
+
+
+def begin_reading(source: Checked) -> None:
+    """What this thread writes until end_reading may be made of a source."""
+    _BEING_READ.set((*_BEING_READ.get(), source))
+
+
+def end_reading(source: Checked) -> None:
+    """See begin_reading."""
+    _BEING_READ.set(tuple(other for other in _BEING_READ.get() if other is not source))
+
+
+def check_sources() -> None:
+    """Called before what was written gets its name: raises ModelFileChanged if what it was made of has changed."""
+    for source in _BEING_READ.get():
+        source.check()
+
+
+_REMEDY = "load it again (begin again), and replace files in use by renaming (mv), not by writing into them (cp)"
 
 
 def changed(path: Path, before: FileIdentity, now: FileIdentity | None) -> ModelFileChanged:

@@ -17,6 +17,7 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.request import Plan, Request, Result
+from edgeinfer.file_identity import check_sources
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
@@ -91,6 +92,7 @@ def export_onnx(
         names = [each.name for each in data]
         for name in (*names, path.name):
             take_over(folder / name, path.with_name(name))
+        check_sources()
         path.unlink(missing_ok=True)  # the old one does not go with the new weights
         for name in (*names, path.name):
             os.replace(folder / name, path.with_name(name))

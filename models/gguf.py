@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.file_identity import FileWatch
+from edgeinfer.file_identity import FileWatch, begin_reading, end_reading
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
 )
@@ -48,6 +48,7 @@ MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first
 class ModelFile:
     """A GGUF model in one file or several parts; a context manager.
 
+    What the thread writes within a `with` block does not get its name where the model has changed meanwhile (files.py).
     path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the
     first file. Arrays are Strings or Numbers, which behave as lists; a float may be NaN or infinite. Invalid UTF-8
     becomes U+FFFD in a text, and "surrogateescape" in an array of texts, with a RuntimeWarning.
@@ -165,11 +166,13 @@ class ModelFile:
         return self._files[part]
 
     def __enter__(self) -> ModelFile:
+        begin_reading(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        end_reading(self)
         try:
             # Whatever else went wrong in a file that somebody has changed came of that.
             if self._files and (error is None or isinstance(error, Exception)):

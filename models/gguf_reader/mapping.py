@@ -158,13 +158,18 @@ def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:
     return os.read(descriptor, n_bytes)
 
 
+def map_file(path: Path) -> MappedFile:
+    """A regular file, open and not mapped yet. Raises OSError."""
+    return MappedFile(path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)))
+
+
 def open_file(path: Path) -> MappedFile:
-    """A file, not mapped yet. Raises ModelNotFound, InvalidGGUF, ModelFileError."""
+    """A model file, not mapped yet. Raises ModelNotFound, InvalidGGUF, ModelFileError."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
             raise ModelNotFound(f"{path}: {_what_is_there(path, mode)}; give a .gguf file")
-        file = MappedFile(path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)))
+        file = map_file(path)
     except FileNotFoundError:
         raise ModelNotFound(f"{path}: {_why_missing(path)}") from None
     except (OSError, OverflowError) as error:
