@@ -138,7 +138,7 @@ def check_sources() -> None:
         source.check()
 
 
-_REMEDY = "load it again (begin again), and replace files in use by renaming (mv), not by writing into them (cp)"
+_REMEDY = "load it again, or begin again; replace files in use by renaming (mv), not by writing into them (cp)"
 
 
 def changed(path: Path, before: FileIdentity, now: FileIdentity | None) -> ModelFileChanged:
@@ -146,11 +146,11 @@ def changed(path: Path, before: FileIdentity, now: FileIdentity | None) -> Model
     if now is None:
         how = "was removed"
     elif now.n_bytes < before.n_bytes:
-        how = f"was cut off from {before.n_bytes} to {now.n_bytes} bytes"
+        how = f"was {before.n_bytes} bytes when it was opened, and ends at {now.n_bytes} now"
     elif now.inode != before.inode or now.device != before.device:
         how = "was replaced"
     else:
-        how = f"was written to ({now.n_bytes} bytes, {before.n_bytes} before)"
+        how = f"was written to ({before.n_bytes} bytes then, {now.n_bytes} now)"
     return ModelFileChanged(f"{path}: the file has changed while it was in use: it {how}; {_REMEDY}")
 
 

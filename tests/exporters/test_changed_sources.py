@@ -193,7 +193,7 @@ def test_no_command_ends_with_a_signal(tmp_path: Path, command: str, n_reads: in
     command_line = [sys.executable, "-c", _CUT, str(n_reads), *arguments]
     run = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
     assert run.returncode == 3, run.stderr
-    assert f"{source}: the file has changed while it was in use: it was cut off" in run.stderr
+    assert f"{source}: the file has changed while it was in use: it was" in run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "text"]
 
 
@@ -205,7 +205,7 @@ def test_a_folder_for_a_board_that_is_cut(tmp_path: Path) -> None:
     assert folder.trits(name).any()
     for path in (tmp_path / "board").glob("*.bin"):
         os.truncate(path, 0)
-    with pytest.raises(EdgeInferError, match="the file has changed while it was in use: it was cut off"):
+    with pytest.raises(EdgeInferError, match="the file has changed while it was in use: it was .* ends at"):
         folder.trits(name)
 
 
