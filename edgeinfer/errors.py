@@ -116,8 +116,16 @@ class BackendLost(EdgeInferError):
     exit_code = 5
 
 
-class ExpertReadError(EdgeInferError):
+class ExpertReadError(ModelFileError):
     """An expert could not be read from its file during a forward pass; the session is unchanged."""
+
+    exit_code = 1
+
+
+class ModelFileChanged(ExpertReadError):
+    """A file of the model was changed while it was in use: load it again. The session is unchanged."""
+
+    exit_code = 3
 
 
 class NumericalError(EdgeInferError):

@@ -43,8 +43,10 @@ def load(path: FileName | None = None, options: LoadOptions | None = None, **key
     options = replace(LoadOptions() if options is None else options, **keywords)
     place = default_model() if path is None else check_file_name("path", path)
     with ExitStack() as opened:
-        file = opened.enter_context(ModelFile.open(place))
-        return _load_file(file, options, opened)
+        file = ModelFile.open(place)
+        opened.callback(file.close)
+        with file.unchanged():
+            return _load_file(file, options, opened)
 
 
 def default_model() -> Path:

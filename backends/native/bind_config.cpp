@@ -102,7 +102,7 @@ void commit(TextState& text, const std::vector<int32_t>& path) {
         if (row <= before || row >= text.n_pending()) throw nb::value_error("commit: no such row, or none that ascend");
         before = row;
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     text.commit(path.data(), n);
 }
 
