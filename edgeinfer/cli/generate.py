@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
     json_option,
@@ -20,12 +21,11 @@ from edgeinfer.cli.options import (
     text_argument,
     text_or_prompt,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import InvalidArgument
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft")
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="The text to complete, same as TEXT.")

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from edgeinfer.arguments import check_file_name, check_flag, check_integer, shown
+from edgeinfer.arguments import check_flag, check_integer, shown
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.library.local import default_model
+from edgeinfer.library.names import find_model
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
-from edgeinfer.loading import default_model
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
@@ -159,7 +160,7 @@ def profile(
     fit_budget = _bytes("fit", fit)
     if check and any(rate is not None for rate in (bandwidth, compute, disk)):
         raise InvalidArgument("check measures this machine: leave out bandwidth, compute and disk of another one")
-    place = default_model() if path is None else check_file_name("path", path)
+    place = default_model() if path is None else find_model(path)
     with ModelFile.open(place) as file, closing(Planner(file, options)) as planner:
         found = _Profiler(planner, wishes, prompt_tokens).profile(fit_budget)
     if check:

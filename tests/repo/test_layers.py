@@ -12,6 +12,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     # Lowest first. A part (a set of modules) may import itself and the layers before its own, but no other part of its
     # layer. The longest name that fits a module says which part it is in.
     ("names", [{"errors", "types", "arguments", "files", "devices", "sizes"}]),
+    ("models by name", [{"library"}]),
     ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
         "what a model file says",
@@ -62,6 +63,7 @@ HEAVY = {  # and their owners, modules or packages
     "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
     "executorch": "edgeinfer.exporters.pte.library",
     "flatbuffers": "edgeinfer.exporters.litertlm.library",
+    "huggingface_hub": "edgeinfer.library.hub",
     "litert_lm": "edgeinfer.exporters.litertlm.library",
     "litert_lm_builder": "edgeinfer.exporters.litertlm.library",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
