@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command(cls=ModelCommand, model="model", draft="model_draft")
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="The message, same as TEXT.")

@@ -25,7 +25,7 @@ from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.errors import InvalidArgument
 
 
-@click.command(cls=ModelCommand, model="model", draft="model_draft")
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", help="The text to complete, same as TEXT.")

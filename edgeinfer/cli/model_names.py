@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ class ModelCommand(Command):
 
     model: the parameter that names the model; where that is an option, -hf and -hff have variables as it has.  draft:
     the one of a draft model.  others: of more files of models.  may_be_folder: the model may be a folder of Hugging
-    Face. What these parameters are in the end is a Path.
+    Face.  finds: before the command runs, whose parameters are files then; else it calls find_models when it has looked
+    at its other flags.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class ModelCommand(Command):
         draft: str | None = None,
         others: Sequence[str] = (),
         may_be_folder: bool = False,
+        finds: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(*arguments, **settings)
-        self._model, self._draft, self._others, self._may_be_folder = model, draft, others, may_be_folder
+        self._model, self._draft, self._others = model, draft, others
+        self._may_be_folder, self._finds = may_be_folder, finds
         found = self._parameter(model)
         self._required = [each for each in self.params if isinstance(each, click.Argument) and each.required]
         for argument in self._required:  # -hf stands for the first
@@ -59,64 +64,75 @@ class ModelCommand(Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with a file for each model. Raises click.UsageError, and what `find_model` raises."""
         flags = ctx.params
-        repo, file = flags.pop("hf_repo"), flags.pop("hf_file")
-        draft_repo = flags.pop("hf_repo_draft", None)
-        if repo is not None:
-            repo = self._shifted(ctx, repo)
+        self._choose_model(ctx)
         for argument in self._required:
-            if flags[str(argument.name)] is None and not (repo is not None and argument.name == self._model):
+            if flags[str(argument.name)] is None and (argument.name != self._model or flags["hf_repo"] is None):
                 raise click.MissingParameter(ctx=ctx, param=argument)
-        if repo is None and ctx.get_parameter_source("hf_file") == ParameterSource.COMMANDLINE:
+        if flags["hf_repo"] is None and ctx.get_parameter_source("hf_file") == ParameterSource.COMMANDLINE:
             raise click.UsageError("-hff names a file of a repository: name that with -hf", ctx)
-        with warnings_as_notes():
-            self._find_all(flags, repo, file)
-            if draft_repo is not None:
-                self._check_draft(ctx)
-                flags[str(self._draft)] = _fetched(draft_repo, "-hfd")
+        if self._draft is not None:
+            _leave_one(ctx, self._draft, "hf_repo_draft", "-md and -hfd both name a draft model: leave one out")
+        if self._finds:
+            ctx.params = find_models(flags, self._model, self._draft, self._others, self._may_be_folder)
+            for name in ("hf_repo", "hf_file", "hf_repo_draft"):
+                ctx.params.pop(name, None)
         return super().invoke(ctx)
 
-    def _find_all(self, flags: dict[str, Any], repo: str | None, file: str | None) -> None:
-        """Put files in the place of names."""
-        if repo is not None:
-            flags[self._model] = _fetched(repo, "-hf", file)
-        elif flags[self._model] is not None:
-            flags[self._model] = _found(flags[self._model], self._may_be_folder)
-        for name in self._others:
-            if flags[name] is not None:
-                flags[name] = _found(flags[name])
-        if self._draft is not None and flags[self._draft] is not None:
-            try:
-                flags[self._draft] = _found(flags[self._draft])
-            except ModelNotFound:  # whoever drafts says so, and what happens then
-                pass
-
-    def _shifted(self, ctx: click.Context, repo: str) -> str | None:
-        """The repository, with what stands at its place moved to the next argument; None where -m is meant instead."""
-        given = ctx.params[self._model]
-        if given is None:
-            return repo
-        if isinstance(self._parameter(self._model), click.Argument):
-            rest = [str(argument.name) for argument in self._required if argument.name != self._model]
-            if rest and ctx.params[rest[-1]] is None:
-                names = [self._model, *rest]
-                for name, before in zip(reversed(names), reversed(names[:-1]), strict=False):
-                    ctx.params[name] = ctx.params[before]
-                ctx.params[self._model] = None
-                return repo
-            raise click.UsageError("-hf names a model, and so does MODEL: leave one out", ctx)
-        sources = [ctx.get_parameter_source(name) for name in (self._model, "hf_repo")]
-        if sources == [ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE]:
-            return repo
-        if sources == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT]:
-            return None
-        raise click.UsageError("-m and -hf both name a model (EDGEINFER_MODEL, EDGEINFER_HF_REPO): leave one out", ctx)
-
-    def _check_draft(self, ctx: click.Context) -> None:
-        if ctx.params[str(self._draft)] is not None:
-            raise click.UsageError("-md and -hfd both name a draft model: leave one out", ctx)
+    def _choose_model(self, ctx: click.Context) -> None:
+        """Of a repository and a model, leave what is meant. Raises click.UsageError where both are."""
+        if isinstance(self._parameter(self._model), click.Option):
+            both = "-m and -hf both name a model (EDGEINFER_MODEL, EDGEINFER_HF_REPO): leave one out"
+            _leave_one(ctx, self._model, "hf_repo", both)
+        elif ctx.params["hf_repo"] is not None and ctx.params[self._model] is not None:
+            names = [str(argument.name) for argument in self._required] or [self._model]
+            if names == [self._model] or ctx.params[names[-1]] is not None:
+                raise click.UsageError("-hf names a model, and so does MODEL: leave one out", ctx)
+            given = [ctx.params[name] for name in names]  # each of which is meant as the next argument
+            ctx.params.update(zip(names, [None, *given], strict=False))
 
     def _parameter(self, name: str) -> click.Parameter:
         return next(each for each in self.params if each.name == name)
+
+
+def _leave_one(ctx: click.Context, name: str, repo: str, both: str) -> None:
+    """Of two options the one of the command line, where the other one is a variable's. Raises click.UsageError."""
+    if ctx.params[name] is None or ctx.params[repo] is None:
+        return
+    sources = [ctx.get_parameter_source(each) for each in (name, repo)]
+    if sources == [ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE]:
+        ctx.params[name] = None
+    elif sources == [ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT]:
+        ctx.params[repo] = None
+    else:
+        raise click.UsageError(both, ctx)
+
+
+def find_models(
+    flags: Mapping[str, Any],
+    model: str = "model",
+    draft: str | None = "model_draft",
+    others: Sequence[str] = (),
+    may_be_folder: bool = False,
+) -> dict[str, Any]:
+    """The flags of a ModelCommand with a file in the place of each name. Downloads what -hf and -hfd ask for.
+
+    The name of a draft model that nothing has stays as it is. Raises what `find_model` and `fetch` raise.
+    """
+    found = dict(flags)
+    with warnings_as_notes():
+        if flags["hf_repo"] is not None:
+            found[model] = _fetched(flags["hf_repo"], "-hf", flags["hf_file"])
+        elif flags[model] is not None:
+            found[model] = _found(flags[model], may_be_folder)
+        for name in others:
+            if flags[name] is not None:
+                found[name] = _found(flags[name])
+        if flags.get("hf_repo_draft") is not None:
+            found[str(draft)] = _fetched(flags["hf_repo_draft"], "-hfd")
+        elif draft is not None and flags[draft] is not None:
+            with suppress(ModelNotFound):  # who drafts says so
+                found[draft] = _found(flags[draft])
+    return found
 
 
 def _option(*names: str, variable: bool, **settings: Any) -> click.Option:
@@ -144,17 +160,23 @@ def _fetched(repo: str, flag: str, file: str | None = None) -> Path:
 
 
 class _DownloadLines(ReportLines):
-    """Progress of a download, and a note where it is interrupted."""
+    """Progress of a download, and a note where it is interrupted. On a terminal the name is above the bar."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_begun = False
+        self._named = ""
 
     def __call__(self, what: str, share: float) -> None:
-        self._has_begun = True
+        named, _, size = what.partition(": ")
+        verb = named.partition(" ")[0]
+        if sys.stderr.isatty():
+            if named != self._named and verb == "downloading":
+                note(named)
+            what = f"{verb}: {size}"
+        self._named = named
         super().__call__(what, share)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         super().__exit__(kind, *rest)
-        if kind is KeyboardInterrupt and self._has_begun:
+        if kind is KeyboardInterrupt and self._named:
             note("what there is of the file is kept: the same command goes on with it")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +93,13 @@ def _document(found: LocalModels, listed: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A table; below what cannot be used, or not natively, stands why."""
+    """A table, on a narrow terminal with names on lines of their own; below what cannot be used stands why."""
     cells = [_COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_wide = not sys.stdout.isatty() or sum(widths) + 2 * len(widths) <= shutil.get_terminal_size().columns
     for line, end in zip(cells, ("", *(_end(row) for row in rows)), strict=True):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        name, *rest = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield "  ".join([name if is_wide else f"{line[0]}\n   ", *rest]).rstrip()
         if end:
             yield f"    {end}"
 

@@ -236,9 +236,11 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
+    from edgeinfer.cli.model_names import find_models
     from edgeinfer.loading import load
 
     check_stdout()
+    flags = find_models(flags)
     with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(
             flags["model"],

@@ -168,7 +168,9 @@ class ProgressBar:
             if time.monotonic() - self._start < _BAR_AFTER_SECONDS or not sys.stderr.isatty():
                 return
             self._bar = self._show()
-        self._bar.update(self._bar.task_ids[0], completed=share, description=what or self._what)
+        from rich.markup import escape
+
+        self._bar.update(self._bar.task_ids[0], completed=share, description=escape(one_line(what or self._what)))
 
     def close(self) -> None:
         """Take the bar away."""

@@ -57,6 +57,8 @@ def fetch(wanted: HubReference, progress: DownloadProgress | None = None) -> Pat
     """
     from huggingface_hub import constants
 
+    if str(cache_folder()).startswith("~"):
+        raise DownloadError(f"{wanted}: there is no place for it: this user has no home folder, set HF_HOME")
     if constants.HF_HUB_OFFLINE:
         return _from_cache(wanted, "HF_HUB_OFFLINE is set")
     try:
