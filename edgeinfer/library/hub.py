@@ -6,7 +6,6 @@ of a broken download, so the bytes of files are fetched here, into `blobs/SHA256
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgeinfer.arguments import human_bytes
+from edgeinfer.arguments import human_bytes, shown
 from edgeinfer.errors import DownloadError, EdgeInferError, ModelNotFound, warn
 from edgeinfer.files import file_sha256
 from edgeinfer.library.gguf_names import has_quant, missing_parts, models_among, quant_of
@@ -30,7 +29,7 @@ _MOST_PLAIN_BYTES = 50 * 1000**3  # of a file over plain HTTP; the hub has large
 _MOST_VAIN = 5  # tries that brought nothing, before a download is given up
 _PAUSE_SECONDS = 1.0  # before each
 _PARTIAL_CONTENT = 206
-_COMMIT = re.compile("[0-9a-f]{40}")
+_COMMIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -149,17 +148,22 @@ def _no_gguf(repo: str, names: Sequence[str], where: str) -> str:
 
 def _listing(repo: str) -> tuple[str, dict[str, _HubFile]]:
     """Commit and files of a repository by name. Raises _Unreachable, ModelNotFound, DownloadError."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     with _explained(repo):
-        info = HfApi().model_info(repo, files_metadata=True)
+        info = HfApi().model_info(repo, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     commit = info.sha or ""
     if not _COMMIT.fullmatch(commit):
         raise DownloadError(f"{repo}: the hub must name the commit of the files, it said {commit!r:.80}")
     found = {}
     for each in info.siblings or ():
-        sha256 = None if each.lfs is None else each.lfs.sha256
-        found[each.rfilename] = _HubFile(each.rfilename, each.size or 0, sha256)
+        name, sha256 = each.rfilename, None if each.lfs is None else each.lfs.sha256
+        # Both become parts of paths in the cache.
+        if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\\" in name or "\0" in name:
+            raise DownloadError(f"{repo} has a file that no repository can have: {shown(name)}")
+        if sha256 is not None and not _SHA256.fullmatch(sha256):
+            raise DownloadError(f"{repo}: the hub must give the SHA-256 of {name}, it gave {shown(sha256)}")
+        found[name] = _HubFile(name, each.size or 0, sha256)
     return commit, found
 
 
@@ -242,9 +246,13 @@ class _Download:
                     if path == self._place(file):
                         return True
                 elif file.sha256 is not None:
-                    Path(os.path.realpath(path)).unlink()
-                    path.unlink(missing_ok=True)
+                    self._remove(file)
         return False
+
+    def _remove(self, file: _HubFile) -> None:
+        """Take a damaged file out of the cache."""
+        for path in (self._place(file), self._blob(file)):
+            path.unlink(missing_ok=True)
 
     def _check_room(self, files: Sequence[_HubFile]) -> None:
         """Raises DownloadError where the disk has too little room for what is missing of files."""
@@ -319,8 +327,8 @@ class _Download:
         """Raises DownloadError, and removes the file, where its bytes are not those that the hub has."""
         self._report(file, file.n_bytes, "checking")
         if (found := file_sha256(path)) != file.sha256:
-            for each in {path, Path(os.path.realpath(path))}:
-                each.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            self._remove(file)
             raise DownloadError(
                 f"{self._repo}: {file.name} is damaged, its SHA-256 must be {file.sha256}: found {found}; it was "
                 "removed, try again"
@@ -363,7 +371,7 @@ def _explained(repo: str) -> Iterator[None]:
     """Within, errors of the hub and the network become those of this package, or _Unreachable."""
     try:
         yield
-    except EdgeInferError:
+    except (EdgeInferError, _Unreachable):
         raise
     except Exception as error:
         raise _error_for(repo, error) from error

@@ -142,8 +142,8 @@ def profile(
 ) -> Profile:
     """What a model will take and how fast it will be, from the header of its file: it need not fit here.
 
-    options, keywords: how it would be loaded, as for `load`.  memory: of the machine, in bytes or as text ("4GiB");
-    None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
+    path, options, keywords: what would be loaded, and how, as for `load`.  memory: of the machine, in bytes or as text
+    ("4GiB"); None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
     and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
     fit: also list the settings that fit into so much memory.
     prompt_tokens: of the prompt whose first token is waited for.  check: load it in a process of its own, fill the

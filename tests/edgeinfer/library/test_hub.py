@@ -280,6 +280,26 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(hub, cache, mo
         get("u/r")
 
 
+@pytest.mark.parametrize("name", ["../../../../victim-Q4_K_M.gguf", "/victim-Q4_K_M.gguf", "a//b.gguf", "a\\b.gguf"])
+def test_a_hub_that_names_files_elsewhere_reaches_none(hub, cache, tmp_path, name):
+    (tmp_path / "victim-Q4_K_M.gguf").write_bytes(b"mine")
+    hub.repos["u/r"] = Repo({name: CONTENT})
+    with pytest.raises(DownloadError, match="u/r has a file that no repository can have: "):
+        get("u/r")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["victim-Q4_K_M.gguf"]
+
+
+def test_a_hub_that_gives_no_hash_for_a_hash_reaches_no_file(hub, cache, monkeypatch, tmp_path):
+    (tmp_path / "victim").write_bytes(b"mine")
+    monkeypatch.setattr("fake_hub._sha256", lambda data: "../../../victim")
+    hub.repos["u/r"] = Repo({"m-Q4_K_M.gguf": CONTENT})
+    with pytest.raises(
+        DownloadError, match="the hub must give the SHA-256 of m-Q4_K_M.gguf, it gave '../../../victim'"
+    ):
+        get("u/r")
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+
+
 # ---- Access ----------------------------------------------------------------------------------------------------------
 
 
