@@ -66,6 +66,8 @@ def _row(model: LocalModel) -> dict[str, Any]:
             summary = summarise(model.path)
         except (EdgeInferError, OSError) as error:
             problem = str(error).removeprefix(f"{model.path}: ")
+        except Exception as error:  # one file must not hide the others
+            problem = f"{type(error).__name__}: {error} (a bug: edgeinfer --debug inspect FILE shows where)"
     return {
         "name": model.name,
         "names": list(model.names),

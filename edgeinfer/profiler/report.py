@@ -143,8 +143,8 @@ def profile(
     """What a model will take and how fast it will be, from the header of its file: it need not fit here.
 
     path, options, keywords: what would be loaded, and how, as for `load`.  memory: of the machine, in bytes or as text
-    ("4GiB"); None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
-    and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
+    ("4GiB"); None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit
+    integers and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
     fit: also list the settings that fit into so much memory.
     prompt_tokens: of the prompt whose first token is waited for.  check: load it in a process of its own, fill the
     context, and compare; the model must fit then, and the speeds be those of this machine.

@@ -11,10 +11,12 @@ import time
 import pytest
 from click.testing import CliRunner
 from fake_hub import FakeHub, Repo, hub_variables, quiet_machine, use_hub
+from gguf_mutations import mutations
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.library import hub as hub_module
+from edgeinfer.profiler import summary
 
 CLI = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
 
@@ -281,6 +283,31 @@ def test_damaged_files_are_listed_with_the_reason(home, native):
     assert all(found[name]["problem"] for name in ("cut", "empty", "text", "short", "link"))
     assert "the file is empty" in found["empty"]["problem"] and str(folder) not in found["empty"]["problem"]
     assert run("models").stdout.count("cannot be used: ") == 5
+
+
+def test_no_damaged_header_stops_the_list(home, native, tiny):
+    folder = home / ".local/share/edgeinfer/models"
+    folder.mkdir(parents=True)
+    for number, mutation in enumerate(mutations(tiny.read_bytes(), 150, seed=44)):
+        (folder / f"m{number:03}.gguf").write_bytes(mutation.data)
+    found = [model for name, model in listed().items() if name.startswith("m")]
+    assert len(found) == 150 and sum(model["problem"] is not None for model in found) > 50
+    assert not any("a bug" in (model["problem"] or "") for model in found)
+
+
+def test_one_file_hides_no_others(home, native, monkeypatch):
+    for name in ("a", "b"):
+        ours(home, f"{name}.gguf")
+    real = summary.summarise
+
+    def fails(path):
+        if path.name == "a.gguf":
+            raise ZeroDivisionError("oops")
+        return real(path)
+
+    monkeypatch.setattr(summary, "summarise", fails)
+    found = listed()
+    assert "ZeroDivisionError: oops" in found["a"]["problem"] and found["b"]["problem"] is None
 
 
 def test_projectors_and_adapters_are_counted_and_not_listed(home, native):
