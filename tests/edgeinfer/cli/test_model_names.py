@@ -1,5 +1,6 @@
 """Models by name on the command line: -m NAME, -hf USER/REPO, and the list of `edgeinfer models`."""
 
+import importlib
 import json
 import os
 import random
@@ -62,7 +63,6 @@ def run(*arguments, code=0, text=None):
         ("generate", "hello", "-n", "2", "--backend", "reference"),
         ("inspect",),
         ("profile", "--json", "--backend", "native"),
-        ("bench", "--rounds", "2", "--json", "-t", "1"),
         ("pack",),
         ("imatrix", "-o", "OUT", "--calibration", "TEXT"),
         ("export", "--to", "gguf", "-o", "OUT", "--type", "Q8_0", "--no-check"),
@@ -86,13 +86,27 @@ def test_the_flag_is_spelt_as_in_llama_cpp(hub, flag):
 @pytest.mark.parametrize("command", ["distill", "evaluate"])
 def test_the_model_of_training_may_be_one_of_the_hub(hub, home, command, monkeypatch):
     pytest.importorskip("torch")
-    (home / "prompts").write_text('{"prompt": "hello", "category": "a"}\n')
-    (home / "head.gguf").write_bytes(b"no head")
-    arguments = {"distill": ("--out", "x.gguf"), "evaluate": ("head.gguf",)}[command]
-    result = run(
-        command, *arguments, "-hf", "u/r", "--prompts", "prompts", "--context", "64", "--max-tokens", "8", code=None
+    module = importlib.import_module(
+        {"distill": "edgeinfer.training.distill"}.get(command, "edgeinfer.training.evaluation")
     )
-    assert "downloading m-Q4_K_M.gguf" in result.stderr
+    seen = []
+    monkeypatch.setattr(module, command, lambda *files, **_: seen.extend(files) or exit(0))
+    (home / "prompts").write_text("{}")
+    (home / "head.gguf").write_bytes(b"no head")
+    run(
+        command,
+        *{"distill": ("--out", "x.gguf"), "evaluate": ("head.gguf",)}[command],
+        "-hf",
+        "u/r",
+        "--prompts",
+        "prompts",
+    )
+    assert seen[0].name == "m-Q4_K_M.gguf" and seen[0].exists()
+    assert command == "distill" or seen[1].name == "head.gguf"
+
+
+def test_the_model_of_a_benchmark_may_be_one_of_the_hub(hub):
+    assert "m-Q8_0.gguf: magic at byte 0" in run("bench", "-hf", "u/r:Q8_0", code=3).stderr
 
 
 def test_a_file_of_the_repository_is_named_with_hff(hub, home):
@@ -104,9 +118,10 @@ def test_a_file_of_the_repository_is_named_with_hff(hub, home):
 
 
 def test_a_draft_model_may_be_one_of_the_hub(hub, home, native):
-    result = run("generate", "hello", "-hf", "u/r", "-hfd", "u/r:Q4_K_M", "-n", "4", "--temp", "0", "--json")
-    assert "goes on without" not in result.stderr and json.loads(result.stdout)["text"] is not None
-    profiled = json.loads(run("profile", "-hf", "u/r", "-hfd", "u/r", "--json").stdout)
+    hub.repos["u/small"] = Repo({"small-Q4_0.gguf": hub.repos["u/r"].files["m-Q4_K_M.gguf"]})
+    result = run("generate", "hello", "-hf", "u/r", "-hfd", "u/small", "-n", "2", "--backend", "reference")
+    assert "downloading small-Q4_0.gguf" in result.stderr
+    profiled = json.loads(run("profile", "-hf", "u/r", "-hfd", "u/small", "--json").stdout)
     assert "model" in profiled["drafters"]["names"]
     both = run("generate", "hello", "-hf", "u/r", "-md", "x.gguf", "-hfd", "u/r", code=2)
     assert "-md and -hfd both name a draft model" in both.stderr
