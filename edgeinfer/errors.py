@@ -47,6 +47,10 @@ class ModelNotFound(ModelFileError):
     """There is no model file with that name."""
 
 
+class DownloadError(EdgeInferError):
+    """A model could not be downloaded; what there is of it is kept for the next try, unless it is damaged."""
+
+
 class InvalidGGUF(ModelFileError):
     """The file violates the GGUF format; `field` and `offset` (bytes) say where."""
 

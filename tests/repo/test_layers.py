@@ -18,6 +18,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             | {"user_text"},
         ],
     ),
+    ("models by name", [{"library"}]),
     ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
         "what a model file says",
@@ -68,6 +69,7 @@ HEAVY = {  # and their owners, modules or packages
     "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
     "executorch": "edgeinfer.exporters.pte.library",
     "flatbuffers": "edgeinfer.exporters.litertlm.library",
+    "huggingface_hub": "edgeinfer.library.hub",
     "litert_lm": "edgeinfer.exporters.litertlm.library",
     "litert_lm_builder": "edgeinfer.exporters.litertlm.library",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",
