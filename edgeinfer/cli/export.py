@@ -204,6 +204,7 @@ def _check_measured(given: dict[str, Any]) -> None:
 def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request:
     """The request of a command line. Raises InvalidArgument."""
     from edgeinfer.exporters.request import Request
+    from edgeinfer.library.names import find_model
 
     rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, "size", "fit") and value is not None}
     more = {name: value for name, value in rest.items() if to in _ONLY_FOR.get(name, (to,))}
@@ -211,9 +212,10 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
         more["draft_vocab"], _, text = more["draft_vocab"].partition(":")
         more |= {"draft_text": FileName().convert(text, None, None)} if text else {}
     fields = {name: flags[name] for name in _FIELDS}
-    for name, word in (("imatrix", "auto"), ("draft", "ngram")):
-        if flags[name] is not None and flags[name] != word:
-            fields[name] = FileName().convert(flags[name], None, None)
+    if flags["imatrix"] not in (None, "auto"):
+        fields["imatrix"] = FileName().convert(flags["imatrix"], None, None)
+    if flags["draft"] not in (None, "ngram"):
+        fields["draft"] = find_model(flags["draft"], "--draft")
     fit = _bytes(flags["fit"], "--fit")
     size = _bytes(flags["size"], "--size") if fit is None else _size_that_fits(source, fit, flags["n_ctx"])
     return Request(source, out, size=size, fit=fit, more=more, **fields)

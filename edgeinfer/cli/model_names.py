@@ -23,8 +23,8 @@ class ModelCommand(Command):
     """A command whose models may be files, names of models of this machine, or with -hf and -hfd models of the hub.
 
     model: the parameter that names the model; where that is an option, -hf and -hff have variables as it has.  draft:
-    the one of a draft model.  others: of more files of models.  may_be_folder: the model may be a folder of Hugging
-    Face.  finds: before the command runs, whose parameters are files then; else it calls find_models when it has looked
+    the one of a draft model.  others: of more files of models.  may_be_folder: they may be folders of Hugging Face.
+    finds: before the command runs, whose parameters are files then; else it calls find_models when it has looked
     at its other flags.
     """
 
@@ -126,7 +126,7 @@ def find_models(
             found[model] = _found(flags[model], may_be_folder)
         for name in others:
             if flags[name] is not None:
-                found[name] = _found(flags[name])
+                found[name] = _found(flags[name], may_be_folder)
         if flags.get("hf_repo_draft") is not None:
             found[str(draft)] = _fetched(flags["hf_repo_draft"], "-hfd")
         elif draft is not None and flags[draft] is not None:

@@ -184,6 +184,12 @@ def test_what_cannot_be_is_one_line_that_says_what_to_do(hub, arguments, code, m
     assert result.stderr.lower().count("error:") == 1
 
 
+def test_a_draft_model_of_an_export_has_a_name_too(home, tiny):
+    arguments = ("export", str(tiny), "--to", "genai", "-o", "out", "--dry-run", "--draft")
+    assert "qwen3:4b: no such file, and no model of that name" in run(*arguments, "qwen3:4b", code=3).stderr
+    assert "is a URL: -hf u/r fetches it" in run(*arguments, "hf.co/u/r", code=2).stderr
+
+
 def test_nothing_is_fetched_for_a_command_line_that_is_wrong(hub):
     for wrong in (
         ("hello", "-p", "hello"),
