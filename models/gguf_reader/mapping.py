@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 
-_AROUND = 64 << 10  # bytes around a page that the system maps together with it
+AROUND = 2 << 20  # bytes around a page that the system maps together with it at most: those of a huge page
 
 
 class MappedFile:
@@ -66,9 +66,12 @@ class MappedFile:
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 
     def release(self, first: int, last: int) -> None:
-        """Drop the whole pages of bytes first..last-1, and those before them that came along when they were read."""
-        first = max(0, first - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
-        n_bytes = last // mmap.PAGESIZE * mmap.PAGESIZE - first
+        """Drop the pages of bytes first..last-1, and those around them that came along when they were read.
+
+        Who reads bytes of the latter meanwhile gets them again.
+        """
+        first = max(0, first - AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+        n_bytes = min(last + AROUND, self.size) - first
         if self._mapping is not None and n_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, n_bytes)
 
