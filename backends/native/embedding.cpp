@@ -26,7 +26,7 @@ void RowsOfFile::read(int token, float* out) const {
         refuse(error.code().message());
     }
     if (n_read < stored.size())
-        refuse("the file was cut off since the model was loaded; restore it, and load it again");
+        refuse("the file was cut off since the model was loaded; load it again");
     dequantize_row(rows_.format, stored.data(), n_embd(), out);
 }
 
