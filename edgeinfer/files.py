@@ -71,6 +71,15 @@ def state_folder() -> Path | None:
     return None
 
 
+def data_folder() -> Path | None:
+    """Folder for what the user keeps; it need not exist. None if the user has no such folder."""
+    import platformdirs
+
+    with suppress(RuntimeError, OSError):
+        return _folder(platformdirs.user_data_path(_APPLICATION))
+    return None
+
+
 def _absolute(path: str) -> str | None:
     return path if os.path.isabs(path) else None
 

@@ -28,7 +28,7 @@ class Entry:
 
     module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
     one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
-    are wanted: such a file is made where it is not.  folders: whether it reads folders of Hugging Face.
+    are wanted: such a file is made where it is not.  target_folders: whether --target may be a folder of Hugging Face.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Entry:
     writes: str
     has_manifest: bool = True
     takes_gguf: bool = False
-    folders: bool = True
+    target_folders: bool = True
 
 
 TARGETS = {  # in the order of --help
@@ -45,7 +45,7 @@ TARGETS = {  # in the order of --help
     "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file", takes_gguf=True),
     "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN", takes_gguf=True),
     "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch", takes_gguf=True),
-    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False, folders=False),
+    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", takes_gguf=True, target_folders=False),
     "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
     "fpga": Entry("edgeinfer.exporters.fpga", "FpgaTarget", "a folder for an FPGA board", has_manifest=False),
 }
@@ -110,8 +110,8 @@ def check_places(request: Request) -> None:
 def check_gguf_files(name: str, request: Request) -> None:
     """Raises InvalidArgument where a folder of Hugging Face stands for what the target reads of GGUF files alone."""
     read = {"--draft": request.draft}
-    if not TARGETS[name].folders:
-        read |= {f"--to {name}": request.source, "--target": request.more.get("model")}
+    if not TARGETS[name].target_folders:
+        read["--target"] = request.more.get("model")
     for what, path in read.items():
         if isinstance(path, Path) and path.is_dir() and not any(path.glob("*.gguf")):
             made = shlex.join(["edgeinfer", "export", str(path), "--to", "gguf", "-o", f"{path.resolve().name}.gguf"])

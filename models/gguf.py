@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, OfOneProcess
 from edgeinfer.file_identity import FileWatch, begin_reading, end_reading
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
@@ -45,7 +45,7 @@ __all__ = [
 MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first..last-1, whole rows
 
 
-class ModelFile:
+class ModelFile(OfOneProcess):
     """A GGUF model in one file or several parts; a context manager.
 
     What the thread writes within a `with` block does not get its name where the model has changed meanwhile (files.py).

@@ -33,6 +33,7 @@ from edgeinfer.errors import (
     EdgeInferError,
     InvalidArgument,
     ModelFileError,
+    OfOneProcess,
     ShapeError,
     UnsupportedModel,
 )
@@ -58,7 +59,7 @@ class Text:
     links: TokenIds = field(default_factory=_none)
 
 
-class LlamaCppModel:
+class LlamaCppModel(OfOneProcess):
     """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
     llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
@@ -186,7 +187,7 @@ class LlamaCppModel:
         raise BackendLost(why) from end
 
 
-class LlamaCppSession:
+class LlamaCppSession(OfOneProcess):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: LlamaCppModel, n_ctx: int) -> None:

@@ -13,7 +13,8 @@ void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConf
                   std::shared_ptr<Pool> threads, std::shared_ptr<Weights> weights,
                   std::shared_ptr<ExpertStore> experts) {
     for (size_t i = 0; i < config.layers.size(); i++) {
-        const AttentionConfig& attention = config.layers[i].attention;
+        if (!config.layers[i].attention()) continue;
+        const AttentionConfig& attention = *config.layers[i].attention();
         const bool is_joined = i == 0 && front.kind == FrontKind::ConcatenatedInput;
         if (attention.n_in != (is_joined ? 2 : 1) * config.n_embd) {
             throw nb::value_error("a layer attends from the residual stream, or from what the front joins");

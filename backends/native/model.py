@@ -19,7 +19,7 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, OfOneProcess
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
@@ -77,7 +77,7 @@ def with_device(use: MemoryUse, beside: MemoryUse) -> MemoryUse:
     return replace(use, weights=use.weights + beside.weights, activations=use.activations + beside.activations)
 
 
-class NativeDecoder:
+class NativeDecoder(OfOneProcess):
     """A decoder in memory: the common part of models and draft heads.
 
     decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each

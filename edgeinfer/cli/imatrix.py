@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, note
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", may_be_folder=True)
 @click.argument("model", type=FileName())
 @click.option("--calibration", type=FileName(), help="Text to run.  [default: the model's answers to built-in prompts]")
 @click.option("-o", "--out", type=FileName(), required=True, help="The file to write.")
