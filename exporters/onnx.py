@@ -24,6 +24,7 @@ from edgeinfer.exporters.manifest import NAME as MANIFEST
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.source import named_as
 from edgeinfer.exporters.tokenizer_json import tokenizer_json, write_tokenizer
+from edgeinfer.file_identity import check_sources
 from edgeinfer.files import behind_links, check_folder, folder_beside, take_over, whole_folder
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
@@ -177,6 +178,7 @@ def _place(path: Path) -> Iterator[Path]:
         others = sorted(each.name for each in folder.iterdir() if each.name != target.name)
         for name in (*others, target.name):
             take_over(folder / name, target.with_name(name))
+        check_sources()
         target.unlink(missing_ok=True)  # the old one does not go with the new weights
         for name in (*others, target.name):
             os.replace(folder / name, target.with_name(name))

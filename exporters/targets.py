@@ -17,7 +17,8 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
-from edgeinfer.exporters.request import Plan, Request, Target
+from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.file_identity import Sources
 from edgeinfer.files import behind_links, check_writable
 
 
@@ -58,7 +59,37 @@ def open_target(name: str) -> Target:
     if importlib.util.find_spec(entry.module) is None:
         raise UnsupportedModel(f"this version of edgeinfer cannot write {entry.writes} (--to {name})")
     target: Target = getattr(importlib.import_module(entry.module), entry.name)()
-    return FromGguf(target) if entry.takes_gguf else target
+    return Watched(FromGguf(target) if entry.takes_gguf else target)
+
+
+class Watched:
+    """A target whose plan and output are of sources that stayed what they were, from the plan on."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._planned: tuple[Request, Sources] | None = None
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan. Raises ModelFileChanged too."""
+        sources = Sources(read_files(request))
+        with sources.unchanged():
+            plan = self._target.plan(request)
+            sources.check()
+        self._planned = request, sources
+        return plan
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. Raises ModelFileChanged too, and nothing is written then."""
+        planned = self._planned
+        sources = planned[1] if planned is not None and planned[0] == request else Sources(read_files(request))
+        with sources.unchanged():
+            return self._target.write(request, progress)
+
+
+def read_files(request: Request) -> list[Path]:
+    """The files that an export reads. Raises ModelFileError, OSError."""
+    named = (request.imatrix, request.calibration, request.draft, *request.more.values())
+    return [*source_files(request.source), *(path for path in named if isinstance(path, Path) and path.is_file())]
 
 
 def check_places(request: Request) -> None:

@@ -28,6 +28,7 @@ from edgeinfer.models.spec import (
     RopeSpec,
     TensorRef,
     TensorRows,
+    attention_of,
     dense_of,
 )
 
@@ -86,7 +87,9 @@ def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
 def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
     """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
     layers = enumerate(spec.layers)
-    return replace(spec, layers=tuple(replace(layer, mixer=change(index, layer.mixer)) for index, layer in layers))
+    return replace(
+        spec, layers=tuple(replace(layer, mixer=change(index, attention_of(layer))) for index, layer in layers)
+    )
 
 
 def each_ffn(spec: ModelSpec, change: Callable[[int, Dense], Dense]) -> ModelSpec:

@@ -11,8 +11,9 @@ from click.core import ParameterSource
 
 from edgeinfer.cli.board_folder import BOARD_OPTIONS, board_options, missing, run_on_folder
 from edgeinfer.cli.endings import ended_by_signals
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, warnings_as_notes
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _ONLY_FOR = {  # the targets of options that not all of them have
 _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="source", others=("model",), may_be_folder=True)
 @click.argument("source", type=FileName())
 @click.option("--to", type=click.Choice(_TARGETS), help="Target format.  [required]")
 @click.option("-o", "--out", type=FileName(), help="The file or folder to write.  [required]")

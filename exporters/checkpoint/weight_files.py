@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint.adapters import refuse_unmerged
 from edgeinfer.exporters.checkpoint.folder import Folder
-from edgeinfer.exporters.checkpoint.safetensors import StoredTensor, open_safetensors, read_header
+from edgeinfer.exporters.checkpoint.safetensors import StoredTensor, read_header
+from edgeinfer.models.gguf_reader.mapping import map_file
 
 MAX_INDEX_BYTES = 64 << 20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,7 +42,7 @@ def _of_files(folder: Folder, names: Iterable[str], called_by: str = "") -> dict
     for name in names:
         path = folder.file(name, called_by)
         try:
-            file = open_safetensors(path)
+            file = map_file(path)
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
         tensors = read_header(file)

@@ -32,7 +32,7 @@ from edgeinfer.exporters.onnx import planned_tensors
 from edgeinfer.exporters.request import Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, temporary_folder, whole_folder
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata
@@ -109,7 +109,7 @@ def estimated_peak(package: Package) -> int:
     """Most memory that GenAI takes with a whole context: libraries, packed weights, caches and a piece of a prompt."""
     peak = _RUNTIME_BYTES
     for decoder in package.decoders:
-        spec, attention = decoder.spec, decoder.spec.layers[0].mixer
+        spec, attention = decoder.spec, attention_of(decoder.spec.layers[0])
         cache = 2 * spec.n_layers * attention.n_kv_heads * attention.head_dim * package.n_ctx * 4
         rows = CHUNK if package.drafts else 1
         widest = max(_widths(spec)) * CHUNK * 4 * 4 + 2 * rows * spec.n_logits * 4
@@ -120,13 +120,13 @@ def estimated_peak(package: Package) -> int:
 def _widths(spec: ModelSpec) -> Iterator[int]:
     yield spec.n_embd
     for layer in spec.layers:
-        yield layer.mixer.n_heads * layer.mixer.head_dim
+        yield attention_of(layer).n_heads * attention_of(layer).head_dim
         yield int(getattr(layer.ffn, "n_ff", 0))
 
 
 def _scores(spec: ModelSpec, n_ctx: int) -> int:
     """Bytes of the attention's scores, and of its mask, for a piece of a prompt."""
-    return CHUNK * n_ctx * 4 * (spec.layers[0].mixer.n_heads + 2)
+    return CHUNK * n_ctx * 4 * (attention_of(spec.layers[0]).n_heads + 2)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tokenizers
 from edgeinfer.errors import EdgeInferError, ModelFileError, UnsupportedModel, warn
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.entries import AddedToken
+from edgeinfer.signal_handlers import is_from_handler
 
 NAME = "tokenizer.json"
 MAX_BYTES = 128 << 20
@@ -42,6 +43,8 @@ class TokenizerFile:
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, EdgeInferError):
             raise
         except BaseException as error:
+            if is_from_handler(error):
+                raise
             raise ModelFileError(f"{self.path}: the tokenizers library {what}: {error!s:.200}") from error
 
     @property
