@@ -39,7 +39,7 @@ from edgeinfer.backends.reference_math import (
     soft_cap,
 )
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
-from edgeinfer.errors import EdgeInferError, Interrupted, OfOneProcess, ShapeError
+from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -52,6 +52,7 @@ from edgeinfer.models import (
 )
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import FeedForward
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 _CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32, "k6v4": np.float32}

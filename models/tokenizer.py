@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property, partial
 
-from edgeinfer.errors import OfOneProcess, TokenizerError
+from edgeinfer.errors import TokenizerError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
@@ -23,6 +23,7 @@ from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of
 from edgeinfer.models.tokenization.pre_tokenizers import ADD_BOS, GEMMA4, PRE_TOKENIZERS, cut, keeps_tokens
 from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, Special, specials_in, turn_marks, with_ids
 from edgeinfer.models.tokenization.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, bytes_of
+from edgeinfer.one_process import OfOneProcess
 
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
 

@@ -33,11 +33,11 @@ from edgeinfer.errors import (
     EdgeInferError,
     InvalidArgument,
     ModelFileError,
-    OfOneProcess,
     ShapeError,
     UnsupportedModel,
 )
 from edgeinfer.models import ModelSizes
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 

@@ -19,8 +19,9 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import EdgeInferError, OfOneProcess
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import Experts, ModelSpec
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 

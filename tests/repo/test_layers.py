@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 LAYERS: list[tuple[str, list[set[str]]]] = [
     # Lowest first. A part (a set of modules) may import itself and the layers before its own, but no other part of its
     # layer. The longest name that fits a module says which part it is in.
-    ("names", [{"errors", "types", "arguments", "files", "devices", "sizes", "signal_handlers", "user_text"}]),
+    (
+        "names",
+        [{"errors", "types", "arguments", "files", "devices", "sizes", "signal_handlers", "user_text", "one_process"}],
+    ),
     ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
         "what a model file says",
