@@ -46,6 +46,10 @@ class ModelNotFound(ModelFileError):
     """There is no model file with that name."""
 
 
+class DownloadError(EdgeInferError):
+    """A model could not be downloaded; what there is of it is kept for the next try, unless it is damaged."""
+
+
 class InvalidGGUF(ModelFileError):
     """The file violates the GGUF format; `field` and `offset` (bytes) say where."""
 
@@ -115,8 +119,16 @@ class BackendLost(EdgeInferError):
     exit_code = 5
 
 
-class ExpertReadError(EdgeInferError):
+class ExpertReadError(ModelFileError):
     """An expert could not be read from its file during a forward pass; the session is unchanged."""
+
+    exit_code = 1
+
+
+class ModelFileChanged(ExpertReadError):
+    """A file of the model was changed while it was in use: load it again. The session is unchanged."""
+
+    exit_code = 3
 
 
 class NumericalError(EdgeInferError):

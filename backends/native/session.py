@@ -155,6 +155,7 @@ class NativeText(OfOneProcess):
             return None
         if not whole:
             raise interrupted()
+        self._decoder.check_files()
         self._tokens = before + few
         links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
         self._parents = [*pending, *links]

@@ -23,6 +23,7 @@ from edgeinfer.cli.answering import (
     speculation_table,
     write_answer,
 )
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     escaped_text,
     json_option,
@@ -37,7 +38,6 @@ from edgeinfer.cli.options import (
     variable_option,
     warnings_as_notes,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note, reason
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
 from edgeinfer.files import state_folder
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
     escaped_text,
@@ -23,12 +24,11 @@ from edgeinfer.cli.options import (
     text_or_prompt,
     warnings_as_notes,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.user_text import decoded
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
 @click.option("-p", "--prompt", callback=escaped_text, help="The text to complete, same as TEXT.")

@@ -96,7 +96,12 @@ budget_option = variable_option(
     help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
 )
 _MODEL_OPTIONS = (
-    variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: SmolLM2-135M-Instruct]"),
+    variable_option(
+        "-m",
+        "--model",
+        type=FileName(),
+        help="GGUF file, or a name of `edgeinfer models`.  [default: SmolLM2-135M-Instruct]",
+    ),
     variable_option(
         "-c", "--ctx-size", type=click.IntRange(1), help="Context size in tokens.  [default: as trained, at most 4096]"
     ),
@@ -275,9 +280,11 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
+    from edgeinfer.cli.model_names import find_models
     from edgeinfer.loading import load
 
     check_stdout()
+    flags = find_models(flags)
     with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(
             flags["model"],
@@ -305,12 +312,16 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
     """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
+    from edgeinfer.speculation.draft_names import FREE_DRAFTERS
+
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
         return str(draft)
     if draft == "none":
         raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
-    file = os.path.join(".", model)  # a file always, also one that is called as a drafter is
+    file = str(model)
+    if file in ("auto", "none", *FREE_DRAFTERS):
+        file = os.path.join(".", file)  # a file always, also one that is called as a drafter is
     return file if draft == "auto" else [draft, file]
 
 
