@@ -26,9 +26,10 @@ from edgeinfer.backends.checks import (
     check_tokens,
 )
 from edgeinfer.backends.in_turn import forward_in_turn, heads_in_turn
-from edgeinfer.errors import EdgeInferError, InvalidArgument, OfOneProcess, ShapeError
+from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import (
     CacheType,
     Features,

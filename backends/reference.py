@@ -38,7 +38,7 @@ from edgeinfer.backends.reference_math import (
     soft_cap,
 )
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
-from edgeinfer.errors import EdgeInferError, Interrupted, OfOneProcess, ShapeError
+from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -53,6 +53,7 @@ from edgeinfer.models import (
     read_spec,
 )
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 

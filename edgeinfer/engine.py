@@ -22,7 +22,6 @@ from edgeinfer.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
-    OfOneProcess,
     warn,
 )
 from edgeinfer.memory.budget import Ledger
@@ -31,6 +30,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
 from edgeinfer.offload.tier import DeviceTier
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params

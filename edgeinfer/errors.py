@@ -6,7 +6,6 @@ the command line.
 
 import sys
 import warnings
-from typing import NoReturn
 
 
 class EdgeInferError(Exception):
@@ -146,17 +145,6 @@ class Interrupted(EdgeInferError):
     """`Session.interrupt` stopped the forward pass from another thread; the session is unchanged."""
 
     exit_code = 130
-
-
-class OfOneProcess:
-    """Base of what cannot leave its process: pickle and copy raise NotPicklable, which says what to do instead."""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise NotPicklable(
-            f"{type(self).__module__.partition('.')[0]}.{type(self).__name__} holds a model in the memory of its "
-            "process and cannot be pickled or copied: load the model in each process that uses it (edgeinfer.load), "
-            "and hand over texts, messages or completions"
-        )
 
 
 def warn(message: str) -> None:

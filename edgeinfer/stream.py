@@ -9,10 +9,11 @@ from typing import Protocol, cast
 
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
-from edgeinfer.errors import InvalidArgument, OfOneProcess
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter

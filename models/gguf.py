@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError, OfOneProcess
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.file_identity import FileWatch, begin_reading, end_reading
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
@@ -30,6 +30,7 @@ from edgeinfer.models.gguf_reader.header import (
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.models.gguf_reader.parts import Part, read_all_parts, read_part
 from edgeinfer.models.gguf_reader.types import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, MetadataValue, TensorInfo
+from edgeinfer.one_process import OfOneProcess
 
 __all__ = [
     "DEFAULT_ALIGNMENT",

@@ -33,12 +33,12 @@ from edgeinfer.errors import (
     EdgeInferError,
     InvalidArgument,
     ModelFileError,
-    OfOneProcess,
     ShapeError,
     UnsupportedModel,
 )
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSizes
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 

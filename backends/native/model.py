@@ -19,10 +19,11 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import EdgeInferError, OfOneProcess
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 

@@ -24,8 +24,9 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import TextRows, interrupted
-from edgeinfer.errors import EdgeInferError, InvalidArgument, OfOneProcess, ShapeError
+from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
 
 if TYPE_CHECKING:

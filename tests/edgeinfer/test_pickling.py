@@ -11,10 +11,11 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import errors
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidGGUF, NotPicklable, OfOneProcess
+from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidGGUF, NotPicklable
 from edgeinfer.load_options import LoadOptions
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.one_process import OfOneProcess
 from edgeinfer.sampling import SamplingParams
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -15,7 +15,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "names",
         [
             {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
-            | {"user_text"},
+            | {"user_text", "one_process"},
         ],
     ),
     ("models by name", [{"library"}]),
