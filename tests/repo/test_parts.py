@@ -43,7 +43,7 @@ def steps(folder: Path, *arguments: str, **environment: str) -> str:
         missing("compiler", "make is not installed")
     shutil.copy(ROOT / "Makefile", folder)
     for name in ("pyproject.toml", "backends", "edgeinfer"):
-        (folder / name).mkdir()  # the rules look at what is in them
+        (folder / name).mkdir(exist_ok=True)  # the rules look at what is in them
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
     path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/opt/homebrew/bin"}
     run = subprocess.run(command, cwd=folder, env=path | environment, capture_output=True, text=True, timeout=60)
