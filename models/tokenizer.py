@@ -15,22 +15,32 @@ import re
 from collections.abc import Iterable
 from functools import cached_property, partial
 
-from edgeinfer.errors import TokenizerError
+from edgeinfer.errors import OfOneProcess, TokenizerError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of
 from edgeinfer.models.tokenization.pre_tokenizers import ADD_BOS, GEMMA4, PRE_TOKENIZERS, cut, keeps_tokens
 from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, Special, specials_in, turn_marks, with_ids
-from edgeinfer.models.tokenization.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, bytes_of
+from edgeinfer.models.tokenization.vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    bytes_of,
+    n_specials,
+)
 
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECES, _PIECE_BYTES = 2048, 200  # of tokens whose bytes are kept, and what one takes with its place in a dict
+_SPECIAL_BYTES = 224  # of a special token: its text, its id and what is known of it
 
 
-class Tokenizer:
+class Tokenizer(OfOneProcess):
     """Text to ids and back, by the vocabulary and rules of one file.
 
     n_vocab: number of ids.  bos_id, eos_id: begin and end of a text, None if the file has none.  add_bos, add_eos:
@@ -85,6 +95,9 @@ class Tokenizer:
         tokens = metadata.strings("tokens")
         n_vocab, kind = len(tokens), kind_of(metadata)[0]
         held, more = tokens.table.n_held, index_bytes(n_vocab) + n_vocab  # attributes take a byte each
+        more += n_specials(metadata, n_vocab) * _SPECIAL_BYTES
+        if tokens.table.has_empty:  # then there is another table, see Vocabulary
+            more += held + n_vocab
         if kind == "llama":
             more += 4 * n_vocab  # scores
         elif metadata.get("merges") is not None:
@@ -235,6 +248,12 @@ class Tokenizer:
     def is_control(self, id: int) -> bool:
         """Whether the token stands for no text of its own."""
         return bool(self._attributes[id] & (CONTROL | UNKNOWN))
+
+    def is_frame(self, id: int) -> bool:
+        """Whether a control token begins, ends or fills a text, as padding does, and is no part of what is said."""
+        is_unknown = bool(self._attributes[id] & UNKNOWN)
+        frames = (self.bos_id, self.eos_id, *self._named_ids, *self.stop_ids)
+        return self.is_control(id) and (is_unknown or id in frames)
 
     def hides_space(self, id: int) -> bool:
         """Whether `encode` put a space between this token and the text behind it that is no part of the text."""

@@ -24,7 +24,7 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import TextRows, interrupted
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.errors import EdgeInferError, InvalidArgument, OfOneProcess, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
 
@@ -35,7 +35,7 @@ _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 
 
-class NativeText:
+class NativeText(OfOneProcess):
     """The common part of sessions of models and of draft heads."""
 
     def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
@@ -47,6 +47,7 @@ class NativeText:
         self._tokens: list[int] = []
         self._text: list[int] = []  # committed
         self._rows: mmap.mmap | None = None  # where logits of several rows were, used again
+        self._keeps_rows = False
         self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of those logits were views
 
     @property
@@ -72,11 +73,17 @@ class NativeText:
         if not 0 <= n_past <= state.n_past:
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
-        if n_past == 0:  # others than these may not want so many
+        if n_past == 0 and not self._keeps_rows:  # others than these may not want so many
             self._rows = None
         n_reached = state.truncate(n_past)
         del self._text[n_reached:]
         return n_reached
+
+    def reserve_rows(self, n: int) -> None:
+        """Take memory for the logits of up to n rows now, and keep it for all passes: none waits for it later."""
+        self._rows = self._array = None
+        self._keeps_rows = True
+        self._rows_for(min(n, _ROWS)).fill(0.0)
 
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""
@@ -154,6 +161,7 @@ class NativeText:
             return None
         if not whole:
             raise interrupted()
+        self._decoder.check_files()
         self._tokens = before + few
         links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
         self._parents = [*pending, *links]

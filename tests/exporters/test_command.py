@@ -105,7 +105,6 @@ def test_a_draft_head_is_refused_with_what_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, what",
     [
-        (["SOURCE", "--to", "onnx"], "--to onnx"),
         (["a.gguf", "--to", "onnx", "--target", "SOURCE"], "--target"),
         *((["a.gguf", "--to", target, "--draft", "SOURCE"], "--draft") for target in ("genai", "litertlm", "mnn")),
     ],
@@ -189,6 +188,18 @@ def test_a_config_that_makes_no_model_is_refused(
     with pytest.raises(error, match=words):
         export_ternary(TernaryCheckpoint.open(tmp_path), tmp_path / "m.gguf")
     assert not list(tmp_path.glob("m.gguf*"))
+
+
+def test_a_tied_checkpoint_may_have_its_one_table_under_either_name(tmp_path: Path) -> None:
+    written = []
+    for name in ("model.embed_tokens", "lm_head"):
+        folder = tmp_path / name / "model"
+        folder.mkdir(parents=True)
+        write_packed_llama(folder, np.random.default_rng(3), (name,))
+        result = run("export", folder, "--to", "ternary", "-o", tmp_path / name / "out.gguf")
+        assert result.exit_code == 0, result.output
+        written.append((tmp_path / name / "out.gguf").read_bytes())
+    assert written[0] == written[1]
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
