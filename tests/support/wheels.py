@@ -40,7 +40,7 @@ def build_wheel(python: Path, machine: str, out: Path, folder: str, stubs: Path 
         options |= {"cmake.define.CMAKE_SYSTEM_NAME": "Linux", "cmake.define.CMAKE_SYSTEM_PROCESSOR": machine}
         options |= {"cmake.define.CMAKE_CXX_COMPILER": compiler_for(machine), "cmake.define.EI_STUBS": str(stubs)}
     with tempfile.TemporaryDirectory() as made:
-        command = [python, "-c", BUILD, made, json.dumps(options)]
+        command: list[str | Path] = [python, "-c", BUILD, made, json.dumps(options)]
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
         (wheel,) = Path(made).glob("*.whl")
         return _named_by_its_glibc(wheel, machine, out)
@@ -61,7 +61,15 @@ def stubs_of(wheel: Path, folder: Path) -> Path:
 def _named_by_its_glibc(wheel: Path, machine: str, out: Path) -> Path:
     """Moves the wheel to out, in place of older ones of the same interpreter and machine."""
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", wheel.parent / "named", wheel]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        "--wheel-dir",
+        wheel.parent / "named",
+        wheel,
+    ]
     subprocess.run(command, env=os.environ | {"PATH": _path()}, check=True, stdout=sys.stderr)
     (named,) = (wheel.parent / "named").glob("*.whl")
     interpreter = "-".join(named.name.split("-")[2:4])
