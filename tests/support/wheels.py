@@ -71,7 +71,7 @@ def _named_by_its_glibc(wheel: Path, machine: str, out: Path) -> Path:
         wheel,
     ]
     subprocess.run(command, env=os.environ | {"PATH": _path()}, check=True, stdout=sys.stderr)
-    (named,) = (wheel.parent / "named").glob("*.whl")
+    (named,) = named_to.glob("*.whl")
     interpreter = "-".join(named.name.split("-")[2:4])
     for older in out.glob(f"edgeinfer-*-{interpreter}-*{machine}.whl"):
         older.unlink()
