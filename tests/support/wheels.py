@@ -61,15 +61,8 @@ def stubs_of(wheel: Path, folder: Path) -> Path:
 def _named_by_its_glibc(wheel: Path, machine: str, out: Path) -> Path:
     """Moves the wheel to out, in place of older ones of the same interpreter and machine."""
     out.mkdir(parents=True, exist_ok=True)
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "auditwheel",
-        "repair",
-        "--wheel-dir",
-        wheel.parent / "named",
-        wheel,
-    ]
+    named_to = wheel.parent / "named"
+    command: list[str | Path] = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", named_to, wheel]
     subprocess.run(command, env=os.environ | {"PATH": _path()}, check=True, stdout=sys.stderr)
     (named,) = named_to.glob("*.whl")
     interpreter = "-".join(named.name.split("-")[2:4])
