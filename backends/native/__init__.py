@@ -2,7 +2,14 @@
 
 from edgeinfer.backends.native.backend import NativeBackend
 from edgeinfer.backends.native.head import NativeHeadModel, NativeHeadSession, load_head, plan_head
-from edgeinfer.backends.native.machine import MachineLimits, available_isas, best_isa, build_id, top_k
+from edgeinfer.backends.native.machine import (
+    MachineLimits,
+    available_isas,
+    best_isa,
+    build_id,
+    missing_isas,
+    top_k,
+)
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
 
@@ -17,6 +24,7 @@ __all__ = [
     "best_isa",
     "build_id",
     "load_head",
+    "missing_isas",
     "plan_head",
     "top_k",
 ]

@@ -16,7 +16,7 @@ from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config,
 from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
 from edgeinfer.backends.native.expert_times import expert_seconds
 from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
-from edgeinfer.backends.native.machine import best_isa, build_id
+from edgeinfer.backends.native.machine import best_isa, build_id, warn_of_better_isa
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
 from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_path, read_header, write_packed
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
@@ -142,6 +142,8 @@ class NativeBackend:
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         spec = self._spec(model, spec)
         isa = device.isa or best_isa()
+        if device.isa is None:
+            warn_of_better_isa()
         parts, experts = self._parts(model, spec, plan.ternary_bits), self.experts(model, spec, plan.ternary_bits)
         threads = shared_threads(self.threads, device.n_threads)
         packed = self._mapped(model, parts, experts, plan)

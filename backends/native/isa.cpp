@@ -1,74 +1,14 @@
 // Which instruction sets this build has, and which of them this CPU has.
 #include "kernels.h"
 
-extern const Kernels kernels_scalar;
+#include "cpu_features.h"
 
-#if defined(__x86_64__)
-extern const Kernels kernels_avx512zen4, kernels_avx512vbmi, kernels_avx512vnni, kernels_avx512, kernels_avxvnni,
-    kernels_avx2;
+#define EI_DECLARE(isa, is_present) extern const Kernels kernels_##isa;
+EI_INSTRUCTION_SETS(EI_DECLARE)
 
-#include <cpuid.h>
-
-namespace {
-
-bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-bool has_avxvnni() {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
-}
-bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-bool has_avx512vbmi() { return has_avx512vnni() && __builtin_cpu_supports("avx512vbmi"); }
-bool is_zen4() { return has_avx512vbmi() && __builtin_cpu_is("amdfam19h"); }
-bool is_not_zen4() { return has_avx512vbmi() && !is_zen4(); }
-
-}  // namespace
-#endif
-
-#if defined(__aarch64__)
-extern const Kernels kernels_neon_i8mm, kernels_neon;
-
-#if defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-
-namespace {
-bool has_neon() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
-bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }
-}  // namespace
-#else
-namespace {
-bool has_neon() { return false; }  // until the other systems' ways of asking are written
-bool has_neon_i8mm() { return false; }
-}  // namespace
-#endif
-#endif
-
-namespace {
-bool always() { return true; }
-}  // namespace
-
-const InstructionSet instruction_sets[] = {
-#if defined(__x86_64__)
-    {&kernels_avx512zen4, is_zen4},
-    {&kernels_avx512vbmi, has_avx512vbmi},
-    {&kernels_avx512vnni, has_avx512vnni},
-    {&kernels_avx512, has_avx512},
-    {&kernels_avxvnni, has_avxvnni},
-    {&kernels_avx2, has_avx2},
-    {&kernels_avx512zen4, is_not_zen4},  // which can be asked for, and is tested, everywhere
-#endif
-#if defined(__aarch64__)
-    {&kernels_neon_i8mm, has_neon_i8mm},
-    {&kernels_neon, has_neon},
-#endif
-    {&kernels_scalar, always},
-};
+// CMake defines EI_BUILT_avx2 and so on as 1 where the set is compiled, else as 0.
+#define EI_ENTRY(isa, is_present) {#isa, EI_BUILT_##isa ? &kernels_##isa : nullptr, is_present},
+const InstructionSet instruction_sets[] = {EI_INSTRUCTION_SETS(EI_ENTRY)};
 const int n_instruction_sets = sizeof instruction_sets / sizeof instruction_sets[0];
 
 namespace {

@@ -101,10 +101,13 @@ struct Kernels {
     int at_once(int n) const { return n <= kFewestTokens ? streams_at_once : groups_at_once; }
 };
 
-// The table of an instruction set, and whether this CPU has it; best first.
+// The table of an instruction set, null where this build lacks it, and whether this CPU has it; best first.
 struct InstructionSet {
+    const char* name;
     const Kernels* kernels;
     bool (*present)();
+
+    bool can_run() const { return kernels && present(); }
 };
 extern const InstructionSet instruction_sets[];
 extern const int n_instruction_sets;

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.backends.native import _core
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.errors import BackendUnavailable, warn
 from edgeinfer.types import Logits
+
+# What a source installation leaves out is compiled so; wheels have all.
+HOW_TO_COMPILE = (
+    "`EDGEINFER_SETS=all make setup` in the clone, or `EDGEINFER_SETS=all pip install .`, compiles every set"
+)
 
 
 def build_id() -> str:
@@ -22,15 +28,36 @@ def available_isas() -> list[str]:
     return _core.available_isas()
 
 
+def missing_isas() -> list[str]:
+    """Instruction sets that this CPU has and that were not compiled into this build, best first."""
+    return [name for name, is_built, is_present in _core.known_isas() if is_present and not is_built]
+
+
 def best_isa() -> str:
     """The instruction set to use: the best one, or the one named by EDGEINFER_ISA. Raises BackendUnavailable."""
     wanted = os.environ.get("EDGEINFER_ISA")
     available = available_isas()
-    if wanted and wanted not in available:
+    if not wanted:
+        return available[0]
+    if wanted in available:
+        return wanted
+    offered = f"unset it, or name one of these: {', '.join(available)}"
+    if wanted in missing_isas():
         raise BackendUnavailable(
-            f"EDGEINFER_ISA={wanted}, but this CPU and this build have: {', '.join(available)}; unset it or name one"
+            f"EDGEINFER_ISA={wanted}, which this CPU has, but which was not compiled into this build; "
+            f"{HOW_TO_COMPILE}; or {offered}"
         )
-    return wanted or available[0]
+    if any(wanted == name for name, _, _ in _core.known_isas()):
+        raise BackendUnavailable(f"EDGEINFER_ISA={wanted}, which this CPU does not have; {offered}")
+    raise BackendUnavailable(f"EDGEINFER_ISA={wanted} is no instruction set that edgeinfer knows here; {offered}")
+
+
+@functools.cache
+def warn_of_better_isa() -> None:
+    """Say once where this CPU has a better instruction set than this build, as after a move to another CPU."""
+    best = next(name for name, _, is_present in _core.known_isas() if is_present)
+    if not os.environ.get("EDGEINFER_ISA") and best != best_isa():
+        warn(f"edgeinfer was compiled without {best}, which this CPU has, and runs {best_isa()}; {HOW_TO_COMPILE}")
 
 
 def top_k(logits: Logits, k: int) -> list[tuple[int, float]]:

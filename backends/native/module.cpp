@@ -11,9 +11,9 @@
 const Kernels& kernels_of(const std::string& isa) {
     std::string known;
     for (int i = 0; i < n_instruction_sets; i++) {
-        if (!instruction_sets[i].present()) continue;
-        if (isa == instruction_sets[i].kernels->name) return *instruction_sets[i].kernels;
-        known += (known.empty() ? "" : ", ") + std::string(instruction_sets[i].kernels->name);
+        if (!instruction_sets[i].can_run()) continue;
+        if (isa == instruction_sets[i].name) return *instruction_sets[i].kernels;
+        known += (known.empty() ? "" : ", ") + std::string(instruction_sets[i].name);
     }
     const std::string what = "instruction set '" + isa + "' is not one that this CPU and this build have: " + known;
     throw nb::value_error(what.c_str());
@@ -55,9 +55,19 @@ namespace {
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (int i = 0; i < n_instruction_sets; i++) {
-        if (instruction_sets[i].present()) names.push_back(instruction_sets[i].kernels->name);
+        if (instruction_sets[i].can_run()) names.push_back(instruction_sets[i].name);
     }
     return names;
+}
+
+// (name, whether this build has it, whether this CPU has it) of every instruction set of this architecture, best first.
+std::vector<std::tuple<std::string, bool, bool>> known_isas() {
+    std::vector<std::tuple<std::string, bool, bool>> sets;
+    for (int i = 0; i < n_instruction_sets; i++) {
+        const InstructionSet& set = instruction_sets[i];
+        sets.emplace_back(set.name, set.kernels != nullptr, set.present());
+    }
+    return sets;
 }
 
 // Rows of n_in weights in another type, both as GGUF stores them.
@@ -90,6 +100,8 @@ void bind_machine(nb::module_& m) {
     m.def("give_back_freed", &give_back_freed, nb::call_guard<ReleasedGil>(),
           "Give memory that was freed and that the allocator keeps back to the system, where it can.");
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
+    m.def("known_isas", &known_isas,
+          "(name, whether this build has it, whether this CPU has it), best first; a name may stand twice.");
     m.def(
         "measure_limits",
         [](const std::string& isa, int n_threads, int n_rounds) {

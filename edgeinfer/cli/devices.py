@@ -30,11 +30,12 @@ def _cpu() -> dict[str, Any]:
     """The CPU, and why the native engine does not run on it, if so."""
     from edgeinfer import devices as machine
 
-    isa, isas, reason = None, [], None
+    isa, isas, not_compiled, reason = None, [], [], None
     try:
-        from edgeinfer.backends.native import available_isas, best_isa
+        from edgeinfer.backends.native import available_isas, best_isa, missing_isas
 
-        isa, isas = best_isa(), available_isas()
+        isas, not_compiled = available_isas(), missing_isas()
+        isa = best_isa()
     except (EdgeInferError, ImportError) as error:
         reason = f"the native engine is not usable: {error}"
     return {
@@ -43,6 +44,7 @@ def _cpu() -> dict[str, Any]:
         "n_threads": machine.default_n_threads(),
         "isa": isa,
         "isas": isas,
+        "isas_not_compiled": not_compiled,
         "available_memory_bytes": machine.available_memory(),
         "reason": reason,
     }
@@ -99,10 +101,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
     from edgeinfer.arguments import human_bytes
 
+    not_compiled = cpu["isas_not_compiled"]
     fields = {
         "CPU": cpu["name"],
         "  cores": f"{cpu['n_cores']} for this process, {cpu['n_threads']} threads by default",
         "  instructions": f"{cpu['isa']}, of {', '.join(cpu['isas'])}" if cpu["isa"] else None,
+        "  not compiled": f"{', '.join(not_compiled)}: with EDGEINFER_SETS=all they are" if not_compiled else None,
         "  memory": f"{human_bytes(cpu['available_memory_bytes'])} available",
         "  not usable": cpu["reason"],
     }

@@ -43,7 +43,7 @@ def steps(folder: Path, *arguments: str, **environment: str) -> str:
         missing("compiler", "make is not installed")
     shutil.copy(ROOT / "Makefile", folder)
     for name in ("pyproject.toml", "backends", "edgeinfer"):
-        (folder / name).mkdir()  # the rules look at what is in them
+        (folder / name).mkdir(exist_ok=True)  # the rules look at what is in them
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
     path = {"PATH": "/usr/local/bin:/usr/bin:/bin:/opt/homebrew/bin"}
     run = subprocess.run(command, cwd=folder, env=path | environment, capture_output=True, text=True, timeout=60)
@@ -63,6 +63,7 @@ SIGNS = {
     "genai": "onnxruntime-genai==",
     "train": "torch==",
     "hls": "pyosys==",
+    "wheels": "auditwheel>",
 }
 
 
@@ -77,6 +78,7 @@ SIGNS = {
         (["ARGS=-x"], "genai", {"onnx", "genai"}),
         ([], "transformers,qemu", {"model", "train"}),
         (["ARGS=-x"], "hls4ml", {"hls"}),
+        (["ARGS=-x"], "wheels", {"wheels"}),
         ([], "all", SIGNS.keys() - ALWAYS),
         (["ARGS=-x"], "all", SIGNS.keys() - ALWAYS),
     ],
@@ -91,6 +93,29 @@ def test_make_test_sets_up_what_is_needed(arguments: list[str], require: str, al
 def test_make_check_and_chat_set_up_no_more_than_they_need(goal: str, parts: set[str], tmp_path: Path) -> None:
     done = steps(tmp_path, goal)
     assert {part for part, sign in SIGNS.items() if sign in done} == parts
+
+
+@pytest.mark.parametrize(
+    "goal, environment, sets",
+    [
+        ("chat", {}, "native"),
+        ("check", {}, "native"),
+        ("test", {}, "all"),
+        ("setup", {"EDGEINFER_SETS": "all"}, "all"),
+        ("test", {"EDGEINFER_SETS": "avx2"}, "avx2"),
+    ],
+)
+def test_make_compiles_the_instruction_sets_that_are_needed(
+    goal: str, environment: dict[str, str], sets: str, tmp_path: Path
+) -> None:
+    assert f"echo '{sets}' >" in steps(tmp_path, goal, **environment)
+
+
+def test_make_keeps_the_instruction_sets_that_were_asked_for(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".sets").write_text("all\n")
+    assert "echo 'all' >" in steps(tmp_path, "chat")
+    assert "echo 'native' >" in steps(tmp_path, "chat", EDGEINFER_SETS="native")
 
 
 def test_the_quick_tests_are_there() -> None:

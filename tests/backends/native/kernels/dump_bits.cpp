@@ -363,10 +363,11 @@ void decoders(const Kernels& kernels) {
 
 int main(int n_arguments, char** arguments) {
     for (int i = 0; i < n_instruction_sets; i++) {
+        if (!instruction_sets[i].can_run()) continue;
         const Kernels& kernels = *instruction_sets[i].kernels;
         bool is_wanted = n_arguments == 1;
         for (int a = 1; a < n_arguments; a++) is_wanted = is_wanted || std::strcmp(arguments[a], kernels.name) == 0;
-        if (!is_wanted || !instruction_sets[i].present()) continue;
+        if (!is_wanted) continue;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
         routing(kernels);

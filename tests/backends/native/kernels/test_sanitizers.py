@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from dumped_bits import built_objects
 from parts import missing, required
 
 from edgeinfer.backends.native import available_isas
@@ -47,9 +46,7 @@ def sanitized() -> Path:
     configure = ["cmake", "-S", ROOT / "backends", "-B", BUILD, f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}"]
     configure += ["-DEI_SANITIZE=address,undefined", "-DCMAKE_BUILD_TYPE=Debug"]
-    configure += [f"-DEI_SANITIZED_SETS={';'.join(available_isas())}"]
-    if objects := built_objects():
-        configure += [f"-DEI_OTHER_KERNELS={objects[0].parents[1]}"]
+    configure += [f"-DEI_SETS={','.join(available_isas())}"]  # the others cannot be run here
     subprocess.run(configure, check=True, capture_output=True)
     build = ["cmake", "--build", BUILD, "--target", "_core", "_strings", "_mapped", "_quantize", "_sampler", "-j", "2"]
     subprocess.run(build, check=True, capture_output=True)
