@@ -14,9 +14,11 @@ from edgeinfer.cli.options import (
     max_tokens,
     model_options,
     open_engine,
+    quiet_option,
     read_input,
     sampling_given,
     sampling_options,
+    stop_option,
     text_argument,
     text_or_prompt,
 )
@@ -34,11 +36,18 @@ from edgeinfer.errors import InvalidArgument
     type=FileName(exists=True, dir_okay=False),
     help="Complete the text in this file.",
 )
-@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
+@stop_option
 @sampling_options
+@quiet_option
 @json_option
 def generate(
-    texts: tuple[str, ...], prompt: str | None, file: Path | None, stop: tuple[str, ...], as_json: bool, **flags: Any
+    texts: tuple[str, ...],
+    prompt: str | None,
+    file: Path | None,
+    stop: tuple[str, ...],
+    quiet: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Complete a text.
 
@@ -51,7 +60,7 @@ def generate(
         bar = ProgressBar("reading the prompt")
         stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
-        finish_one_shot(engine, completion, as_json)
+        finish_one_shot(engine, completion, as_json, quiet)
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
