@@ -106,6 +106,7 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool, is_qu
 
     is_quiet: without that line.
     """
+    note_full_context(engine, completion)
     if as_json:
         show(json.dumps(as_record(engine, completion)))
     else:
@@ -116,6 +117,17 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool, is_qu
             note(short_figures(completion))
     if completion.finish_reason == "interrupted":
         click.get_current_context().exit(Interrupted.exit_code)
+
+
+def note_full_context(engine: Engine, completion: Completion) -> None:
+    """Say that the context ended an answer, or that the prompt left no room for one."""
+    n_prompt, n_answer = completion.usage.prompt_tokens, completion.usage.completion_tokens
+    if completion.finish_reason != "length" or n_prompt + n_answer < engine.n_ctx:
+        return
+    if n_answer:
+        note(f"cut: the context is full ({n_prompt} of {engine.n_ctx} tokens are the prompt's); raise -c")
+    else:
+        note(f"no answer: the prompt fills the context ({n_prompt} of {engine.n_ctx} tokens); raise -c")
 
 
 def as_record(engine: Engine, completion: Completion) -> dict[str, object]:

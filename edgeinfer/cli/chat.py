@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
+    escaped_text,
     json_option,
     max_tokens,
     model_options,
@@ -24,8 +26,8 @@ from edgeinfer.cli.options import (
     text_argument,
     text_or_prompt,
     variable_option,
+    warnings_as_notes,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason, show
 from edgeinfer.errors import BackendLost, InvalidArgument
 from edgeinfer.files import state_folder
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The message, same as TEXT.")
-@click.option("-sys", "--system", help="System message.")
+@click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")
+@click.option("-sys", "--system", callback=escaped_text, help="System message.")
 @click.option(
     "--session", "session_name", metavar="NAME", help="Go on with the conversation of that name, or begin it."
 )
@@ -111,10 +113,11 @@ def _answer_once(
     from edgeinfer.cli.thinking import Thinking
 
     conversation = engine.chat()
-    if session is not None:
-        session.load(conversation)
-    if system is not None:
-        conversation.system = system
+    with warnings_as_notes():  # of a model without system messages
+        if session is not None:
+            session.load(conversation)
+        if system is not None:
+            conversation.system = system
     bar = ProgressBar("reading the prompt")
     answer = conversation.send(
         message, max_tokens=max_tokens(flags), stop=flags["stop"], progress=bar, **sampling_given(flags)

@@ -85,10 +85,11 @@ class Repl:
 
     def begin(self, system: str | None) -> None:
         """Go on with the session, and greet. system: the system message, None to leave it."""
-        if self._session is not None:
-            self._session.load(self.conversation)
-        if system is not None:
-            self.conversation.system = system
+        with warnings_as_notes():  # of a model without system messages
+            if self._session is not None:
+                self._session.load(self.conversation)
+            if system is not None:
+                self.conversation.system = system
         if self._flags["quiet"]:
             return
         self._greet()
@@ -142,7 +143,8 @@ class Repl:
         name, _, argument = text.partition(" ")
         name = _OTHER_NAMES.get(name.rstrip(), name)
         if name in self._commands and "\n" not in name:
-            self._commands[name][0](argument.strip())
+            with warnings_as_notes():
+                self._commands[name][0](argument.strip())
         elif text.startswith("/") and "\n" not in text:
             note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
         elif text.rstrip().lower() in _FAREWELLS:
@@ -261,7 +263,8 @@ class Repl:
             note(f"{self.engine.name} ({self.engine.path})")
             return
         option = next(option for option in self._context.command.params if option.name == "model")
-        flags = self._flags | {"model": option.process_value(self._context, argument)}
+        name = option.process_value(self._context, argument)
+        flags = self._flags | {"model": name, "hf_repo": None, "hf_file": None}
         try:
             self._change_engine(open_engine(flags))
         except BudgetExceeded:

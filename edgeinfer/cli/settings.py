@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -42,7 +41,7 @@ class Settings:
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """The parameters for a model with such defaults."""
-        return replace(default, **self.sampling)
+        return default.changed(self.sampling)
 
     def set(self, argument: str) -> str:
         """Set what "NAME VALUE" says, or "NAME default"; gives the name of the flag.
