@@ -84,11 +84,10 @@ def chat(
             from edgeinfer.cli.sessions import Session
 
             session = opened.enter_context(Session(session_name))
-        engine = open_engine(flags)
+        engine = opened.enter_context(open_engine(flags))
         if message is None:
             _converse(engine, session, system, None if no_history else _history_file(), flags)
         else:
-            opened.enter_context(engine)
             _answer_once(engine, session, system, message, as_json, flags)
 
 

@@ -130,6 +130,8 @@ def test_most_tokens_and_stop_texts_can_be_set(settings):
         assert changed.max_tokens is None
     changed.set('stop "User\'s turn:" STOP')
     assert changed.stop == ("User's turn:", "STOP")
+    changed.set("stop '\\n\\n' a\\tb")
+    assert changed.stop == ("\n\n", "a\tb"), "escapes are read as those of the flag"
     changed.set("stop default")
     assert changed.stop == ()
 
