@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
-# Of a request: the words of its text, pieces of the answer; and each token as a number that several lists have.
+# Of a request: the words of its text, pieces of the answer, code that runs for the first time; and each token as a
+# number that several lists have.
 _REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
+# Rows of logits: of the prompt, of a pass and of the one before, and where logits are changed two copies. A draw from
+# all of a flat distribution takes 12 bytes a token beside them (see sampler.cpp), three rows more. Two are for gaps
+# that the allocator has between those that come and go.
+_ROWS = 10
 
 
 def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
@@ -98,8 +103,8 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 
 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
-    """The logits of a pass, those of the pass before, and a copy that penalties change; texts as Python's objects."""
-    n_rows = 3 if drafters is None else 3 + _most_nodes(planned, drafters)
+    """Logits, what a draw takes, and texts as Python's objects."""
+    n_rows = _ROWS if drafters is None else _ROWS + _most_nodes(planned, drafters)
     return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
 
 

@@ -114,6 +114,10 @@ struct Tokens {
     std::vector<uint32_t> ids;
     std::vector<float> logits;
 
+    void reserve(size_t n) {
+        ids.reserve(n);
+        logits.reserve(n);
+    }
     void add(uint32_t id, float logit) {
         ids.push_back(id);
         logits.push_back(logit);
@@ -147,12 +151,14 @@ Tokens most_likely(const float* logits, uint32_t n, size_t k) {
 }
 
 // e**(logit - largest).
+double weight_of(float logit, float largest) {
+    const double x = static_cast<double>(logit) - static_cast<double>(largest);
+    return exp_of(x > kLeast ? x : kLeast);
+}
+
 std::vector<double> weights_of(const float* logits, size_t n, float largest) {
     std::vector<double> weights(n);
-    for (size_t i = 0; i < n; i++) {
-        const double x = static_cast<double>(logits[i]) - static_cast<double>(largest);
-        weights[i] = exp_of(x > kLeast ? x : kLeast);
-    }
+    for (size_t i = 0; i < n; i++) weights[i] = weight_of(logits[i], largest);
     return weights;
 }
 
@@ -173,6 +179,7 @@ double bound_of_few(const std::vector<double>& weights) {
 // if even those are too few.
 std::vector<uint32_t> nucleus_of(const std::vector<double>& weights, double enough, double lowest) {
     std::vector<uint32_t> order;
+    order.reserve(weights.size());     // of which only what is written to takes memory
     const auto reaches_enough = [&] {  // cuts the order off there
         std::sort(order.begin(), order.end(),
                   [&](uint32_t a, uint32_t b) { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; });
@@ -218,21 +225,27 @@ Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k,
     if (!is_cut && top_p == 1.0 && min_p == 0.0) return all_of(logits, n);
     const Tokens few = is_cut ? most_likely(logits, n, static_cast<size_t>(top_k)) : Tokens{};
     if (top_p == 1.0 && min_p == 0.0) return few;
-    // Of all tokens only the weights are in memory, 8 bytes each; what is left of them is mostly little.
     const float* from = is_cut ? few.logits.data() : logits;
-    const std::vector<double> weights = weights_of(from, is_cut ? few.logits.size() : n, largest);
+    const uint32_t n_from = is_cut ? static_cast<uint32_t>(few.logits.size()) : n;
     Tokens left;
     const auto keep = [&](uint32_t i) { left.add(is_cut ? few.ids[i] : i, from[i]); };
     if (top_p == 1.0) {
-        for (uint32_t i = 0; i < weights.size(); i++) {
-            if (weights[i] >= min_p) keep(i);
+        left.reserve(n_from);
+        for (uint32_t i = 0; i < n_from; i++) {
+            if (weight_of(from[i], largest) >= min_p) keep(i);
         }
         return left;
     }
-    // The nucleus takes the most likely tokens first, so what min_p drops can only be its end.
-    double total = 0;
-    for (const double weight : weights) total += weight;
-    for (const uint32_t i : nucleus_of(weights, top_p * total, min_p)) keep(i);
+    // The nucleus takes the most likely tokens first, so what min_p drops can only be its end. At most 12 bytes a token
+    // are in memory: weights and places, and after them what is left; see sampling_bytes in load_ledger.py.
+    const std::vector<uint32_t> nucleus = [&] {
+        const std::vector<double> weights = weights_of(from, n_from, largest);
+        double total = 0;
+        for (const double weight : weights) total += weight;
+        return nucleus_of(weights, top_p * total, min_p);
+    }();
+    left.reserve(nucleus.size());
+    for (const uint32_t i : nucleus) keep(i);
     return left;
 }
 

@@ -178,6 +178,43 @@ public:
         for (size_t i = 0; i < n_; i++) longest = std::max(longest, n_characters((*this)[i]));
         return longest;
     }
+    // Whether a text has no bytes.
+    bool has_empty() const {
+        for (size_t i = 0; i < n_; i++)
+            if ((*this)[i].empty()) return true;
+        return false;
+    }
+    size_t n_held() const { return joined().size() + (n_ + 1) * sizeof(uint32_t); }
+    // The texts, each without bytes as prefix, its place, suffix.
+    StringTable named(std::string_view prefix, std::string_view suffix) const {
+        const auto name_of = [&](size_t i) { return std::string(prefix) + std::to_string(i) += suffix; };
+        std::vector<uint32_t> new_starts{0};
+        new_starts.reserve(n_ + 1);
+        size_t end = 0;
+        for (size_t i = 0; i < n_; i++) {
+            end += (*this)[i].empty() ? name_of(i).size() : (*this)[i].size();
+            if (end > UINT32_MAX) throw nb::value_error("a table holds less than 4 GiB");
+            new_starts.push_back(static_cast<uint32_t>(end));
+        }
+        StringTable table(std::move(new_starts));
+        for (size_t i = 0; i < n_; i++) {
+            const std::string name = (*this)[i].empty() ? name_of(i) : "";
+            const std::string_view text = name.empty() ? (*this)[i] : name;
+            std::memcpy(table.bytes() + table.starts()[i], text.data(), text.size());
+        }
+        return table;
+    }
+    // Whether a text has the part behind other characters than those of the part itself. In UTF-8 it begins no other one.
+    bool has_inside(std::string_view part) const {
+        const auto is_inside = [&](std::string_view text) {
+            for (size_t at = 0; (at = text.find(part, at)) != text.npos; at += part.size())
+                if (at > 0 && !text.substr(0, at).ends_with(part)) return true;
+            return false;
+        };
+        for (size_t i = 0; i < n_; i++)
+            if (is_inside((*this)[i])) return true;
+        return false;
+    }
     size_t n_spaces() const { return static_cast<size_t>(std::ranges::count(joined(), ' ')); }
     // Of the same memory.
     StringTable part(size_t first, size_t last) const {
@@ -363,10 +400,10 @@ public:
 
     // It is that of the text that they make together.
     static Merger by_costs(const StringIndex& ids, Costs costs) {
-        std::vector<float> of_texts(costs.data(), costs.data() + costs.size());
+        const auto of_texts = std::make_shared<const std::vector<float>>(costs.data(), costs.data() + costs.size());
         return Merger([&ids, of_texts](std::string_view left, std::string_view right) -> std::optional<double> {
             const auto place = ids.place_of(std::string(left) += right);
-            return place ? std::optional<double>(of_texts.at(*place)) : std::nullopt;
+            return place ? std::optional<double>(of_texts->at(*place)) : std::nullopt;
         });
     }
 
@@ -494,10 +531,12 @@ NB_MODULE(_strings, m) {
         .def_prop_ro(
             "n_bytes", [](const StringTable& table) { return table.joined().size() + table.size() * kLengthBytes; },
             "Bytes of the texts in a file, with their lengths.")
-        .def_prop_ro(
-            "n_held",
-            [](const StringTable& table) { return table.joined().size() + (table.size() + 1) * sizeof(uint32_t); },
-            "Bytes of memory that the texts take.")
+        .def_prop_ro("n_held", &StringTable::n_held, "Bytes of memory that the texts take.")
+        .def_prop_ro("has_empty", &StringTable::has_empty, "Whether a text has no bytes.")
+        .def("named", &StringTable::named, "prefix"_a, "suffix"_a,
+             "The texts, each without bytes as prefix, its place, suffix.")
+        .def("has_inside", &StringTable::has_inside, "part"_a,
+             "Whether a text has the part behind other characters than those of the part itself.")
         .def_prop_ro("n_spaces", &StringTable::n_spaces)
         .def_prop_ro("n_utf8", &StringTable::n_utf8, "How many of the texts are UTF-8, before the first that is not.")
         .def_prop_ro("longest", &StringTable::longest, "Characters of the longest text.");

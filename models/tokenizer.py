@@ -22,12 +22,22 @@ from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of
 from edgeinfer.models.tokenization.pre_tokenizers import ADD_BOS, GEMMA4, PRE_TOKENIZERS, cut, keeps_tokens
 from edgeinfer.models.tokenization.special_tokens import NAMED_KEYS, Special, specials_in, turn_marks, with_ids
-from edgeinfer.models.tokenization.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, bytes_of
+from edgeinfer.models.tokenization.vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    bytes_of,
+    n_specials,
+)
 
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECES, _PIECE_BYTES = 2048, 200  # of tokens whose bytes are kept, and what one takes with its place in a dict
+_SPECIAL_BYTES = 224  # of a special token: its text, its id and what is known of it
 
 
 class Tokenizer(OfOneProcess):
@@ -85,6 +95,9 @@ class Tokenizer(OfOneProcess):
         tokens = metadata.strings("tokens")
         n_vocab, kind = len(tokens), kind_of(metadata)[0]
         held, more = tokens.table.n_held, index_bytes(n_vocab) + n_vocab  # attributes take a byte each
+        more += n_specials(metadata, n_vocab) * _SPECIAL_BYTES
+        if tokens.table.has_empty:  # then there is another table, see Vocabulary
+            more += held + n_vocab
         if kind == "llama":
             more += 4 * n_vocab  # scores
         elif metadata.get("merges") is not None:

@@ -45,7 +45,7 @@ from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
 from edgeinfer.models.draft_vocab import is_as_stored, storage_facts
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.models.gguf_reader.mapping import MappedFile
+from edgeinfer.models.gguf_reader.mapping import AROUND, MappedFile
 from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan, MemoryUse, TernaryBits
 
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
@@ -67,7 +67,8 @@ class NativeBackend:
     """
 
     name = "native"
-    source_bytes = 2 * PIECE_BYTES  # read, and as rows that are made of them
+    # A piece, on two huge pages of the file at most, and the rows that are made of it.
+    source_bytes = 2 * AROUND + PIECE_BYTES
 
     def __init__(
         self,

@@ -25,8 +25,7 @@ void RowsOfFile::read(int token, float* out) const {
     } catch (const std::system_error& error) {
         refuse(error.code().message());
     }
-    if (n_read < stored.size())
-        refuse("the file was cut off since the model was loaded; restore it, and load it again");
+    if (n_read < stored.size()) refuse("the file was cut off since the model was loaded; load it again");
     dequantize_row(rows_.format, stored.data(), n_embd(), out);
 }
 

@@ -47,6 +47,7 @@ class NativeText(OfOneProcess):
         self._tokens: list[int] = []
         self._text: list[int] = []  # committed
         self._rows: mmap.mmap | None = None  # where logits of several rows were, used again
+        self._keeps_rows = False
         self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of those logits were views
 
     @property
@@ -72,11 +73,17 @@ class NativeText(OfOneProcess):
         if not 0 <= n_past <= state.n_past:
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
-        if n_past == 0:  # others than these may not want so many
+        if n_past == 0 and not self._keeps_rows:  # others than these may not want so many
             self._rows = None
         n_reached = state.truncate(n_past)
         del self._text[n_reached:]
         return n_reached
+
+    def reserve_rows(self, n: int) -> None:
+        """Take memory for the logits of up to n rows now, and keep it for all passes: none waits for it later."""
+        self._rows = self._array = None
+        self._keeps_rows = True
+        self._rows_for(min(n, _ROWS)).fill(0.0)
 
     def memory(self) -> MemoryUse:
         """Bytes that the model and this text hold now."""

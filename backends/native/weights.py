@@ -316,4 +316,5 @@ def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
     n_bytes = part.n_bytes // part.n_runs
     firsts = (run * part.distance for run in range(part.n_runs))
     data = b"".join(part.data(model, first, first + n_bytes).tobytes() for first in firsts)
+    model.release(part.name)
     return np.frombuffer(data, dtype=kind).astype(np.float32, copy=False)

@@ -74,6 +74,8 @@ def open_speculator(
             planned.dropped[name] = str(error)
     rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
     rates = {} if rate is None else {HeadDrafter.name: rate}
+    if isinstance(session, NativeSession):
+        session.reserve_rows(1 + min(planned.draft_max, session.n_batch - 1))
     return Speculator(session, drafters, costs, planned.n_vocab, planned.draft_max, placements, rates, forecast)
 
 

@@ -19,7 +19,7 @@ from edgeinfer.exporters.checks.head import drafted
 from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits
 from edgeinfer.exporters.checks.runtime_process import ask_runtime, peak_bytes
 from edgeinfer.files import temporary_folder
-from edgeinfer.models import read_spec
+from edgeinfer.models import attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 
 Floats = NDArray[np.float32]
@@ -46,7 +46,8 @@ def compare_model(source: ModelFile, written: Path, n_ctx: int) -> tuple[Checked
 
 def _context(source: ModelFile, n_ctx: int, n_needed: int) -> int:
     """Positions of the native engine: those of the file where a rotation depends on how many there are (LongRoPE)."""
-    depends = any(layer.mixer.rope is not None and layer.mixer.rope.long for layer in read_spec(source).layers)
+    ropes = [attention_of(layer).rope for layer in read_spec(source).layers]
+    depends = any(rope is not None and rope.long for rope in ropes)
     return max(n_ctx, n_needed) if depends else n_needed
 
 

@@ -67,7 +67,7 @@ class Cursor:
     def __init__(self, path: Path, contents: NDArray[np.uint8]) -> None:
         self.path = path
         self.contents = contents
-        self.bytes = memoryview(contents)
+        self.bytes = contents.data
         self.size = len(contents)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.at = 0

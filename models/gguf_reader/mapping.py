@@ -19,7 +19,7 @@ from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelN
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models.gguf_reader import _mapped as _native
 
-_AROUND = 64 << 10  # bytes around a page that the system maps together with it
+AROUND = 2 << 20  # bytes around a page that the system maps together with it at most: those of a huge page
 
 
 class MappedFile:
@@ -98,9 +98,12 @@ class MappedFile:
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 
     def release(self, first: int, last: int) -> None:
-        """Drop the whole pages of bytes first..last-1, and those before them that came along when they were read."""
+        """Drop the pages of bytes first..last-1, and those around them that came along when they were read.
+
+        Who reads bytes of the latter meanwhile gets them again.
+        """
         if self._mapping is not None:
-            self._mapping.drop(max(0, first - _AROUND), last)
+            self._mapping.drop(max(0, first - AROUND), last + AROUND)
 
     def unmap(self) -> None:
         """End the mapping, or where somebody still looks at it, drop its pages. It is mapped again when wanted."""

@@ -207,11 +207,10 @@ class ByScore(WordMerger):
         if np.isnan(scores).any():
             raise metadata.error("scores", "an array of numbers", f"NaN for token {int(np.isnan(scores).argmax())}")
         with np.errstate(over="ignore"):
-            super().__init__(vocabulary.ids, Merger.by_costs(vocabulary.ids, -scores.astype(np.float32)))
+            super().__init__(vocabulary.ids, Merger.by_costs(vocabulary.ids, np.negative(scores, dtype=np.float32)))
         self._bytes = _byte_ids(vocabulary)
         # Where no token has a "▁" after another character, a word can be merged without the word before it.
-        text = "\0".join(vocabulary.tokens)
-        apart = text.count("\0") == n_vocab - 1 and not re.search("[^▁\0]▁", text)
+        apart = not vocabulary.tokens.table.has_inside("▁")
         self._pattern = re.compile("▁*[^▁]+|▁+" if apart else "(?s:.+)")
 
     def _words(self, text: str) -> Iterable[str]:

@@ -26,7 +26,7 @@ _TURN_MARK = re.compile(
 _WORD_AND_SIGN = re.compile(r"(?=.*[^\W\d_])(?=.*[^\w\s])", re.DOTALL)  # no white space, digits, emoji or lone word
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Special:
     """A token that is looked for in the text itself; strips_*: it swallows the white space on that side."""
 

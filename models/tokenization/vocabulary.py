@@ -14,6 +14,7 @@ from edgeinfer.models.tokenization.special_tokens import Special
 UNKNOWN, UNUSED, NORMAL, CONTROL, USER_DEFINED, BYTE = (1 << bit for bit in range(6))
 # By token_type; there is none below 1 or above 6.
 _OF_TYPE = np.array([0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE, 0], np.uint8)
+_SPECIAL_TYPES = (2, 3, 4)
 
 # Texts that mean the end of a turn, and those of fill-in-the-middle tokens by their metadata keys.
 _END_TEXTS = (
@@ -49,7 +50,8 @@ class Vocabulary:
         n_vocab = len(self.tokens)
         self.ids = StringIndex(self.tokens.table)
         if "" in self.ids:
-            self.tokens = Strings([text or f"[EMPTY_{id}]" for id, text in enumerate(self.tokens)])
+            del self.ids  # first: two of them are more than is planned
+            self.tokens = Strings(self.tokens.table.named("[EMPTY_", "]"))
             self.ids = StringIndex(self.tokens.table)
         if self.ids.repeated is not None:
             raise metadata.error("tokens", "different texts", f"{self.tokens[self.ids.repeated]} twice")
@@ -133,6 +135,13 @@ class Vocabulary:
 
     def _ids_of(self, *texts: str) -> set[int]:
         return {self.ids[text] for text in texts if text in self.ids}
+
+
+def n_specials(metadata: TokenizerMetadata, n_vocab: int) -> int:
+    """Most tokens that are looked for in texts: those of such types, and those that find_stop_ids may mark."""
+    types = metadata.get("token_type")
+    by_type = 0 if types is None else int(np.isin(np.asarray(types)[:n_vocab], _SPECIAL_TYPES).sum())
+    return by_type + len(_END_TEXTS) + len(_FILL_TEXTS) + len(_SHOWN_TEXTS)
 
 
 def bytes_of(text: str) -> bytes:

@@ -190,6 +190,18 @@ def test_a_config_that_makes_no_model_is_refused(
     assert not list(tmp_path.glob("m.gguf*"))
 
 
+def test_a_tied_checkpoint_may_have_its_one_table_under_either_name(tmp_path: Path) -> None:
+    written = []
+    for name in ("model.embed_tokens", "lm_head"):
+        folder = tmp_path / name / "model"
+        folder.mkdir(parents=True)
+        write_packed_llama(folder, np.random.default_rng(3), (name,))
+        result = run("export", folder, "--to", "ternary", "-o", tmp_path / name / "out.gguf")
+        assert result.exit_code == 0, result.output
+        written.append((tmp_path / name / "out.gguf").read_bytes())
+    assert written[0] == written[1]
+
+
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     write_packed_llama(tmp_path, rng)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from typing import Any
 
@@ -220,6 +221,22 @@ def test_texts_are_joined_as_python_does_it(texts: list[str], part: slice, separ
     part = slice(part.start, part.stop)
     texts = [text.encode(errors="ignore").decode() for text in texts]
     assert Strings(texts)[part].joined_by(separator) == separator.join(texts[part]).encode()
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 4)])
+def test_texts_without_bytes_get_names(part: slice) -> None:
+    table = StringTable.of(["", "a", "", "", "▁b"]).part(*part.indices(5)[:2])
+    texts = table.tolist()
+    assert table.has_empty and not StringTable.of(["a", "\0"]).has_empty
+    assert table.named("[", "]").tolist() == [text or f"[{i}]" for i, text in enumerate(texts)]
+    assert table.tolist() == texts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "▁", "▁▁", "▁a", "▁▁ab", "a▁", "▁a▁", "ab▁c", "\0▁", "日▁", "\udce2▁", "\udc96\udc81", "▁\udce2\udc96"]
+)
+def test_a_part_inside_of_a_text_is_found_as_an_expression_does(text: str) -> None:
+    assert StringTable.of(["▁x", text]).has_inside("▁") == bool(re.search("(?s)[^▁]▁", text))
 
 
 def test_an_array_equals_nothing_that_is_no_list() -> None:

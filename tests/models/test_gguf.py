@@ -450,6 +450,17 @@ def test_released_tensors_do_not_stay_resident_and_can_be_read_again(opened: Any
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_what_the_system_maps_around_a_tensor_goes_with_it(opened: Any) -> None:
+    each, n = 1 << 20, 24
+    tensors = [tensor(f"t{i}", 64, offset=i * each) for i in range(n)]
+    with opened(document([], tensors, bytes((n - 1) * each + 4 * 64))) as model:
+        for i in range(0, n, 2):
+            assert not model.data(f"t{i}").any()
+            model.release(f"t{i}")
+        assert mapped_and_resident_bytes(model.path)[1] <= 2 * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 def test_the_header_does_not_stay_resident(opened: Any) -> None:
     with opened(of_a(STRING, text("x" * (4 << 20)))) as model:
         mapped, resident = mapped_and_resident_bytes(model.path)

@@ -89,16 +89,23 @@ def sentence_piece(folder: Path) -> tokenizers.Tokenizer:
     return made
 
 
-def write_packed_llama(folder: Path, rng: np.random.Generator) -> None:
-    """A checkpoint as Falcon3-1.58bit is published, with llama 3's kind of vocabulary."""
+def write_packed_llama(
+    folder: Path, rng: np.random.Generator, tables: tuple[str, ...] = ("model.embed_tokens", "lm_head")
+) -> None:
+    """A checkpoint as Falcon3-1.58bit is published, with llama 3's kind of vocabulary. tables: one if they are tied."""
     byte_level(folder)
     config = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 256, "intermediate_size": 512}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
-    config |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
+    config |= {
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": len(tables) < 2,
+    }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": BITLINEAR}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
     tensors: dict[str, tuple[str, np.ndarray]] = {"model.norm.weight": ("F32", np.ones(256))}
-    for name in ("model.embed_tokens", "lm_head"):
+    for name in tables:
         tensors[f"{name}.weight"] = ("F16", rng.standard_normal((640, 256)) * 0.1)
     for layer in range(2):
         for norm in ("input_layernorm", "post_attention_layernorm"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import gguf
 import numpy as np
@@ -21,6 +21,8 @@ from written_once import written_once
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
 Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
+# Adds a vocabulary to a file: writer, n_vocab, types of further special tokens, template.
+AddVocabulary: TypeAlias = Callable[[gguf.GGUFWriter, int, Mapping[str, gguf.TokenType], str], None]
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -88,11 +90,12 @@ def write_tiny_model(
     types: Mapping[str, str] | None = None,
     qkv_biases: bool | None = None,
     output_biases: bool = False,
-    vocabulary: Literal["bpe", "spm"] = "bpe",
+    vocabulary: Literal["bpe", "spm"] | AddVocabulary = "bpe",
     metadata: Mapping[str, Value | None] | None = None,
     special: Mapping[str, gguf.TokenType] | None = None,
     template: str | None = None,
     seed: int = 0,
+    n_distinct: int | None = None,
 ) -> Path:
     """Write a model and give back its path.
 
@@ -106,6 +109,8 @@ def write_tiny_model(
     qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
     metadata: further keys, written as they are, or other values for keys; None takes one away.
     special: types of further special tokens, which take the place of padding.  template: None for ChatML.
+    vocabulary: or what adds another one, see large_vocabularies.  n_distinct: rows of a matrix that differ, others
+    repeat them, so that a large model is written in little time.
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
@@ -114,8 +119,9 @@ def write_tiny_model(
     keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **size_keys(sizes)}
     keys |= _KEYS.get(architecture, {}) | {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (add_bpe if vocabulary == "bpe" else _add_spm)(writer, n_vocab, special or {}, template or CHATML)
-    _add_matrices(writer, architecture, sizes, tied, tensor_type, types or {}, seed)
+    add_vocabulary = {"bpe": add_bpe, "spm": _add_spm}[vocabulary] if isinstance(vocabulary, str) else vocabulary
+    add_vocabulary(writer, n_vocab, special or {}, template or CHATML)
+    _add_matrices(writer, architecture, sizes, tied, tensor_type, types or {}, seed, n_distinct)
     _add_vectors(writer, architecture, sizes, qkv_biases, output_biases, rope_freqs, seed)
     return written(writer, path)
 
@@ -136,12 +142,14 @@ def _add_matrices(
     tensor_type: str,
     types: Mapping[str, str],
     seed: int,
+    n_distinct: int | None,
 ) -> None:
     """Add the matrices; see write_tiny_model."""
     tied = tied or architecture in ("gemma2", "bitnet")
-    for name, shape in _matrices(architecture, sizes, tied).items():
-        weights = normal(seed, name, shape) * np.float32(deviation_of(name, shape[1], tied))
-        add_matrix(writer, f"{name}.weight", type_of(name, tensor_type, types), weights)
+    for name, (n_out, n_in) in _matrices(architecture, sizes, tied).items():
+        n_made = n_out if n_distinct is None else min(n_out, n_distinct)
+        weights = normal(seed, name, (n_made, n_in)) * np.float32(deviation_of(name, n_in, tied))
+        add_matrix(writer, f"{name}.weight", type_of(name, tensor_type, types), weights, n_out)
 
 
 def _add_vectors(
@@ -305,7 +313,8 @@ def add_keys(writer: gguf.GGUFWriter, values: Mapping[str, Value | None]) -> Non
             writer.add_key_value(key, value, kinds[type(value)])
 
 
-def add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats) -> None:
+def add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Floats, n_out: int | None = None) -> None:
+    """n_out: rows of the matrix, which repeat those of the weights where there are more."""
     if tensor_type in UNKNOWN_TO_GGUF:
         data = quantize(tensor_type, weights).reshape(-1)
         writer.add_tensor(name, data.view(np.int8))
@@ -314,9 +323,13 @@ def add_matrix(writer: gguf.GGUFWriter, name: str, tensor_type: str, weights: Fl
         return
     kind = gguf.GGMLQuantizationType[tensor_type]
     if tensor_type in ("F32", "F16"):
-        writer.add_tensor(name, weights.astype(np.dtype({"F32": np.float32, "F16": np.float16}[tensor_type])))
+        writer.add_tensor(name, _rows(weights.astype({"F32": np.float32, "F16": np.float16}[tensor_type]), n_out))
     else:
-        writer.add_tensor(name, quantize(tensor_type, weights), raw_dtype=kind)
+        writer.add_tensor(name, _rows(quantize(tensor_type, weights), n_out), raw_dtype=kind)
+
+
+def _rows(rows: NDArray[Any], n: int | None) -> NDArray[Any]:
+    return rows if n is None or n == len(rows) else np.resize(rows, (n, rows.shape[1]))
 
 
 # ---- quantisers ------------------------------------------------------------------------------------------------
@@ -491,7 +504,7 @@ def add_bpe(
     tokens = byte_characters() + merged[:n_merges]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    _add_tokens(writer, tokens, [gguf.TokenType.NORMAL] * len(tokens), n_vocab, special, template)
+    add_tokens(writer, tokens, [gguf.TokenType.NORMAL] * len(tokens), n_vocab, special, template)
     if n_merges:
         writer.add_token_merges(rules[:n_merges])
 
@@ -512,10 +525,10 @@ def _add_spm(
     writer.add_tokenizer_pre("default")
     writer.add_token_scores([0.0] * len(head) + [-float(i) for i in range(n_vocab - len(head))])
     writer.add_unk_token_id(0)
-    _add_tokens(writer, head + pieces, kinds + [gguf.TokenType.NORMAL] * len(pieces), n_vocab, special, template)
+    add_tokens(writer, head + pieces, kinds + [gguf.TokenType.NORMAL] * len(pieces), n_vocab, special, template)
 
 
-def _add_tokens(
+def add_tokens(
     writer: gguf.GGUFWriter,
     tokens: list[str],
     kinds: Sequence[gguf.TokenType],

@@ -18,6 +18,7 @@ from edgeinfer.backends.native import backend as backend_module
 from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import ModelFileChanged, ModelFileError
+from edgeinfer.memory.process import resident_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
@@ -99,6 +100,28 @@ def test_a_file_that_was_cut_off_is_an_error_of_the_pass(tmp_path: Path) -> None
             path.write_bytes(contents)
         with pytest.raises(ModelFileChanged, match="has changed while it was in use"):
             session.forward([3, 0])
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_reserved_are_those_of_all_passes(tmp_path: Path) -> None:
+    def place(session: NativeSession, n: int) -> int:
+        session.truncate(0)
+        found: int = session.forward(IDS[:n], logits="all").logits.ctypes.data
+        session.commit(())
+        return found
+
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "Q8_0", n_vocab=40_000)) as file:
+        session = loaded(file)
+        before = resident_bytes()
+        session.reserve_rows(9)
+        assert resident_bytes() - before > 0.9 * 9 * 4 * 40_000 or not resident_bytes()
+        assert place(session, 2) == place(session, 9) == place(session, 5)
+        kept = session.forward(IDS[:3], logits="all").logits  # whose memory is in use
+        logits = kept.copy()
+        session.commit(())
+        assert place(session, 4) != kept.ctypes.data and same_bits(kept, logits)
 
 
 # ---- files and memory ------------------------------------------------------------------------------------------------

@@ -236,11 +236,12 @@ def test_a_partial_file_of_another_export_or_with_other_bytes_is_not_relied_on(
     assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
 @pytest.mark.parametrize("kind", ["file", "folder", "with an importance matrix"])
-def test_a_source_that_is_gone_at_the_end_is_in_the_manifest_all_the_same(
-    kind: str, change: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_output_whose_source_is_gone_has_its_manifest_or_is_not_there(
+    is_named: bool, kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Gone before the output has its name, or after."""
     read, more = [source], []
     if kind == "folder":
         write_checkpoint(tmp_path / "model", "qwen3", {"vocab_size": 640})
@@ -256,12 +257,18 @@ def test_a_source_that_is_gone_at_the_end_is_in_the_manifest_all_the_same(
     finish = partial_module.PartialFile.finish
 
     def gone(self: partial_module.PartialFile) -> None:
-        for path in read:
-            change(path)
+        for path in read if not is_named else ():
+            path.unlink()
         finish(self)
+        for path in read if is_named else ():
+            path.unlink()
 
     monkeypatch.setattr(partial_module.PartialFile, "finish", gone)
     result = run(source, "-o", tmp_path / "out.gguf", *more)
+    if not is_named:
+        assert result.exit_code == 3 and "it was removed" in result.stderr, result.output
+        assert not list(tmp_path.glob("out.gguf*"))
+        return
     assert result.exit_code == 0, result.output
     manifest = json.loads((tmp_path / "out.gguf.manifest.json").read_text())
     found = [*manifest["source"], *([manifest["imatrix"]] if "imatrix" in manifest else [])]
