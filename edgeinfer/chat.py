@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
@@ -111,15 +112,44 @@ class Conversation(OfOneProcess):
         """Drop all messages but the system message."""
         self.messages = self.messages[:1] if self.system is not None else []
 
+    def shorten(self, question: str | None = None) -> int:
+        """Drop the oldest exchanges until a quarter of the context is free; gives the number of messages dropped.
+
+        The system message stays. question: the message that is to be sent next, for which all exchanges may be dropped;
+        without one the last exchange stays, even if it fills the context. Raises InvalidArgument if no exchange can be
+        dropped, ContextOverflow if the question leaves no room for an answer; then the conversation is unchanged.
+        """
+        first = 0 if self.system is None else 1
+        asked: list[Message] = [] if question is None else [{"role": "user", "content": question}]
+        starts = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        ends = starts[1:] + ([len(self.messages)] if starts and asked else [])
+        if not ends:
+            raise InvalidArgument("there is no older exchange to leave out: /clear, or raise n_ctx (-c)")
+
+        def n_tokens(end: int) -> int:
+            return self._n_tokens([*self.messages[:first], *self.messages[end:], *asked], bool(asked))
+
+        most = self.engine.n_ctx - self.engine.n_ctx // 4
+        at = bisect_left(ends, -most, key=lambda end: -n_tokens(end))
+        end = ends[min(at, len(ends) - 1)]
+        if asked and (n := n_tokens(end)) >= self.engine.n_ctx:
+            raise ContextOverflow(n + 1, self.engine.n_ctx, "shorten the message or raise n_ctx (-c)")
+        self.messages = [*self.messages[:first], *self.messages[end:]]
+        return end - first
+
+    def moved_to(self, engine: Engine) -> Conversation:
+        """The same messages in a conversation with another model. Raises TemplateError if that has no template."""
+        moved = Conversation(engine)
+        moved.messages = [moved._fitted(message) for message in self.messages]
+        moved._tell_of_system()
+        return moved
+
     @property
     def n_past(self) -> int:
         """Tokens of the context that the messages take, of `engine.n_ctx`; a lower bound where they do not fit."""
         if all(message["role"] == "system" for message in self.messages):
             return 0  # a template may refuse a system message alone
-        n_least = self._least_tokens(self.messages)
-        if n_least > self.engine.n_ctx:
-            return n_least  # they do not fit: how many more there are would take long to say
-        return len(self._encode(self.messages, add_generation_prompt=False))
+        return self._n_tokens(self.messages, add_generation_prompt=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all.
@@ -165,7 +195,7 @@ class Conversation(OfOneProcess):
         progress: Progress | None,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
-        hint = "shorten the message, drop earlier ones (/undo, /clear) or raise n_ctx (-c)"
+        hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
         if n_least >= self.engine.n_ctx:
             raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
@@ -178,6 +208,13 @@ class Conversation(OfOneProcess):
             prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, output=output, **sampling
         )
         return Answer(self, messages, stream, output)
+
+    def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
+        """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""
+        n_least = self._least_tokens(messages)
+        if n_least > self.engine.n_ctx:
+            return n_least
+        return len(self._encode(messages, add_generation_prompt=add_generation_prompt))
 
     def _encode(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
         return self._rendered_by(

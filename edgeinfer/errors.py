@@ -95,6 +95,7 @@ class ContextOverflow(EdgeInferError):
         super().__init__(f"{number} tokens do not fit into a context of {n_ctx}; {hint}")
         self.n_tokens = n_tokens
         self.n_ctx = n_ctx
+        self.at_least = at_least
 
 
 class BudgetExceeded(EdgeInferError):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note, show
+from edgeinfer.cli.terminal import ProgressBar, Writer, note, show
+from edgeinfer.cli.thinking import Thinking
 from edgeinfer.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -100,8 +101,11 @@ def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> None:
-    """What follows the only answer of a program run: JSON or a line of figures, and the exit code."""
+def finish_one_shot(engine: Engine, completion: Completion, as_json: bool, is_quiet: bool) -> None:
+    """What follows the only answer of a program run: JSON or a line of figures, and the exit code.
+
+    is_quiet: without that line.
+    """
     note_full_context(engine, completion)
     if as_json:
         show(json.dumps(as_record(engine, completion)))
@@ -109,7 +113,8 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> No
         note_calls(completion)
         if completion.finish_reason == "repetition":
             note("stopped: the text only repeated itself; --loop-guard 0 lets it go on")
-        note(figures(engine, completion))
+        if not is_quiet:
+            note(short_figures(completion))
     if completion.finish_reason == "interrupted":
         click.get_current_context().exit(Interrupted.exit_code)
 
@@ -153,8 +158,15 @@ def _as_dict(timings: Timings) -> dict[str, object]:
     return record
 
 
+def short_figures(completion: Completion) -> str:
+    """The tokens of an answer, and how fast they came after the first one."""
+    n, speed = completion.usage.completion_tokens, completion.timings.decode_tokens_per_second
+    tokens = f"{n} token{'' if n == 1 else 's'}"
+    return f"{tokens}, {speed:.1f} tok/s" if speed else tokens
+
+
 def figures(engine: Engine, completion: Completion) -> str:
-    """One line: how fast the prompt was read and the answer made, and how much of the context is used."""
+    """One line: how fast the prompt was read and the answer made, its drafts and experts, and the context in use."""
     usage, timings = completion.usage, completion.timings
     return (
         f"[prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached, "
@@ -164,6 +176,32 @@ def figures(engine: Engine, completion: Completion) -> str:
         f"{_experts(timings.decode_experts, usage.completion_tokens)}"
         f"context {usage.prompt_tokens + usage.completion_tokens}/{engine.n_ctx}]"
     )
+
+
+def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[str]:
+    """Lines about the model, the context of which n_past tokens are taken, the memory, and the last answer."""
+    from edgeinfer.arguments import human_bytes
+
+    lines = [f"model    {engine.name} ({engine.path})", f"engine   {engine.backend}, {engine.device.n_threads} threads"]
+    if (tuning := getattr(engine.session, "tuning", None)) is not None:
+        lines.append(f"weights  {tuning}")
+    lines += [f"context  {n_past} of {engine.n_ctx} tokens", *memory_lines(engine.memory)]
+    if (n_bytes := engine.memory_plan.expert_cache) is not None:
+        share = f", {engine.experts.share:.0%} of all experts" if engine.experts is not None else ""
+        lines.append(f"experts  cache of {human_bytes(n_bytes)}{share}")
+    if (tier := engine.expert_tier) is not None:
+        lines.append(f"experts  {tier.describe()}")
+    speculation = None if last is None else last.timings.speculation
+    for name, placed in ({} if engine.speculator is None else engine.speculator.placements).items():
+        is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}
+        why = "; not asked in the last answer, where it promised less than it would have taken" if is_idle else ""
+        lines.append(f"drafts   {name} on {placed.device}{why}")
+    if last is not None:
+        lines.append(f"last     {figures(engine, last)} seed {last.params.seed}")
+        lines += expert_lines(last.timings, last.usage.completion_tokens)
+        lines.append(f"sampling {sampling_line(last.params)}")
+        lines += [] if speculation is None else speculation_table(speculation)
+    return lines
 
 
 def sampling_line(params: SamplingParams) -> str:

@@ -16,6 +16,7 @@ from edgeinfer.cli.options import (
     max_tokens,
     model_options,
     open_engine,
+    quiet_option,
     read_input,
     sampling_given,
     sampling_options,
@@ -39,9 +40,16 @@ from edgeinfer.user_text import decoded
 )
 @stop_option
 @sampling_options
+@quiet_option
 @json_option
 def generate(
-    texts: tuple[str, ...], prompt: str | None, file: Path | None, stop: tuple[str, ...], as_json: bool, **flags: Any
+    texts: tuple[str, ...],
+    prompt: str | None,
+    file: Path | None,
+    stop: tuple[str, ...],
+    quiet: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Complete a text.
 
@@ -55,7 +63,7 @@ def generate(
         with warnings_as_notes():  # of a begin token that is there twice
             stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
-        finish_one_shot(engine, completion, as_json)
+        finish_one_shot(engine, completion, as_json, quiet)
 
 
 def _text(prompt: str | None, file: Path | None) -> str:

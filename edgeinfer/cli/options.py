@@ -258,6 +258,9 @@ _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
     *("penalty_last_n", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "loop_guard", "seed"),
 )
+# What /set changes in a chat, by the names that the flags have for a command.
+SETTINGS = ("predict", "stop", *_SAMPLING_NAMES, "dry_sequence_breakers", "logit_bias")
+quiet_option = variable_option("-q", "--quiet", is_flag=True, help="Show no greeting and no figures.")
 text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1, callback=escaped_text)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 

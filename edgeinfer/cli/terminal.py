@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _BAR_AFTER_SECONDS = 1.0
-_THINKING_SECONDS = 0.1  # between counts of the tokens of a reasoning
 _LINE_SECONDS = 10.0  # between lines about a long run
 
 # C0 but for tab and newline, DEL, C1, and what turns the direction of the text: escape sequences cannot form.
@@ -28,6 +28,14 @@ _VISIBLE = (
     | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
     | {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 )
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Columns of the terminal behind a stream; 80 where that is not known."""
+    with suppress(OSError, ValueError, AttributeError):
+        if (columns := os.get_terminal_size(stream.fileno()).columns) > 0:
+            return columns
+    return shutil.get_terminal_size().columns
 
 
 def visible(text: str) -> str:
@@ -53,7 +61,7 @@ class Writer:
         self._in_line = False
 
     @classmethod
-    def to_stdout(cls, *, silent: bool) -> Writer:
+    def to_stdout(cls, *, silent: bool = False) -> Writer:
         """One for the answer; silent where it is to be a part of something else."""
         return cls(io.StringIO() if silent else sys.stdout)
 
@@ -77,9 +85,21 @@ def show(text: str) -> None:
         click.echo(text)
 
 
-def note(text: str) -> None:
-    """Print a note on stderr, dimmed if possible; lost if stderr cannot be written."""
-    _echo(click.style(visible(text), dim=True) if _has_colours(sys.stderr) else visible(text))
+def note(text: str, hang: int = 0) -> None:
+    """Print a note on stderr, dimmed if possible; lost if stderr cannot be written.
+
+    hang: columns by which the lines are indented that a long line goes on in, on a terminal.
+    """
+    text = _fitted(text, hang)
+    _echo(click.style(text, dim=True) if has_colours(sys.stderr) else text)
+
+
+def _fitted(text: str, hang: int = 0) -> str:
+    """A text for stderr; on a terminal it breaks between words."""
+    from edgeinfer.cli.layout import wrapped
+
+    text = visible(text)
+    return wrapped(text, terminal_width(sys.stderr), hang) if sys.stderr.isatty() else text
 
 
 def reason(error: BaseException) -> str:
@@ -96,7 +116,7 @@ def _is_name(value: object) -> bool:
 
 def complain(text: str) -> None:
     """Print an error on stderr; lost if stderr cannot be written."""
-    _echo(visible(text))
+    _echo(_fitted(text))
 
 
 def _echo(text: str) -> None:
@@ -104,53 +124,8 @@ def _echo(text: str) -> None:
         click.echo(text, err=True)
 
 
-class Thinking:
-    """Shows on stderr that a model reasons before it answers: the text, or on a terminal one line with a count."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._start: float | None = None  # None: nothing of it yet, or the answer has begun
-        self._n_tokens = 0
-        self._last_line = 0.0
-        self._in_line = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the model reasons."""
-        return self._start is not None
-
-    def write(self, text: str, n_tokens: int) -> None:
-        """The next part of the reasoning, and how many tokens it took."""
-        now = time.monotonic()
-        self._start = now if self._start is None else self._start
-        self._n_tokens += n_tokens
-        if self._is_shown:
-            self._write(visible(text) if sys.stderr.isatty() else text)
-            self._in_line = not text.endswith("\n") if text else self._in_line
-        elif sys.stderr.isatty() and now - self._last_line > _THINKING_SECONDS:
-            self._last_line = now
-            self._write(f"\rthinking ... {self._n_tokens} tokens, {now - self._start:.0f} s ")
-            self._in_line = True
-
-    def end(self) -> None:
-        """The answer begins, or there is none."""
-        if self._start is None:
-            return
-        if self._in_line and not self._is_shown:
-            self._write(f"\rthought for {self._n_tokens} tokens, {time.monotonic() - self._start:.1f} s   ")
-        if self._in_line:
-            self._write("\n")
-        if self._is_shown:
-            self._write("\n")
-        self._start, self._n_tokens, self._last_line, self._in_line = None, 0, 0.0, False
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):  # lost where nothing can be written there
-            sys.stderr.write(click.style(text, dim=True) if _has_colours(sys.stderr) else text)
-            sys.stderr.flush()
-
-
-def _has_colours(stream: TextIO) -> bool:
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that shows styles."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -182,7 +157,13 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import Progress
 
-        bar = Progress(console=Console(stderr=True), transient=True)
+        class ConsoleWithCursor(Console):
+            """One that leaves the cursor alone, so that a program that is suspended meanwhile leaves it too."""
+
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        bar = Progress(console=ConsoleWithCursor(stderr=True), transient=True)
         bar.add_task(self._what, total=1.0)
         bar.start()
         return bar
