@@ -16,6 +16,7 @@ from edgeinfer.backends.onnx import build_head, build_model, check_file, write_g
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.request import Plan, Request, Result
 from edgeinfer.files import behind_links, folder_beside, take_over
 from edgeinfer.models import read_spec
@@ -106,9 +107,9 @@ def trained_context(source: ModelFile) -> int:
 def _opened(request: Request) -> Iterator[tuple[ModelFile, ModelFile | None, int]]:
     """The source, the target of a draft head, and the context."""
     with ExitStack() as opened:
-        source = opened.enter_context(ModelFile.open(request.source))
+        source = opened.enter_context(FiniteFile.open(request.source))
         model = request.more.get("model")
-        target = opened.enter_context(ModelFile.open(model)) if model is not None else None
+        target = opened.enter_context(FiniteFile.open(model)) if model is not None else None
         yield source, target, request.n_ctx or min(trained_context(source), _DEFAULT_N_CTX)
 
 

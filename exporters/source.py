@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -85,7 +86,7 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
         with open_model_or_head(path, target) as folder:
             yield folder
         return
-    with ModelFile.open(path) as file:
+    with FiniteFile.open(path) as file:
         yield GgufSource(file)
 
 

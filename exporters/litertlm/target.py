@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.identity import stable_uuid
 from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
@@ -49,7 +50,7 @@ class LitertlmTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
             out = behind_links(request.out)
             n_bytes = package.n_bytes
@@ -61,7 +62,7 @@ class LitertlmTarget:
         if request.check:
             open_runtime()
         path = behind_links(request.out)
-        with ModelFile.open(request.source) as source, folder_beside(path) as folder:
+        with FiniteFile.open(request.source) as source, folder_beside(path) as folder:
             package = _package(request, source)
             written = folder / path.name
             with written.open("wb") as file:

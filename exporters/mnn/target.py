@@ -26,6 +26,7 @@ from edgeinfer.exporters.checks.runtime import (
     run_greedily,
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.manifest import sha256_of
 from edgeinfer.exporters.mnn.config import engine_config, model_config
 from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, identified, to_mnn
@@ -57,7 +58,7 @@ class MnnTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
             tensors = [
                 PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
@@ -73,7 +74,7 @@ class MnnTarget:
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
-        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
+        with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
             _write(package, folder, progress)
             check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
@@ -188,7 +189,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int 
         rows = np.load(logits)
     runtime = f"MNN {found['version']}"
     said, figures = compare_logits(run, rows, runtime)
-    compare_tokens(run, _until_end(run, found["answer"]), runtime)
+    if run.tokens:  # else the answer ends at once, and the logits are all there is
+        compare_tokens(run, _until_end(run, found["answer"]), runtime)
     _check_texts(file, tokenizer, run, found, runtime)
     return said, {"checked_in": runtime, **figures}, found["peak_bytes"]
 

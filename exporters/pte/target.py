@@ -14,6 +14,7 @@ import numpy as np
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import minimum_runtime
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.pte.check import RUNTIME, check_package
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
@@ -43,7 +44,7 @@ class PteTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
             tensors = _planned(package)
             n_bytes = sum(tensor.n_bytes for tensor in tensors)
@@ -55,8 +56,10 @@ class PteTarget:
         """See Target.write. Raises BackendUnavailable without ExecuTorch."""
         if importlib.util.find_spec("executorch") is None:
             raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
-        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
+        with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
+            for name in _names(package.spec):  # the exporter, in a process of its own, would name no tensor
+                file.check(name)
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
