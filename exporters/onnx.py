@@ -13,6 +13,7 @@ from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
+from edgeinfer.backends.onnx.files import CHECKED_TOKENS
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
@@ -105,12 +106,18 @@ def trained_context(source: ModelFile) -> int:
 
 @contextmanager
 def _opened(request: Request) -> Iterator[tuple[ModelFile, ModelFile | None, int]]:
-    """The source, the target of a draft head, and the context."""
+    """The source, the target of a draft head, and the context. Raises InvalidArgument for one that is too small."""
     with ExitStack() as opened:
         source = opened.enter_context(FiniteFile.open(request.source))
         model = request.more.get("model")
         target = opened.enter_context(FiniteFile.open(model)) if model is not None else None
-        yield source, target, request.n_ctx or min(trained_context(source), _DEFAULT_N_CTX)
+        n_ctx = request.n_ctx or min(trained_context(source), _DEFAULT_N_CTX)
+        if n_ctx < CHECKED_TOKENS:
+            raise InvalidArgument(
+                f"the {CHECKED_TOKENS} tokens of the check do not fit into {n_ctx} tokens (-c): take at least "
+                f"{CHECKED_TOKENS}"
+            )
+        yield source, target, n_ctx
 
 
 def _file_of(path: Path) -> Path:

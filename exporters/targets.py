@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.errors import BudgetExceeded, InvalidArgument, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
@@ -66,10 +66,13 @@ def open_target(name: str) -> Target:
 
 
 def check_places(name: str, request: Request) -> None:
-    """Raises OSError where the output cannot be written, InvalidArgument where it is what is read. Changes nothing."""
+    """Raises OSError where the output cannot be written, InvalidArgument where it is what is read, ModelNotFound.
+
+    Changes nothing.
+    """
     source, out = request.source, request.out
     if not source.exists():
-        raise FileNotFoundError(errno.ENOENT, "There is no such file or folder", str(source))
+        raise ModelNotFound(f"{source}: there is no such file or folder")
     if out.is_dir():
         written = _files_in(name, out)
         check_writable(manifest_path(out))

@@ -18,7 +18,7 @@ from edgeinfer.errors import ModelFileError
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
-_CHECKED_TOKENS = 4
+CHECKED_TOKENS = 4
 
 
 def write_graph(
@@ -109,13 +109,13 @@ def check_file(path: Path) -> None:
         session = library.InferenceSession(str(path), options, [CPU])
         given = _some_input(session)
         logits = session.run(["logits"], given)[0]
-    if logits.shape[0] != _CHECKED_TOKENS or not np.isfinite(logits).all():
+    if logits.shape[0] != CHECKED_TOKENS or not np.isfinite(logits).all():
         raise ModelFileError(f"{path}: gives logits {logits.shape} that are not all numbers: the source is damaged")
 
 
 def _some_input(session: Any) -> dict[str, NDArray[Any]]:
     """Inputs of a session for a text of some tokens."""
-    n = _CHECKED_TOKENS
+    n = CHECKED_TOKENS
     sizes = {"n": n, "m": n, "t": n, "capacity": n}
     kinds = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
     given: dict[str, NDArray[Any]] = {

@@ -92,7 +92,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--init",
-    type=FileName(exists=True, dir_okay=False),
+    type=FileName(),
     help="A head of the same target to continue from; another --seed gives other answers.",
 )
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions per batch.")

@@ -18,7 +18,7 @@ _FILE = FileName(exists=True, dir_okay=False)
 
 @click.command(cls=Command)
 @click.argument("target", type=FileName())
-@click.argument("head", type=_FILE)
+@click.argument("head", type=FileName())
 @click.option(
     "--prompts",
     type=_FILE,

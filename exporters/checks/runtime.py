@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import ModelFileError, NumericalError
+from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.exporters.calibration.running import check_logits
 from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime_process import ask_runtime as ask_runtime
@@ -61,6 +61,19 @@ def check_prompt(file: ModelFile, template: str | None = None) -> tuple[str, lis
     names = [tokenizer.name(id) if id is not None else "" for id in (tokenizer.bos_id, tokenizer.eos_id)]
     chat = ChatTemplate.from_file(file, tokenizer) if template is None else ChatTemplate(template, *names)
     return chat.render(MESSAGES), chat.encode(tokenizer, MESSAGES)
+
+
+def answer_tokens(file: ModelFile, n_ctx: int, spare: int = 0) -> int:
+    """Tokens of the answer that a check compares in a context: N_TOKENS, or as many as the prompt leaves room for.
+
+    spare: positions that a runtime needs beyond them. Raises InvalidArgument with the least context, TemplateError.
+    """
+    n_taken = len(check_prompt(file)[1]) + spare
+    if n_ctx <= n_taken:
+        raise InvalidArgument(
+            f"the prompt of the check does not fit into {n_ctx} tokens (-c): take at least {n_taken + 1}, or --no-check"
+        )
+    return min(N_TOKENS, n_ctx - n_taken)
 
 
 def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None = None) -> GreedyRun:

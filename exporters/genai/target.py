@@ -18,8 +18,8 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
-    N_TOKENS,
     GreedyRun,
+    answer_tokens,
     compare_logits,
     compare_tokens,
     minimum_runtime,
@@ -27,7 +27,7 @@ from edgeinfer.exporters.checks.runtime import (
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.finite import FiniteFile
-from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
+from edgeinfer.exporters.genai.config import CHUNK, MAX_DRAFT_TOKENS, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
@@ -56,6 +56,8 @@ class GenaiTarget:
         """See Target.plan."""
         check_folder(request.out, NAMES)
         with FiniteFile.open(request.source) as file, _opened(request, file) as package:
+            if request.check:
+                answer_tokens(file, package.n_ctx, package.spare)
             files: dict[Path, int] = {}
             for decoder in package.decoders:
                 constants = list(decoder.graph.constants.values())
@@ -105,6 +107,11 @@ class Package:
     def drafts(self) -> bool:
         """Whether tokens are drafted."""
         return self.ngrams or len(self.decoders) > 1
+
+    @property
+    def spare(self) -> int:
+        """Positions of a context that drafts take behind an answer."""
+        return MAX_DRAFT_TOKENS + 1 if self.drafts else 0
 
 
 def estimated_peak(package: Package) -> int:
@@ -248,7 +255,7 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any], int |
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
     file = package.decoders[0].file
-    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
+    run = run_greedily(file, answer_tokens(file, package.n_ctx, package.spare))
     with temporary_folder() as scratch:
         logits = scratch / "logits.npy"
         found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
-from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
+from edgeinfer.errors import ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.exporters.checks.runtime import answer_tokens, ask_runtime, compare_tokens, run_greedily
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.identity import stable_uuid
 from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, write_container
@@ -30,6 +30,7 @@ from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
+_SPARE = 1  # position of a context that an answer does not reach
 _USUAL_N_CTX = 1280  # every pass attends to the whole cache, so a large one slows all of them
 _MAX_CONSTANT_BYTES = (1 << 31) - 1
 _RUNTIME = "edgeinfer.exporters.litertlm.runtime"
@@ -52,6 +53,8 @@ class LitertlmTarget:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.check:
+                answer_tokens(file, package.n_ctx, _SPARE)
             out = behind_links(request.out)
             n_bytes = package.n_bytes
             disk = n_bytes + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
@@ -226,11 +229,7 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | N
 
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
-    n_tokens = min(N_TOKENS, package.n_ctx - len(check_prompt(package.file)[1]) - 1)
-    if n_tokens < 1:
-        raise InvalidArgument(
-            f"the prompt of the check does not fit into {package.n_ctx} tokens (-c): take more, or --no-check"
-        )
+    n_tokens = answer_tokens(package.file, package.n_ctx, _SPARE)
     run = run_greedily(package.file, n_tokens)
     wanted = _renderings(package)
     bos = b"" if package.tokenizer.bos_id is None else package.tokenizer.token_bytes(package.tokenizer.bos_id)

@@ -18,8 +18,8 @@ from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
-    N_TOKENS,
     GreedyRun,
+    answer_tokens,
     compare_logits,
     compare_tokens,
     minimum_runtime,
@@ -60,6 +60,8 @@ class MnnTarget:
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.check:
+                answer_tokens(file, package.n_ctx)
             tensors = [
                 PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
                 for name, info in package.file.tensors.items()
@@ -173,7 +175,7 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int 
     """Run a package in MNN; gives what genai's does. Raises ModelFileError."""
     file = package.file
     tokenizer = Tokenizer.from_file(file)
-    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
+    run = run_greedily(file, answer_tokens(file, package.n_ctx))
     with temporary_folder() as scratch:
         logits = scratch / "logits.npy"
         question = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgeinfer.errors import ModelFileError
 from edgeinfer.exporters.checks.comparison import distance
-from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, run_greedily
+from edgeinfer.exporters.checks.runtime import GreedyRun, answer_tokens, compare_logits, run_greedily
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of
 from edgeinfer.files import temporary_folder
@@ -28,7 +28,7 @@ def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) ->
     cut into other tokens, and where ExecuTorch refuses it; BackendUnavailable without ExecuTorch.
     """
     tokenizer = Tokenizer.from_file(file)
-    run = run_greedily(file, min(N_TOKENS, n_ctx // 2))
+    run = run_greedily(file, answer_tokens(file, n_ctx))
     with temporary_folder() as scratch:
         logits = scratch / "logits.npy"
         question = {

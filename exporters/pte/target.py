@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.checks.runtime import minimum_runtime
+from edgeinfer.exporters.checks.runtime import answer_tokens, minimum_runtime
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.pte.check import RUNTIME, check_package
@@ -46,6 +46,8 @@ class PteTarget:
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.check:
+                answer_tokens(file, package.n_ctx)
             tensors = _planned(package)
             n_bytes = sum(tensor.n_bytes for tensor in tensors)
             once = 4 * sum(int(np.prod(file.tensors[name].shape)) for name in _names(package.spec))
