@@ -221,6 +221,29 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
+def utf8_name(path: Path) -> Iterator[Path]:
+    """A name of a file or a folder for libraries whose names are UTF-8: its own, or that of a link in a new folder."""
+    if is_utf8(str(path)):
+        yield path
+        return
+    with temporary_folder() as folder:
+        # Where the last part can stay, what lies beside the file is found too.
+        whole = is_utf8(path.name)
+        link = folder / f"link{'' if whole or not is_utf8(path.suffix) else path.suffix}"
+        link.symlink_to(os.path.realpath(path.parent if whole else path))
+        yield link / path.name if whole else link
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name of a file is UTF-8, as names need not be."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
 def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     """A folder to write into, which gets its name when everything is in it; on an error nothing is left behind.
 

@@ -19,7 +19,7 @@ from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.request import Plan, Request, Result
-from edgeinfer.files import behind_links, folder_beside, take_over
+from edgeinfer.files import behind_links, folder_beside, is_utf8, take_over
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import ModelFile
@@ -86,6 +86,8 @@ def export_onnx(
         )
     path = _file_of(path)
     beside = _is_beside(graph, beside)
+    if beside and not is_utf8(path.name):
+        raise InvalidArgument(f"{path}: the model names the file of its weights, so its own name must be UTF-8")
     with folder_beside(path) as folder:
         written = folder / path.name
         _, *data = write_graph(graph, written, path.name + DATA_ENDING if beside else None, progress)

@@ -15,6 +15,7 @@ from edgeinfer.backends.onnx.graph import Graph, beside, within
 from edgeinfer.backends.onnx.library import CPU, errors_translated, open_library, open_onnx
 from edgeinfer.backends.onnx.matrices import Constant
 from edgeinfer.errors import ModelFileError
+from edgeinfer.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
@@ -100,13 +101,14 @@ def check_file(path: Path) -> None:
     """
     onnx, library = open_onnx(), open_library()
     try:
-        onnx.checker.check_model(str(path))
+        with utf8_name(path) as name:
+            onnx.checker.check_model(str(name))
     except onnx.checker.ValidationError as error:
         raise ModelFileError(f"{path}: not a sound ONNX model: {' '.join(str(error).split())[:600]}") from error
     options = library.SessionOptions()
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    with errors_translated(f"loading {path.name}", load=True):
-        session = library.InferenceSession(str(path), options, [CPU])
+    with errors_translated(f"loading {path.name}", load=True), utf8_name(path) as name:
+        session = library.InferenceSession(str(name), options, [CPU])
         given = _some_input(session)
         logits = session.run(["logits"], given)[0]
     if logits.shape[0] != CHECKED_TOKENS or not np.isfinite(logits).all():

@@ -14,7 +14,7 @@ import click
 
 from edgeinfer.cli.expert_table import check_together, show_caches
 from edgeinfer.cli.options import FileName, OutputName, budget_option, threads_option, warnings_as_notes
-from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
+from edgeinfer.cli.plotting import check_plot, draw_timeline, drawable, figure_into
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
@@ -178,7 +178,7 @@ def _draw(result: Report, target: Path) -> None:
             axes.plot([p.n for p in result.curve], [result.cost(p, name) for p in result.curve], marker="o", label=name)
         axes.set_xlabel("tokens in one pass, n")
         axes.set_ylabel("c(n): time over that of one token")
-        axes.set_title(f"{result.model}, {result.n_threads} thread(s)", fontsize=9)
+        axes.set_title(drawable(f"{result.model}, {result.n_threads} thread(s)"), fontsize=9)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()

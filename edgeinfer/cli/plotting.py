@@ -72,6 +72,11 @@ def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | N
         pyplot.close(figure)
 
 
+def drawable(text: str) -> str:
+    """A text as matplotlib takes it: without formulas between two $, and UTF-8, which names of files need not be."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
+
+
 def draw_timeline(events: Sequence[Event], title: str, target: Path) -> None:
     """Passes of the target with their tokens above, drafts below, and in red where the target waited."""
     rows = {"verify": (1.0, "tab:blue"), "wait": (1.0, "tab:red"), "draft": (0.0, "tab:green")}
@@ -87,5 +92,5 @@ def draw_timeline(events: Sequence[Event], title: str, target: Path) -> None:
         axes.set_ylim(-0.5, 1.9)  # room for the legend
         axes.set_yticks([0.0, 1.0], ["drafter", "target (tokens)"])
         axes.set_xlabel("milliseconds")
-        axes.set_title(title, fontsize=8)
+        axes.set_title(drawable(title), fontsize=8)
         axes.legend(loc="upper right", fontsize=7, ncols=3)

@@ -32,7 +32,7 @@ from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, temporary_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -256,9 +256,9 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any], int |
     """
     file = package.decoders[0].file
     run = run_greedily(file, answer_tokens(file, package.n_ctx, package.spare))
-    with temporary_folder() as scratch:
+    with temporary_folder() as scratch, utf8_name(folder) as place:
         logits = scratch / "logits.npy"
-        found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")
+        found = ask_runtime(_RUNTIME, _question(package, place, run, logits), "onnxruntime-genai")
         rows = np.load(logits)
     runtime = f"onnxruntime-genai {found['version']}"
     said, figures = compare_logits(run, rows, runtime)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import answer_tokens, ask_runtime, compare_tokens, run_greedily
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.identity import stable_uuid
@@ -23,13 +23,14 @@ from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
-from edgeinfer.files import behind_links, folder_beside, put_in_place
+from edgeinfer.files import behind_links, folder_beside, put_in_place, utf8_name
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
+_ENDING = ".litertlm"
 _SPARE = 1  # position of a context that an answer does not reach
 _USUAL_N_CTX = 1280  # every pass attends to the whole cache, so a large one slows all of them
 _MAX_CONSTANT_BYTES = (1 << 31) - 1
@@ -53,6 +54,8 @@ class LitertlmTarget:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.out.suffix != _ENDING:
+                raise InvalidArgument(f"{request.out}: must end in {_ENDING}, by which LiteRT-LM knows its files")
             if request.check:
                 answer_tokens(file, package.n_ctx, _SPARE)
             out = behind_links(request.out)
@@ -234,15 +237,15 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | N
     wanted = _renderings(package)
     bos = b"" if package.tokenizer.bos_id is None else package.tokenizer.token_bytes(package.tokenizer.bos_id)
     prompt = run.text.removeprefix(bos.decode(errors="replace")) if package.adds_bos else run.text
-    question = {
-        "path": str(path),
-        "folder": str(path.parent),
+    question: dict[str, Any] = {
         "prompt": prompt,
         "n_tokens": min(n_tokens, len(run.tokens) + 1),
         "messages": _CONVERSATION if wanted else None,
         "texts": PROBES,
     }
-    found = ask_runtime(_RUNTIME, question, "LiteRT-LM")
+    with utf8_name(path) as name:
+        question |= {"path": str(name), "folder": str(name.parent)}
+        found = ask_runtime(_RUNTIME, question, "LiteRT-LM")
     runtime = f"LiteRT-LM {found['version']}"
     is_same = _stable(found["text"]) == _stable(package.tokenizer.decode(run.tokens))
     said = compare_tokens(run, run.tokens if is_same else found["tokens"], runtime)

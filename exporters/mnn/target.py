@@ -37,7 +37,7 @@ from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, temporary_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -137,13 +137,13 @@ def _peak(package: _Package, weights: int) -> int:
 def _write(package: _Package, folder: Path, progress: Progress) -> None:
     """Write all files into a folder."""
     file, spec, made = package.file, package.spec, package.made
-    with TemporaryDirectory(dir=folder, prefix="graph-") as scratch:
+    with utf8_name(folder) as place, TemporaryDirectory(dir=place, prefix="graph-") as scratch:
         onnx = Path(scratch) / "graph.onnx"
         write_graph(made.graph, onnx, None)
         content = from_onnx(onnx, Path(scratch))
         with (folder / "llm.mnn.weight").open("xb") as out:
             embeddings = _weights(package, content, Path(scratch) / "converted.mnn.weight", out, progress)
-        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), folder / "llm.mnn")
+        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), place / "llm.mnn")
     config = tokenizer_config(file)
     stops = sorted(Tokenizer.from_file(file).stop_ids)
     (folder / "tokenizer.mtok").write_bytes(tokenizer_file(tokenizer_json(file), config, stops))
@@ -176,10 +176,10 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int 
     file = package.file
     tokenizer = Tokenizer.from_file(file)
     run = run_greedily(file, answer_tokens(file, package.n_ctx))
-    with temporary_folder() as scratch:
+    with temporary_folder() as scratch, utf8_name(folder) as place:
         logits = scratch / "logits.npy"
         question = {
-            "folder": str(folder),
+            "folder": str(place),
             "prompt": run.prompt,
             "tokens": run.forced,
             "message": None if tokenizer.chat_template is None else MESSAGES[0]["content"],

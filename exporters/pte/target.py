@@ -20,7 +20,7 @@ from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -158,12 +158,12 @@ def _notes(package: _Package) -> list[str]:
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
-    with TemporaryDirectory(dir=folder, prefix="export-") as scratch:
+    with utf8_name(folder) as place, TemporaryDirectory(dir=place, prefix="export-") as scratch:
         question = {
             "do": "export",
             "source": str(Path(package.file.path).resolve()),
             "folder": scratch,
-            "out": str(folder / "model.pte"),
+            "out": str(place / "model.pte"),
             "n_ctx": package.n_ctx,
             "four_bits": package.four_bits,
             "bos": tokenizer.bos_id,

@@ -88,7 +88,7 @@ def test_every_target_names_the_tensor(to: str, name: str, tmp_path: Path, monke
         with FiniteFile.open(source) as file, pytest.raises(ModelFileError, match=f"tensor {name} "):
             mnn.place(file, name, None, (tmp_path / "w").open("wb"))
         return
-    check_refused(run("export", source, "--to", to, "-o", tmp_path / "out"), name, tmp_path, "a.gguf")
+    check_refused(run("export", source, "--to", to, "-o", tmp_path / "out.litertlm"), name, tmp_path, "a.gguf")
 
 
 @pytest.mark.parametrize("to", ["ternary", "fpga"])
