@@ -142,29 +142,11 @@ def check_cache_type(cache_type: CacheType) -> None:
 
 
 def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
-    """Raises InvalidArgument if there is no cache of that type, or if the model's heads do not fit it."""
+    """Raises InvalidArgument if there is no cache of that type, or if a mixer cannot keep its state so."""
     check_cache_type(cache_type)
-    if cache_type == "f16":
-        return
     for layer in spec.layers:
-        n = layer.mixer.head_dim
-        if n % 32:
-            raise InvalidArgument(
-                f"a {cache_type} KV cache needs heads of a multiple of 32 numbers: found {n}; use f16"
-            )
-    if cache_type == "k6v4":
-        _check_key_biases(spec)
-
-
-def _check_key_biases(spec: ModelSpec) -> None:
-    """Raises InvalidArgument if a key bias turns in two ways, as k6v4 has one table of angles for it."""
-    for layer in spec.layers:
-        mixer = layer.mixer
-        if mixer.separate_key_bias is not None and mixer.rope is not None and mixer.rope.long is not None:
-            raise InvalidArgument(
-                "a k6v4 KV cache needs one set of rope frequencies where keys have a bias: found another set for long "
-                "contexts; use q8_0"
-            )
+        if reason := layer.mixer.refused_cache(cache_type):
+            raise InvalidArgument(f"a {cache_type} KV cache {reason}")
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from edgeinfer.backends.checks import (
     check_tokens,
 )
 from edgeinfer.backends.in_turn import forward_in_turn, heads_in_turn
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.errors import EdgeInferError, InvalidArgument, OfOneProcess, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.types import (
@@ -133,7 +133,7 @@ _Decoder = TypeVar("_Decoder", bound=DeviceDecoder)
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-class DeviceWeights(Generic[_Decoder]):
+class DeviceWeights(OfOneProcess, Generic[_Decoder]):
     """A decoder that is loaded: what models and draft heads have in common."""
 
     def __init__(self, decoder: _Decoder, plan: MemoryPlan) -> None:
@@ -211,7 +211,7 @@ class DeviceHeadModel(DeviceWeights[_Decoder]):
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-class DeviceText(Generic[_Decoder]):
+class DeviceText(OfOneProcess, Generic[_Decoder]):
     """The state of one text: what sessions of models and of draft heads have in common."""
 
     def __init__(self, weights: DeviceWeights[_Decoder], n_ctx: int) -> None:

@@ -7,13 +7,14 @@ same bits for any batch size, and for a branch of a tree as for a chain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.base import Progress, Rows
 from edgeinfer.backends.checks import (
     check_cache,
@@ -26,42 +27,73 @@ from edgeinfer.backends.checks import (
     common_length,
 )
 from edgeinfer.backends.in_turn import forward_in_turn
-from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.backends.reference_attention import ReferenceAttention
 from edgeinfer.backends.reference_experts import expert_rows
 from edgeinfer.backends.reference_math import (
     Floats,
-    attend,
     gated,
     rms_norm,
-    rotate,
     round_activations,
     scale,
     soft_cap,
 )
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
-from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.errors import EdgeInferError, Interrupted, OfOneProcess, ShapeError
 from edgeinfer.models import (
     Attention,
     Dense,
     Experts,
     ExpertsRef,
+    Layer,
+    Mixer,
     ModelSpec,
     TensorRef,
     check_blocks,
+    dense_of,
     read_spec,
 )
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.models.spec import FeedForward
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
-_CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32, "k6v4": np.float32}
-# The fields of blocks that are looked at below; see check_blocks.
-BLOCKS: dict[type, tuple[str, ...]] = {
-    Attention: (
-        *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
-        *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
-    ),
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The rows of a pass in one layer, as a mixer sees them.
+
+    state: of the sequence in this layer, by slot; a row's own slot is the last of its path.  paths: for each row the
+    slots that it sees, in order.  inputs: (n, n_in), what the products are with where that is not the norm of x.
+    """
+
+    state: Sequence[NDArray[np.floating]]
+    paths: Sequence[NDArray[np.intp]]
+    n_ctx: int
+    cache_type: CacheType
+    inputs: Floats | None
+
+
+class ReferenceMixer(Protocol):
+    """How one kind of mixer runs here."""
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of the block that are looked at; see check_blocks."""
+        ...
+
+    def state(self, block: Any, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Arrays that hold the state of a sequence, with a row for each slot: (n_ctx, ...).
+
+        A recurrence keeps the state after each token, and continues from that of the slot before: so trees and
+        truncation need nothing else.
+        """
+        ...
+
+    def run(self, block: Any, decoder: ReferenceDecoder, x: Floats, at: LayerRows) -> Floats:
+        """What the block adds to x (n, n_embd), and the rows' states into their slots."""
+        ...
+
+
+MIXERS: dict[type[Mixer], ReferenceMixer] = {Attention: ReferenceAttention()}
+_NETWORKS: dict[type, Sequence[str]] = {
     Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
     Experts: (
         *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
@@ -70,6 +102,11 @@ BLOCKS: dict[type, tuple[str, ...]] = {
         *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
     ),
 }
+
+
+def known_blocks() -> dict[type, Sequence[str]]:
+    """The kinds of block that run here, with the fields that are looked at; see check_blocks."""
+    return {kind: mixer.fields for kind, mixer in MIXERS.items()} | _NETWORKS
 
 
 class ReferenceBackend:
@@ -104,17 +141,16 @@ class ReferenceBackend:
         Raises UnsupportedModel for a tensor type that `dequantize` does not know, InvalidArgument for a model that the
         cache type does not fit.
         """
-        check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        check_blocks(spec.blocks(), known_blocks(), self.name, model.path)
         check_cache(cache_type, spec)
         shapes = spec.tensor_shapes()
         check_types(model, shapes)
         n_batch = min(n_batch, n_ctx)
         n_weights, n_of_experts = count(shapes)
-        n_kv = sum(n_ctx * n_held(layer.mixer, cache_type) for layer in spec.layers)
         n_activations = n_batch * 2 * spec.n_embd
-        n_activations += n_batch * max((layer.mixer.n_q + 2 * layer.mixer.n_kv for layer in spec.layers), default=0)
-        n_activations += n_batch * max((2 * layer.ffn.n_ff for layer in spec.layers), default=0)
-        n_cache = _CACHE_DTYPES[cache_type]().itemsize * n_kv
+        n_activations += n_batch * max((layer.mixer.n_activations for layer in spec.layers), default=0)
+        n_activations += n_batch * max((layer.ffn.n_activations for layer in spec.layers), default=0)
+        n_cache = sum(_state_bytes(layer.mixer, n_ctx, cache_type) for layer in spec.layers)
         use = MemoryUse(4 * n_weights, n_cache, 4 * n_activations, experts=4 * n_of_experts)
         return MemoryPlan(n_ctx, n_batch, use, cache_type)
 
@@ -122,7 +158,7 @@ class ReferenceBackend:
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> ReferenceModel:
         """Dequantise all weights. Raises UnsupportedModel. The file may be closed afterwards."""
-        check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        check_blocks(spec.blocks(), known_blocks(), self.name, model.path)
         return ReferenceModel(spec, plan, self.read_weights(model, spec.tensor_shapes(), progress))
 
     def read_weights(self, model: ModelFile, shapes: Shapes, progress: Progress | None = None) -> dict[str, Weights]:
@@ -130,7 +166,7 @@ class ReferenceBackend:
         return read_weights(model, shapes, self.activations, progress)
 
 
-class ReferenceDecoder:
+class ReferenceDecoder(OfOneProcess):
     """The weights of a ModelSpec, and what its blocks do to the residual stream of one text.
 
     weights: by tensor.  `interrupt` ends the pass that runs.
@@ -178,15 +214,14 @@ class ReferenceDecoder:
     ) -> tuple[Floats, Floats]:
         """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
 
-        links: (n_pending + n,), parents of the rows that are pending and of these behind them.  inputs: see _attention.
+        links: (n_pending + n,), parents of the rows that are pending and of these behind them.  inputs: see LayerRows.
         """
         spec = self.decoder
         paths = visible_slots(links, text.n_past)[len(links) - len(x) :]
         tapped = {}
         for index, layer in enumerate(spec.layers):
-            added = self._attention(layer.mixer, text, index, x, paths, inputs)
-            x = x + scale(added, spec.residual_scale)
-            x = x + scale(self._network(layer.ffn, x), spec.residual_scale)
+            x = x + scale(self.mixed(layer.mixer, x, text.rows(index, paths, inputs)), spec.residual_scale)
+            x = x + scale(self._network(layer, x), spec.residual_scale)
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now
@@ -194,70 +229,16 @@ class ReferenceDecoder:
         logits = soft_cap(scale(logits, spec.logit_scale), spec.logit_soft_cap)
         return logits, np.array([tapped[layer] for layer in taps], dtype=np.float32)
 
-    def _attention(
-        self,
-        block: Attention,
-        text: TextState,
-        layer: int,
-        x: Floats,
-        paths: list[NDArray[np.intp]],
-        inputs: Floats | None,
-    ) -> Floats:
-        """What attention adds, (n, n_embd).
+    def mixed(self, block: Mixer, x: Floats, at: LayerRows) -> Floats:
+        """What a mixer adds, (n, n_embd)."""
+        return MIXERS[type(block)].run(block, self, x, at)
 
-        paths: for each row the slots that it sees.  inputs: (n, n_in), what queries, keys and values are products with
-        where that is not the norm of x.
-        """
-        bias = block.separate_key_bias if text.cache_type == "k6v4" else None  # that is not part of the keys
-        h = self.norm(block.norm, x) if inputs is None else inputs
-        q, k, v = self._queries_keys_values(block, h, block.k_bias if bias is None else None)
-        positions = np.array([len(path) - 1 for path in paths])
-
-        def turned(heads: Floats) -> Floats:
-            return heads if block.rope is None else rotate(heads, positions, block.rope.of_context(text.n_ctx))
-
-        q, k = turned(q), turned(k)
-        q = q * QueryScales.of(block, text.n_ctx).at(positions)[:, None, None]
-        if text.cache_type == "q8_0":
-            q, k, v = (rounded_heads(each) for each in (q, k, v))
-        elif text.cache_type == "k6v4":
-            biases = (
-                None if bias is None else turned(np.broadcast_to(self.values_of(bias).reshape(k[0].shape), k.shape))
-            )
-            q, k, v = k6v4.asking(q, bias is not None), k6v4.held_keys(k, biases), k6v4.held_values(v)
-        keys, values = text.keys[layer], text.values[layer]
-        slots = [path[-1] for path in paths]
-        keys[slots], values[slots] = k, v
-        sinks = None if block.sinks is None else self.values_of(block.sinks)
-        y = np.empty((len(x), block.n_heads, block.head_dim), dtype=np.float32)
-        for i, path in enumerate(paths):
-            self._poll()
-            seen = path if block.window is None else path[-block.window :]
-            y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap, sinks)
-        if text.cache_type == "k6v4":
-            y = k6v4.hadamard(y, is_back=True)
-        heads = self.norm(block.sub_norm, y.reshape(len(x), -1))
-        return self.norm(block.post_norm, self.linear(block.output, block.output_bias, heads))
-
-    def _queries_keys_values(
-        self, block: Attention, h: Floats, key_bias: TensorRef | None
-    ) -> tuple[Floats, Floats, Floats]:
-        """(n, heads, head_dim) each, with norms on queries and keys where the block has them."""
-        q = self.linear(block.q, block.q_bias, h)
-        k = self.linear(block.k, key_bias, h)
-        v = self.linear(block.v, block.v_bias, h)
-        if block.qk_norm == "whole":
-            q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
-        q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))
-        if block.qk_norm == "per_head":
-            q, k = self.norm(block.q_norm, q), self.norm(block.k_norm, k)
-        return q, k, v
-
-    def _network(self, block: FeedForward, x: Floats) -> Floats:
+    def _network(self, layer: Layer, x: Floats) -> Floats:
         """What a feed-forward network adds, (n, n_embd)."""
+        block = layer.ffn
         if isinstance(block, Experts):
             return self.norm(block.post_norm, expert_rows(block, self, self.norm(block.norm, x)))
-        return self._dense(block, x)
+        return self._dense(dense_of(layer), x)
 
     def _dense(self, block: Dense, x: Floats) -> Floats:
         h = self.norm(block.norm, x)
@@ -276,13 +257,13 @@ class ReferenceDecoder:
             x = round_activations(x, weights.block)
         y = np.empty((len(x), len(weights.values)), dtype=np.float32)
         for i, row in enumerate(x):  # one at a time: BLAS sums in another order for another number of rows
-            self._poll()
+            self.poll()
             y[i] = weights.values @ row
         return y if bias is None else y + self.weights_of(bias).values
 
     def expert_linear(self, matrix: ExpertsRef, expert: int, x: Floats) -> Floats:
         """The matrix of one expert times x: (n_in,) to (n_out,)."""
-        self._poll()
+        self.poll()
         weights = self.weights_of(matrix)
         if weights.block > 1:
             x = round_activations(x[None], weights.block)[0]
@@ -297,7 +278,7 @@ class ReferenceDecoder:
         """A tensor, or some rows of one or of each expert."""
         return self._weights[ref if isinstance(ref, str) else ref.name].part(ref)
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Raises Interrupted if `interrupt` was called since the pass began."""
         if self._stopped:
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
@@ -327,21 +308,17 @@ class ReferenceModel(ReferenceDecoder):
         return scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
 
 
-class TextState:
-    """The KV cache of a text in every layer, by slot: those of the last forward lie behind the committed ones."""
+class TextState(OfOneProcess):
+    """The state of a text in every layer, by slot: those of the last forward lie after the committed ones."""
 
     def __init__(self, decoder: ReferenceDecoder, n_ctx: int, cache_type: CacheType) -> None:
         check_cache(cache_type, decoder.decoder)
         self.n_ctx = n_ctx
         self.n_batch = decoder.n_batch
         self.cache_type = cache_type
-        mixers = [layer.mixer for layer in decoder.decoder.layers]
-        shapes = [(n_ctx, mixer.n_kv_heads, mixer.head_dim) for mixer in mixers]
-        self.values = [np.zeros(shape, dtype=_CACHE_DTYPES[cache_type]) for shape in shapes]
-        lengths = [n_held(mixer, cache_type) // mixer.n_kv_heads - mixer.head_dim for mixer in mixers]  # of keys
-        self.keys = [  # after rope
-            np.zeros((*values.shape[:2], length), dtype=values.dtype)
-            for values, length in zip(self.values, lengths, strict=True)
+        self._states = [
+            [np.zeros(shape, dtype) for shape, dtype in MIXERS[type(layer.mixer)].state(layer.mixer, n_ctx, cache_type)]
+            for layer in decoder.decoder.layers
         ]
         self._decoder = decoder
         self._text: list[int] = []  # committed
@@ -359,8 +336,8 @@ class TextState:
         """See Session.commit."""
         rows = check_path(path, self._parents)
         slots = slice(self.n_past, self.n_past + len(rows))
-        for cache in (*self.keys, *self.values):
-            cache[slots] = cache[self.n_past + rows]
+        for held in self._held():
+            held[slots] = held[self.n_past + rows]
         self._text += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
@@ -376,7 +353,7 @@ class TextState:
         """Bytes of the weights and the KV cache that are held, and of the activations that were planned."""
         self._check_open()
         use = self._decoder.memory()
-        return replace(use, kv_cache=sum(cache.nbytes for cache in (*self.keys, *self.values)))
+        return replace(use, kv_cache=sum(held.nbytes for held in self._held()))
 
     def interrupt(self) -> None:
         """See Session.interrupt."""
@@ -385,7 +362,15 @@ class TextState:
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
         self._is_open = False
-        self.keys, self.values = [], []
+        self._states = []
+
+    def rows(self, layer: int, paths: Sequence[NDArray[np.intp]], inputs: Floats | None) -> LayerRows:
+        """The rows of a pass in a layer; see LayerRows."""
+        return LayerRows(self._states[layer], paths, self.n_ctx, self.cache_type, inputs)
+
+    def _held(self) -> Iterator[NDArray[np.floating]]:
+        for states in self._states:
+            yield from states
 
     def _check_open(self) -> None:
         self._decoder.check_open()
@@ -430,15 +415,11 @@ class ReferenceSession(TextState):
         return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
 
 
-def n_held(mixer: Attention, cache_type: CacheType) -> int:
-    """Numbers of keys and values that a token leaves in a layer; k6v4 holds biases of keys apart."""
-    is_apart = cache_type == "k6v4" and mixer.separate_key_bias is not None
-    return (3 if is_apart else 2) * mixer.n_kv
-
-
-def rounded_heads(heads: Floats) -> Floats:
-    """Heads (n, n_heads, head_dim) as a cache of q8_0 holds them."""
-    return round_activations(heads.reshape(-1, heads.shape[-1]), 32).reshape(heads.shape)
+def _state_bytes(block: Mixer, n_ctx: int, cache_type: CacheType) -> int:
+    """Bytes of the state of a sequence in one layer."""
+    return sum(
+        math.prod(shape) * dtype.itemsize for shape, dtype in MIXERS[type(block)].state(block, n_ctx, cache_type)
+    )
 
 
 def visible_slots(parents: NDArray[np.int32], n_past: int) -> list[NDArray[np.intp]]:

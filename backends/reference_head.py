@@ -19,10 +19,10 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
-    BLOCKS,
     ReferenceBackend,
     ReferenceDecoder,
     TextState,
+    known_blocks,
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
 from edgeinfer.backends.reference_weights import Activations, Weights
@@ -39,7 +39,7 @@ def open_reference_head(
 
     spec: as read_head_beside gives it.  activations: see ReferenceBackend.
     """
-    check_blocks(spec.decoder.blocks(), BLOCKS, ReferenceBackend.name, head.path)
+    check_blocks(spec.decoder.blocks(), known_blocks(), ReferenceBackend.name, head.path)
     backend = ReferenceBackend(activations)
     weights = backend.read_weights(head, spec.tensor_shapes())
     of_target = backend.read_weights(target, _shapes_of_target(spec, target_spec))

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError
+from edgeinfer.errors import ContextOverflow, InvalidArgument, OfOneProcess, TemplateError, warn
 from edgeinfer.files import check_no_model, write_whole
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
+from edgeinfer.user_text import without_mark
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
@@ -36,7 +37,7 @@ _MOST_OUTPUTS = 1024  # answers that are kept split
 _Rendered = TypeVar("_Rendered")
 
 
-class Conversation:
+class Conversation(OfOneProcess):
     """A conversation with one model. Not thread-safe.
 
     An exchange, a question and its answer, is kept when the answer ends or is stopped. If it is refused, fails, or is
@@ -63,13 +64,14 @@ class Conversation:
         others = self.messages[1:] if self.system is not None else self.messages
         first: list[Message] = [] if text is None else [{"role": "system", "content": text}]
         self.messages = first + others
+        self._tell_of_system()
 
     def send(
         self,
         text: str,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -86,7 +88,7 @@ class Conversation:
         self,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -136,19 +138,29 @@ class Conversation:
         place = check_file_name("path", path)
         if not stat.S_ISREG(place.stat().st_mode):  # what is none may have no end
             raise InvalidArgument(f"{path} is no regular file: name one that was saved")
-        lines = enumerate(place.read_bytes().splitlines(), start=1)
+        lines = enumerate(without_mark(place.read_bytes(), path).splitlines(), start=1)
         messages = [
             self._fitted(read_message(line, f"{path}, line {number}")) for number, line in lines if line.strip()
         ]
         if any(message["role"] == "system" for message in messages[1:]):
             raise InvalidArgument(f"{path}: a system message must be the first one")
         self.messages = messages
+        self._tell_of_system()
+
+    def _tell_of_system(self) -> None:
+        """Warn, once for an engine, that the model knows no system message, if there is one."""
+        if self.system is not None and self._template.merges_system and not self.engine.has_told_of_system:
+            self.engine.has_told_of_system = True
+            warn(
+                "the chat template of this model has no system message: it becomes the beginning of the first user "
+                "message"
+            )
 
     def _answer(
         self,
         messages: list[Message],
         max_tokens: int | None,
-        stop: str | Sequence[str],
+        stop: str | Sequence[str] | None,
         params: SamplingParams | None,
         progress: Progress | None,
         **sampling: Unpack[SamplingOptions],
@@ -273,7 +285,7 @@ class Conversation:
         return len(self.messages) - 2
 
 
-class Answer(Iterator[Piece]):
+class Answer(OfOneProcess, Iterator[Piece]):
     """An answer while it is made: pieces, and at the end, or when it is left early, two more messages."""
 
     def __init__(

@@ -49,7 +49,8 @@ class Timings:
 
     prompt_seconds: from the start to the first token.  decode_seconds: for all tokens after it, a stop token included.
     prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens after the
-    first. Rates are 0 if there were no such tokens.  speculation: figures of speculative decoding, None without it.
+    first. Rates are 0 if there were no such tokens.  speculation: figures of speculative decoding, None without it and
+    where it was stopped before the first token.
     prompt_experts, decode_experts: what the expert cache did in these times, None where all experts are in memory.
     """
 
@@ -60,6 +61,13 @@ class Timings:
     speculation: Speculation | None = None
     prompt_experts: ExpertReads | None = None
     decode_experts: ExpertReads | None = None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens after the first from one forward pass: 1 without speculation, 0 if there were no such tokens."""
+        if self.speculation is not None:
+            return self.speculation.tokens_per_step
+        return 1.0 if self.decode_tokens_per_second else 0.0
 
 
 @dataclass(frozen=True, slots=True)

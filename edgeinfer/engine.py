@@ -10,12 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
-from edgeinfer.arguments import check_callback, check_integer, check_text, shown
+from edgeinfer.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
 from edgeinfer.completion import Completion, FinishReason, Piece
@@ -23,6 +22,8 @@ from edgeinfer.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
+    OfOneProcess,
+    warn,
 )
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 
 
-class Engine:
+class Engine(OfOneProcess):
     """A loaded model that completes texts. Made by `load`; a context manager.
 
     Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
@@ -89,6 +90,7 @@ class Engine:
         self.experts = experts
         self.expert_tier = expert_tier
         self._ledger = Ledger(()) if ledger is None else ledger
+        self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end
         self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
@@ -100,7 +102,7 @@ class Engine:
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -116,7 +118,7 @@ class Engine:
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         output: Output | None = None,
@@ -124,11 +126,12 @@ class Engine:
     ) -> Stream:
         """The completion of a prompt, piece by piece.
 
-        prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None is as many as fit into the context.
-        stop: texts that end the completion and are left out of it; a special token is written by its name
-        ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`; changed
-        by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share of the
-        prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all text.
+        prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None or -1 is as many as fit into the context.
+        stop: texts that end the completion and are left out of it, None for none; a special token is written by its
+        name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
+        changed by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
+        of the prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all
+        text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
         model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
         of this engine open.
@@ -137,12 +140,12 @@ class Engine:
         check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
-        limit = room if max_tokens is None else min(check_integer("max_tokens", max_tokens, 0), room)
+        limit = min(_most_tokens(max_tokens), room)
         if params is None:
             params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
-        chosen = replace(params, **sampling).with_seed()
+        chosen = params.changed(sampling).with_seed()
         if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
@@ -177,9 +180,25 @@ class Engine:
         """Token ids of a text, as a prompt is read.
 
         add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
-        texts of special tokens ("<|im_end|>") become those tokens.
+        texts of special tokens ("<|im_end|>") become those tokens. A text that has the begin or end token already gets
+        a second one, with a RuntimeWarning.
         """
-        return self.tokenizer.encode(check_text("text", text), add_special=add_special, parse_special=parse_special)
+        ids = self.tokenizer.encode(check_text("text", text), add_special=add_special, parse_special=parse_special)
+        if add_special:
+            self._warn_of_two(ids)
+        return ids
+
+    def _warn_of_two(self, ids: list[int]) -> None:
+        of = self.tokenizer
+        for what, adds, id, found in (
+            ("begin", of.add_bos, of.bos_id, ids[:2]),
+            ("end", of.add_eos, of.eos_id, ids[-2:]),
+        ):
+            if adds and id is not None and found == [id, id]:
+                warn(
+                    f"the text {what}s with {of.name(id)}, and the tokenizer of this model adds one: there are two, "
+                    "which the model was not trained with; leave it out of the text"
+                )
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; skip_special leaves out special tokens."""
@@ -361,3 +380,11 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("this engine is closed")
+
+
+def _most_tokens(value: object) -> int:
+    """Most tokens to generate. Raises InvalidArgument."""
+    if value is None:
+        return MAX_INT32
+    checked = check_integer("max_tokens", value, -1)
+    return MAX_INT32 if checked == -1 else checked

@@ -6,12 +6,21 @@ the command line.
 
 import sys
 import warnings
+from typing import NoReturn
 
 
 class EdgeInferError(Exception):
     """Base of all errors of this package."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """As pickle and copy make it again: by its message and attributes, whatever its constructor takes."""
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[EdgeInferError], args: tuple[object, ...]) -> EdgeInferError:
+    return kind.__new__(kind, *args)
 
 
 class InvalidArgument(EdgeInferError, ValueError):
@@ -24,6 +33,10 @@ class ShapeError(InvalidArgument):
     """An array has the wrong shape, type or range of values."""
 
 
+class NotPicklable(InvalidArgument, TypeError):
+    """Something that lives in one process, such as an engine, was to be pickled or copied."""
+
+
 class ModelFileError(EdgeInferError):
     """The model file cannot be used."""
 
@@ -32,6 +45,10 @@ class ModelFileError(EdgeInferError):
 
 class ModelNotFound(ModelFileError):
     """There is no model file with that name."""
+
+
+class DownloadError(EdgeInferError):
+    """A model could not be downloaded; what there is of it is kept for the next try, unless it is damaged."""
 
 
 class InvalidGGUF(ModelFileError):
@@ -103,8 +120,16 @@ class BackendLost(EdgeInferError):
     exit_code = 5
 
 
-class ExpertReadError(EdgeInferError):
+class ExpertReadError(ModelFileError):
     """An expert could not be read from its file during a forward pass; the session is unchanged."""
+
+    exit_code = 1
+
+
+class ModelFileChanged(ExpertReadError):
+    """A file of the model was changed while it was in use: load it again. The session is unchanged."""
+
+    exit_code = 3
 
 
 class NumericalError(EdgeInferError):
@@ -121,6 +146,17 @@ class Interrupted(EdgeInferError):
     """`Session.interrupt` stopped the forward pass from another thread; the session is unchanged."""
 
     exit_code = 130
+
+
+class OfOneProcess:
+    """Base of what cannot leave its process: pickle and copy raise NotPicklable, which says what to do instead."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotPicklable(
+            f"{type(self).__module__.partition('.')[0]}.{type(self).__name__} holds a model in the memory of its "
+            "process and cannot be pickled or copied: load the model in each process that uses it (edgeinfer.load), "
+            "and hand over texts, messages or completions"
+        )
 
 
 def warn(message: str) -> None:

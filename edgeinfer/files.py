@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.file_identity import check_sources
 
 _APPLICATION = "edgeinfer"
 _STANDARD_OUTPUTS = (1, 2)
@@ -70,6 +71,15 @@ def state_folder() -> Path | None:
 
     with suppress(RuntimeError, OSError):
         return _folder(platformdirs.user_state_path(_APPLICATION))
+    return None
+
+
+def data_folder() -> Path | None:
+    """Folder for what the user keeps; it need not exist. None if the user has no such folder."""
+    import platformdirs
+
+    with suppress(RuntimeError, OSError):
+        return _folder(platformdirs.user_data_path(_APPLICATION))
     return None
 
 
@@ -161,6 +171,7 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         if found is not None and (not stat.S_ISREG(found.st_mode) or _standard_output(found) is not None):
             with _opened_in_place(path, found) as file:
                 yield file
+            check_sources()
             return
         partial = _partial_name(target)
         try:
@@ -170,6 +181,7 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
                 if durable:
                     os.fsync(file.fileno())
             _take_over(found, partial)
+            check_sources()
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -265,6 +277,7 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
             for written in folder.path.rglob("*"):
                 if written.is_file():
                     _flush(written)
+            check_sources()
             if path.exists():
                 old = _name_beside(path, "replaced")
                 path.rename(old)
@@ -378,6 +391,7 @@ def take_over(written: Path, path: Path) -> None:
 def put_in_place(written: Path, path: Path) -> None:
     """Give a file that is whole the name of another one, whose mode and owner it takes. Raises OSError."""
     take_over(written, path)
+    check_sources()
     os.replace(written, path)
 
 

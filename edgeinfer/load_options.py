@@ -70,9 +70,9 @@ class LoadOptions:
     expert_device_bytes: memory of that device for experts, as for expert_cache; None or "auto" is what it has.
     draft: which drafters propose tokens. Drafts change the speed and never the text; only the native backend verifies
     them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this package has for
-    the model, if any. The name of a file adds a draft model, best with the same vocabulary, or a draft head to these.
-    "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used is
-    left out with a RuntimeWarning that says why.
+    the model, if any. A file, or a name as for `load`, adds a draft model, best with the same vocabulary, or a draft
+    head to these. "none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot
+    be used is left out with a RuntimeWarning that says why.
     draft_max: most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take more
     than 12 MiB, it is fewer.
     draft_device: where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists

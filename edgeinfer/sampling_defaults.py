@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import Any, cast
 
@@ -49,7 +48,7 @@ def default_params(file: ModelFile) -> tuple[SamplingParams, list[str]]:
     """
     basename, size = (str(file.metadata.get(f"general.{key}", "")).lower() for key in ("basename", "size_label"))
     found, ignored = _of_file(file.metadata)
-    return replace(replace(SamplingParams(), **_OF_MODELS.get((basename, size), {})), **found), ignored
+    return SamplingParams().changed(_OF_MODELS.get((basename, size), {})).changed(found), ignored
 
 
 def _of_file(metadata: Mapping[str, Any]) -> tuple[SamplingOptions, list[str]]:

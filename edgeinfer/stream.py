@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from edgeinfer.arguments import shown
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.errors import InvalidArgument, OfOneProcess
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
@@ -18,7 +18,7 @@ from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
 
 
-class Stream(Iterator[Piece]):
+class Stream(OfOneProcess, Iterator[Piece]):
     """Pieces of a text as they are generated. The first piece starts the work and takes the engine.
 
     Closed early, by `close`, a `with` block or garbage collection, it frees the engine; its completion is what was
@@ -195,7 +195,8 @@ class StopStrings:
     with their names.
     """
 
-    def __init__(self, stops: str | Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str] | None) -> None:
+        stops = () if stops is None else stops
         several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
         self.stops = tuple(cast(Sequence[str], stops if several else (stops,)))
         for stop in self.stops:

@@ -25,7 +25,7 @@ class FiniteFile(ModelFile):
             self._check(name, first, last)
         return super().data(name, first, last)
 
-    def check(self, name: str) -> None:
+    def check_tensor(self, name: str) -> None:
         """Raises ModelFileError for a tensor in which a weight is NaN or infinite."""
         self._check(name, 0, self.tensors[name].n_bytes)
 

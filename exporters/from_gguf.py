@@ -11,7 +11,7 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.target import Choices, prepare, write_file
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
-from edgeinfer.exporters.source import open_source
+from edgeinfer.exporters.source import named_as, open_source
 from edgeinfer.files import folder_beside, temporary_folder
 
 
@@ -25,13 +25,16 @@ class FromGguf:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         if not _needs_file(request):
-            return self.target.plan(request)
-        with open_source(request.source) as source, temporary_folder() as folder:
+            plan = self.target.plan(request)
+            with open_source(request.source) as source:  # a GGUF file
+                return replace(plan, notes=[*source.notes, *plan.notes])
+        with open_source(request.source, request.more.get("model")) as source, temporary_folder() as folder:
             job = prepare(source, replace(request, resume=False), self._choices)  # a package begins again
             first = job.plan()
             path = folder / _name(request)
             write_skeleton(path, job.layout, job.tensors)
-            then = self.target.plan(_of_file(request, path))
+            with named_as(path, request.source):
+                then = self.target.plan(_of_file(request, path))
         n_bytes = job.layout.n_bytes
         made = f"first a GGUF file of {human_bytes(n_bytes)} is made in a work folder, which is gone afterwards"
         peak = max(first.peak_bytes, then.peak_bytes)
@@ -46,7 +49,8 @@ class FromGguf:
         with _work_folder(request.out) as folder:
             path = folder / _name(request)
             facts = write_file(request, path, self._choices, lambda share: progress(0.5 * share))
-            result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
+            with named_as(path, request.source):
+                result = self.target.write(_of_file(request, path), lambda share: progress(0.5 + 0.5 * share))
         return replace(result, facts={**facts, **result.facts})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edgeinfer.exporters.architectures import recipe_of
 from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.checkpoint.adapters import adapter_files
 from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.check import check_runs
 from edgeinfer.exporters.conversion.model import Model
@@ -14,6 +15,7 @@ from edgeinfer.exporters.conversion.tensors import tensors
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
+from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models.gguf import MetadataValue
 
 
@@ -54,10 +56,17 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
         words, found = _cut(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
     check_runs(checkpoint.path, metadata, found)
+    for note in template_notes(metadata):
+        model.note(note)
     return HuggingFaceSource(model, metadata, found)
 
 
 def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
+    adapters = adapter_files(checkpoint.folder)
+    if adapters:
+        model.note(
+            f"{adapters[0]} is of an adapter (PEFT) beside the model, which is left out: merge it first to have it"
+        )
     n_others = len(checkpoint.names) - len(model.checkpoint.names)
     if n_others:
         model.note(f"the language model alone is converted: {n_others} tensors of other parts are left out")

@@ -22,21 +22,30 @@ def manifest_path(out: Path) -> Path:
     return out / NAME if out.is_dir() else out.with_name(f"{out.name}.{NAME}")
 
 
-def write_manifest(target: str, request: Request, plan: Plan, result: Result) -> Path | None:
-    """Write the manifest of an export, and give its path; None where the output is no file. Raises OSError."""
+def read_records(request: Request) -> Mapping[str, Any]:
+    """What the manifest says of the files that an export reads, taken before it writes. Raises OSError."""
+    read = {"imatrix": request.imatrix, "calibration": request.calibration, "draft": request.draft, **request.more}
+    records = {name: record(path) for name, path in read.items() if isinstance(path, Path) and path.is_file()}
+    return {"source": [record(path) for path in source_files(request.source)], **records}
+
+
+def write_manifest(target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]) -> Path | None:
+    """Write the manifest of an export, and give its path; None where the output is no file. Raises OSError.
+
+    read: what read_records gave before.
+    """
     if not all(path.is_file() for path in result.files):  # a pipe or a device
         return None
     path = manifest_path(request.out)
-    content = manifest(target, request, plan, result)
+    content = manifest(target, request, plan, result, read)
     write_whole(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
     return path
 
 
-def manifest(target: str, request: Request, plan: Plan, result: Result) -> Mapping[str, Any]:
+def manifest(target: str, request: Request, plan: Plan, result: Result, read: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the manifest says. Files have names without folders, so that it is the same wherever they lie."""
     content: dict[str, Any] = {
         "target": target,
-        "source": [record(path) for path in source_files(request.source)],
         "files": [record(path, request.out) for path in result.files],
         "options": _options(request),
         "types": dict(sorted(Counter(tensor.written.name for tensor in plan.tensors).items())),
@@ -46,11 +55,7 @@ def manifest(target: str, request: Request, plan: Plan, result: Result) -> Mappi
         "check": result.check,
         "tool": {"edgeinfer": tool_version()},
     }
-    read = {"imatrix": request.imatrix, "calibration": request.calibration, "draft": request.draft, **request.more}
-    for name, value in read.items():
-        if isinstance(value, Path) and value.is_file():
-            content[name] = record(value)
-    return {**content, **result.facts}
+    return {**content, **read, **result.facts}
 
 
 def record(path: Path, folder: Path | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
@@ -74,6 +75,16 @@ class Source(Protocol):
 
 
 @contextmanager
+def named_as(made: Path, path: Path) -> Iterator[None]:
+    """Within, errors about a file that is made on the way name what the user named instead. made: that file."""
+    try:
+        yield
+    except EdgeInferError as error:
+        error.args = tuple(each.replace(str(made), str(path)) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+@contextmanager
 def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
     """The model or the draft head of a GGUF file or of a folder of Hugging Face.
 
@@ -86,8 +97,12 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
         with open_model_or_head(path, target) as folder:
             yield folder
         return
+    from edgeinfer.exporters.vocabulary.chat_templates import template_notes  # which needs this module
+
     with FiniteFile.open(path) as file:
-        yield GgufSource(file)
+        source = GgufSource(file)
+        source.notes = template_notes(file.metadata)
+        yield source
 
 
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")

@@ -16,7 +16,8 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument, ModelNotFound, Uns
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
-from edgeinfer.exporters.request import Plan, Request, Target
+from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.file_identity import Sources
 from edgeinfer.files import behind_links, check_kept, check_writable
 
 
@@ -26,7 +27,7 @@ class Entry:
 
     module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
     one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
-    are wanted: such a file is made where it is not.  folders: whether it reads folders of Hugging Face.
+    are wanted: such a file is made where it is not.  target_folders: whether --target may be a folder of Hugging Face.
     """
 
     module: str
@@ -34,7 +35,7 @@ class Entry:
     writes: str
     has_manifest: bool = True
     takes_gguf: bool = False
-    folders: bool = True
+    target_folders: bool = True
 
     @property
     def is_folder(self) -> bool:
@@ -48,7 +49,7 @@ TARGETS = {  # in the order of --help
     "litertlm": Entry("edgeinfer.exporters.litertlm", "LitertlmTarget", "a .litertlm file", takes_gguf=True),
     "mnn": Entry("edgeinfer.exporters.mnn", "MnnTarget", "a folder for MNN", takes_gguf=True),
     "pte": Entry("edgeinfer.exporters.pte", "PteTarget", "a folder for ExecuTorch", takes_gguf=True),
-    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", has_manifest=False, folders=False),
+    "onnx": Entry("edgeinfer.exporters.onnx", "OnnxTarget", "an ONNX file", takes_gguf=True, target_folders=False),
     "ternary": Entry("edgeinfer.exporters.ternary", "TernaryTarget", "a GGUF file with ternary matrices", False),
     "fpga": Entry("edgeinfer.exporters.fpga", "FpgaTarget", "a folder for an FPGA board", has_manifest=False),
 }
@@ -62,7 +63,37 @@ def open_target(name: str) -> Target:
     if importlib.util.find_spec(entry.module) is None:
         raise UnsupportedModel(f"this version of edgeinfer cannot write {entry.writes} (--to {name})")
     target: Target = getattr(importlib.import_module(entry.module), entry.name)()
-    return FromGguf(target) if entry.takes_gguf else target
+    return Watched(FromGguf(target) if entry.takes_gguf else target)
+
+
+class Watched:
+    """A target whose plan and output are of sources that stayed what they were, from the plan on."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._planned: tuple[Request, Sources] | None = None
+
+    def plan(self, request: Request) -> Plan:
+        """See Target.plan. Raises ModelFileChanged too."""
+        sources = Sources(read_files(request))
+        with sources.unchanged():
+            plan = self._target.plan(request)
+            sources.check()
+        self._planned = request, sources
+        return plan
+
+    def write(self, request: Request, progress: Progress) -> Result:
+        """See Target.write. Raises ModelFileChanged too, and nothing is written then."""
+        planned = self._planned
+        sources = planned[1] if planned is not None and planned[0] == request else Sources(read_files(request))
+        with sources.unchanged():
+            return self._target.write(request, progress)
+
+
+def read_files(request: Request) -> list[Path]:
+    """The files that an export reads. Raises ModelFileError, OSError."""
+    named = (request.imatrix, request.calibration, request.draft, *request.more.values())
+    return [*source_files(request.source), *(path for path in named if isinstance(path, Path) and path.is_file())]
 
 
 def check_places(name: str, request: Request) -> None:
@@ -93,8 +124,8 @@ def _files_in(name: str, folder: Path) -> list[Path]:
 def check_gguf_files(name: str, request: Request) -> None:
     """Raises InvalidArgument where a folder of Hugging Face stands for what the target reads of GGUF files alone."""
     read = {"--draft": request.draft}
-    if not TARGETS[name].folders:
-        read |= {f"--to {name}": request.source, "--target": request.more.get("model")}
+    if not TARGETS[name].target_folders:
+        read["--target"] = request.more.get("model")
     for what, path in read.items():
         if isinstance(path, Path) and path.is_dir() and not any(path.glob("*.gguf")):
             made = shlex.join(["edgeinfer", "export", str(path), "--to", "gguf", "-o", f"{path.resolve().name}.gguf"])

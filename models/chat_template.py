@@ -17,6 +17,7 @@ texts of messages are not, and each allowed operation either keeps the marks or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -25,9 +26,11 @@ from jinja2.exceptions import SecurityError
 from edgeinfer.errors import TemplateError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.known_templates import source_of
+from edgeinfer.models.message_form import MessageForm, form_of, with_turns_joined
 from edgeinfer.models.provenance import Text, joined, plain, trusted
 from edgeinfer.models.template_sandbox.budget import BUDGET, MAX_DEPTH, MAX_LENGTH, STEPS_A_PAIR, Budget, check_length
 from edgeinfer.models.template_sandbox.environment import ENVIRONMENT
+from edgeinfer.models.template_sandbox.errors import is_of_template
 from edgeinfer.models.tokenizer import Tokenizer
 
 __all__ = ["CHATML", "MAX_LENGTH", "MAX_SOURCE_BYTES", "STEPS_A_PAIR", "ChatTemplate"]
@@ -71,9 +74,6 @@ def _copied(value: Any, depth: int = 0) -> Any:
     )
 
 
-_PROBE = "probe"  # a message that no template has a reason to change
-
-
 class ChatTemplate:
     """Turns messages into the prompt that a model was trained on. Any number of threads may use one.
 
@@ -81,17 +81,25 @@ class ChatTemplate:
     documents (always none), raise_exception, strftime_now, tojson.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
-        """Raises TemplateError if the source is too long or no Jinja."""
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", *, form: MessageForm | None = None
+    ) -> None:
+        """form: how the template gets messages that it does not take as they are; None: as they are.
+
+        Raises TemplateError if the source is too long or no Jinja.
+        """
         if len(source.encode(errors="replace")) > MAX_SOURCE_BYTES:
             raise TemplateError(f"a chat template may have {MAX_SOURCE_BYTES >> 10} KiB: found {len(source) >> 10} KiB")
         self._source = source
+        self._form = form
         self._tokens = {"bos_token": trusted(bos_token), "eos_token": trusted(eos_token)}
         try:
             self._template = ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
         except Exception as error:  # a limit of Python's: of recursion, nested blocks, digits of a number
+            if not is_of_template(error):
+                raise
             raise TemplateError(f"the chat template is broken: {type(error).__name__}: {error!s:.200}") from error
 
     @classmethod
@@ -110,16 +118,19 @@ class ChatTemplate:
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         bos, eos = ("" if id is None else tokenizer.token_bytes(id).decode(errors="replace") for id in ids)
         template = cls(source, bos, eos)
-        if template._drops_messages():
+        template._form = form_of(template.render)
+        if template._form is None:
             raise TemplateError(f"{file.path}: the chat template leaves out what the user says: it is damaged")
         return template
 
-    def _drops_messages(self) -> bool:
-        """Whether a message is not in its prompt. A template that wants other messages than one is taken as it is."""
-        try:
-            return _PROBE not in self.render([{"role": "user", "content": _PROBE}])
-        except TemplateError:
-            return False
+    def __reduce__(self) -> tuple[object, ...]:
+        made_again = partial(ChatTemplate, form=self._form)
+        return made_again, (self._source, self._tokens["bos_token"], self._tokens["eos_token"])
+
+    @property
+    def merges_system(self) -> bool:
+        """Whether a system message becomes the beginning of the first user message, for want of another place."""
+        return self._form is not None and self._form.merges_system
 
     @property
     def source(self) -> str:
@@ -131,7 +142,7 @@ class ChatTemplate:
 
         messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.
         """
-        return plain(self._render(messages, add_generation_prompt))
+        return plain(self._written(messages, add_generation_prompt))
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -143,12 +154,24 @@ class ChatTemplate:
         may be edgeinfer.models.provenance.Text: those of their characters that are trusted count as the template's own.
         Begins with one begin token if the file wants one. Raises TemplateError.
         """
-        ids = tokenizer.encode_rendered(self._render(messages, add_generation_prompt), self._source)
-        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt), self._source)
+        first = next((id for id in ids if tokenizer.token_bytes(id).strip()), None)  # some write a new line before it
+        if tokenizer.add_bos and tokenizer.bos_id is not None and first != tokenizer.bos_id:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def _written(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The prompt of messages in the form that the template takes."""
+        if self._form is None:
+            return self._render(messages, add_generation_prompt)
+        try:
+            return self._render(self._form.applied(messages), add_generation_prompt)
+        except TemplateError:
+            if len(joined_turns := with_turns_joined(messages)) == len(messages):
+                raise
+        return self._render(self._form.applied(joined_turns), add_generation_prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         copies = _copied(messages)
         values = {
             "messages": copies,
@@ -165,6 +188,8 @@ class ChatTemplate:
         except SecurityError as error:
             raise TemplateError(f"the chat template does what it must not: {error}") from error
         except Exception as error:
+            if not is_of_template(error):
+                raise
             raise TemplateError(f"the chat template fails: {type(error).__name__}: {error!s:.500}") from error
         finally:
             BUDGET.reset(before)

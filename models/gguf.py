@@ -4,15 +4,16 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 
 n_tensors, n_kv; n_kv times (key, type, value); n_tensors times (name, dimensions, type, offset); padding; the bytes of
 the tensors. The file is mapped while it is read, and memory is never allocated by a declared length alone.
 
-If another process truncates the file while tensors are read from the mapping, this process ends with SIGBUS; no reader
-with mmap can prevent that. A loaded model does not read from it.
+If another program writes to the file meanwhile, the next access raises ModelFileChanged, and so do `check` and the end
+of a `with` block. What such a program has cut off is read as zeros until then, see fault_guard.h.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TypeAlias
@@ -21,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, OfOneProcess
+from edgeinfer.file_identity import FileWatch, begin_reading, end_reading
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
 )
@@ -43,9 +45,10 @@ __all__ = [
 MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first..last-1, whole rows
 
 
-class ModelFile:
+class ModelFile(OfOneProcess):
     """A GGUF model in one file or several parts; a context manager.
 
+    What the thread writes within a `with` block does not get its name where the model has changed meanwhile (files.py).
     path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the
     first file. Arrays are Strings or Numbers, which behave as lists; a float may be NaN or infinite. Invalid UTF-8
     becomes U+FFFD in a text, and "surrogateescape" in an array of texts, with a RuntimeWarning.
@@ -73,13 +76,35 @@ class ModelFile:
     def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
         """Bytes first..last-1 of a tensor, (n_bytes,), read-only and without a copy, except for tensors of `define`.
 
-        Raises KeyError; EdgeInferError once closed.
+        Raises KeyError; ModelFileChanged if the file has changed since it was opened; EdgeInferError once closed.
         """
         info = self.tensors[name]
         last = info.n_bytes if last is None else last
         if name in self._made:
             return self._made[name](first, last)
-        return np.frombuffer(self._file(info.part).mapping, np.uint8, last - first, info.offset + first)
+        return self._file(info.part).bytes()[info.offset + first : info.offset + last]
+
+    def check(self) -> None:
+        """Raises ModelFileChanged if a file of the model has changed since it was opened.
+
+        To be called when what data() gave was used. Raises EdgeInferError once closed.
+        """
+        for part in range(len(self.paths)):
+            self._file(part).check()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, the files must stay as they are: ModelFileChanged at the end, or in place of an error, if not."""
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        self.check()
+
+    def watches(self) -> list[FileWatch]:
+        """Of all files of the model, which live on when this one is closed. Raises EdgeInferError once closed."""
+        return [self._file(part).watch.twin() for part in range(len(self.paths))]
 
     def descriptor(self, part: int) -> int:
         """Of the open file of a part. Raises EdgeInferError once closed."""
@@ -141,9 +166,16 @@ class ModelFile:
         return self._files[part]
 
     def __enter__(self) -> ModelFile:
+        begin_reading(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        end_reading(self)
+        try:
+            # Whatever else went wrong in a file that somebody has changed came of that.
+            if self._files and (error is None or isinstance(error, Exception)):
+                self.check()
+        finally:
+            self.close()

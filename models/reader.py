@@ -28,6 +28,7 @@ from edgeinfer.models.spec import (
     RopeSpec,
     TensorRef,
     TensorRows,
+    attention_of,
     dense_of,
 )
 
@@ -86,7 +87,9 @@ def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
 def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
     """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
     layers = enumerate(spec.layers)
-    return replace(spec, layers=tuple(replace(layer, mixer=change(index, layer.mixer)) for index, layer in layers))
+    return replace(
+        spec, layers=tuple(replace(layer, mixer=change(index, attention_of(layer))) for index, layer in layers)
+    )
 
 
 def each_ffn(spec: ModelSpec, change: Callable[[int, Dense], Dense]) -> ModelSpec:
@@ -383,7 +386,8 @@ class Reader(KeyReader):
             self.refuse("rope.scaling.type", f"must be one of {', '.join(kinds)}: found {kind!r:.80}")
         magnitude = 1.0
         if kind == "yarn":
-            frequencies = rope.yarn_frequencies(frequencies, base, factor, self.original_context())
+            whole_pairs = self.flag("rope.scaling.yarn_truncate", True)  # edgeinfer's own key, see conversion/rope.py
+            frequencies = rope.yarn_frequencies(frequencies, base, factor, self.original_context(), whole_pairs)
             log_multiplier = self.number("rope.scaling.yarn_log_multiplier", -0.5, 100.0, 0.0)
             magnitude = rope.yarn_magnitude(factor, log_multiplier)
         elif kind != "none":

@@ -7,6 +7,9 @@ splits one answer, token by token.
 A mark that the vocabulary has as a special token counts only as that token: a model that spells "<think>" in ordinary
 tokens writes about it. In the text that the parser sees, each special token is one lone surrogate, which no decoded
 UTF-8 contains; the marks are written in the same way.
+
+The reasoning is what the model emits before its answer: a block that comes later, a mark without its other half and the
+marks of calls that the template does not know stay in the text as they are written, whatever type of token they are.
 """
 
 from __future__ import annotations
@@ -64,6 +67,13 @@ TOOL_TAGS = (
 )
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
+# Marks in the tables above, and those that other models have within or beside them ([ARGS], <|tool_call_begin|>).
+_PART_MARK = re.compile(
+    "tool|call|think|thought|reason|inner_|channel|constrain|response|solution|answer|function|action|python|argument"
+    r"|\bargs\b",
+    re.IGNORECASE,
+)
+
 _CODES = re.compile("([\ud800-\udfff])")
 _FIRST_CODE, _N_CODES = 0xD800, 2048  # the surrogates
 _TAIL = 64  # tokens at the end of a prompt in which the reasoning may be opened
@@ -98,6 +108,7 @@ class OutputFormat:
         self.looks_for_marks = render is not None and bool(reasoning) and _looks_for_marks(reasoning, render)
         turns = "" if render is None else self.coded_text(_turns(render))
         self._turn_codes = set(filter(self.is_special, turns)) - self._mark_codes
+        self._hidden = set(filter(self._says_nothing, self._id_of))
 
     def parser(self, opened: str = "") -> OutputParser:
         """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`."""
@@ -175,15 +186,18 @@ class OutputFormat:
         return self.text("".join([char for char in coded if char not in self._turn_codes]))
 
     def shown(self, coded: str) -> str:
-        """The text as people get it: control tokens stand for no text."""
-        return self.text(_CODES.sub(lambda code: self._unless_control(code.group()), coded))
+        """The text as people get it: control tokens stand for no text, but for marks of parts, which nothing took."""
+        return self.text("".join([char for char in coded if char not in self._hidden]))
 
-    def _unless_control(self, code: str) -> str:
-        return "" if code in self._id_of and self.tokenizer.is_control(self._id_of[code]) else code
+    def _says_nothing(self, code: str) -> bool:
+        """Whether it is a control token, and no mark of a part: only of a turn or a text, or for something else."""
+        id = self._id_of[code]
+        is_mark = code not in self._turn_codes and _PART_MARK.search(self._name(code)) is not None
+        return self.tokenizer.is_control(id) and (self.tokenizer.is_frame(id) or not is_mark)
 
     def is_hidden(self, char: str) -> bool:
-        """Whether a character is white space or a control token, so that nothing is said with it."""
-        return char.isspace() or (char in self._id_of and self.tokenizer.is_control(self._id_of[char]))
+        """Whether a character is white space or a control token that stands for no text, so that nothing is said."""
+        return char.isspace() or char in self._hidden
 
     def is_special(self, char: str) -> bool:
         """Whether a character stands for a special token."""

@@ -22,10 +22,13 @@ def inverse_frequencies(base: float, n_dims: int) -> list[float]:
     return [float(frequency) for frequency in frequencies[: n_dims // 2]]
 
 
-def yarn_frequencies(frequencies: Sequence[float], base: float, factor: float, n_ctx: int) -> list[float]:
+def yarn_frequencies(
+    frequencies: Sequence[float], base: float, factor: float, n_ctx: int, whole_pairs: bool = True
+) -> list[float]:
     """Frequencies after YaRN (Peng et al., arXiv:2309.00071, section 3.2), beta_fast 32, beta_slow 1.
 
-    n_ctx: the context that the model was first trained with.
+    n_ctx: the context that the model was first trained with.  whole_pairs: whether the ramp begins and ends at whole
+    pairs, as in YaRN's own code and in llama.cpp; gpt-oss was trained with a ramp that does not.
     """
     n_dims = 2 * len(frequencies)
     with localcontext(prec=_PRECISION):
@@ -34,7 +37,10 @@ def yarn_frequencies(frequencies: Sequence[float], base: float, factor: float, n
         def correction(n_rotations: int) -> float:
             return float(n_dims * (Decimal(n_ctx) / (n_rotations * _TWO_PI)).ln() / (2 * log_base))
 
-        low, high = max(math.floor(correction(32)), 0), min(math.ceil(correction(1)), n_dims - 1)
+        first, last = correction(32), correction(1)
+    if whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, n_dims - 1)
     scaled = []
     for i, frequency in enumerate(frequencies):
         extrapolated = 1.0 - min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)

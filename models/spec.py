@@ -6,11 +6,14 @@ every field of a block that the backend does not name, so that nothing is skippe
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.types import CacheType
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
 # What a gated network makes of gate and up. The first three are activation(gate) * up with x sigmoid(x);
@@ -110,9 +113,78 @@ class QueryTemperature:
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
+# What a mixer keeps of a sequence in its layer: keys and values of all positions; those of a sliding window; or a state
+# of one size, which each token changes.
+StateKind: TypeAlias = Literal["full_kv", "window_kv", "recurrent"]
+
 
 @dataclass(frozen=True)
-class Attention:
+class Block(ABC):
+    """A part of a layer. It answers for itself: which weights it has, and what a forward pass costs.
+
+    What it computes is in the docstring of its class, and in the backends.
+    """
+
+    n_embd: int  # width of the residual stream
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor that there may be, by role."""
+
+    @property
+    @abstractmethod
+    def n_activations(self) -> int:
+        """Most numbers of a token that are held at once, beside the residual stream."""
+
+    def share_used(self, role: str) -> float:
+        """Share of a weight that one token uses, 0..1."""
+        return 1.0
+
+    def multiply_adds(self, n_past: int = 0) -> int:
+        """Multiply-adds of one token after n_past others."""
+        found = 0.0
+        for weight in weights_of("", self):
+            if len(weight.shape) > 1:
+                found += self.share_used(weight.role) * math.prod(weight.shape)
+        return round(found)
+
+
+@dataclass(frozen=True)
+class Mixer(Block):
+    """The block of a layer that sees other tokens, through a state that it keeps of the sequence."""
+
+    @property
+    @abstractmethod
+    def state_kind(self) -> StateKind:
+        """What it keeps."""
+
+    @abstractmethod
+    def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
+        """Bytes of the state of a sequence of n_ctx tokens, without what an engine adds to it.
+
+        It may add whole segments of positions, one batch beyond a window, or the states of draft trees.
+        """
+
+    @abstractmethod
+    def n_seen(self, n_past: int) -> int:
+        """Positions of the state that a token reads after n_past others; 0 where that does not grow with n_past."""
+
+    @abstractmethod
+    def n_seen_in_prompt(self, n_tokens: int) -> float:
+        """The same for all tokens of a prompt together."""
+
+    def refused_cache(self, cache_type: CacheType) -> str | None:
+        """What keeps the state from being of this type: what it needs, what was found, what to do. None: nothing."""
+        return None
+
+
+@dataclass(frozen=True)
+class FeedForward(Block):
+    """The block of a layer that works on each token by itself."""
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
     """Softmax attention (Vaswani et al., arXiv:1706.03762) with grouped heads (Ainslie et al., arXiv:2305.13245).
 
     With norm(x) = x where there is no such tensor, it adds to the residual stream x:
@@ -130,7 +202,6 @@ class Attention:
     softmax and has no value (Xiao et al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
     """
 
-    n_embd: int
     n_in: int
     n_heads: int
     n_kv_heads: int
@@ -171,6 +242,48 @@ class Attention:
         """Numbers of all keys of a token, and of all values."""
         return self.n_kv_heads * self.head_dim
 
+    @property
+    def n_activations(self) -> int:
+        """See Block: queries, keys and values."""
+        return self.n_q + 2 * self.n_kv
+
+    @property
+    def state_kind(self) -> StateKind:
+        """See Mixer."""
+        return "full_kv" if self.window is None else "window_kv"
+
+    def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
+        """See Mixer: keys and values of the positions that are seen."""
+        n = self.head_dim
+        of_a_head = {"f16": 4 * n, "q8_0": 2 * (n + n // 32 * 4), "k6v4": 6 * n // 8 + n // 2 + 2 * 2}[cache_type]
+        return self.n_seen(n_ctx) * self.n_kv_heads * of_a_head
+
+    def n_seen(self, n_past: int) -> int:
+        """See Mixer."""
+        return n_past if self.window is None else min(self.window, n_past)
+
+    def n_seen_in_prompt(self, n_tokens: int) -> float:
+        """See Mixer."""
+        if self.window is None or n_tokens <= self.window:
+            return n_tokens * n_tokens / 2
+        return self.window * self.window / 2 + (n_tokens - self.window) * self.window
+
+    def multiply_adds(self, n_past: int = 0) -> int:
+        """See Block: the products with weights, the scores, and the values."""
+        return super().multiply_adds() + 2 * self.n_q * self.n_seen(n_past)
+
+    def refused_cache(self, cache_type: CacheType) -> str | None:
+        """See Mixer."""
+        if cache_type != "f16" and self.head_dim % 32:
+            return f"needs heads of a multiple of 32 numbers: found {self.head_dim}; use f16"
+        is_turned_in_two_ways = self.rope is not None and self.rope.long is not None
+        if cache_type == "k6v4" and self.separate_key_bias is not None and is_turned_in_two_ways:
+            return (
+                "needs one set of rope frequencies where keys have a bias: found another set for long contexts; "
+                "use q8_0"
+            )
+        return None
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""
         q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
@@ -193,14 +306,13 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(FeedForward):
     """A gated feed-forward network, SwiGLU, GeGLU or the like (Shazeer, arXiv:2002.05202). It adds:
 
     h = norm(x, norm);  f = norm(activation(gate @ h) * (up @ h), sub_norm) @ down
     x += residual_scale * norm(f, post_norm)
     """
 
-    n_embd: int
     n_ff: int
     gate: TensorRef  # (n_ff, n_embd)
     up: TensorRef  # (n_ff, n_embd)
@@ -209,6 +321,11 @@ class Dense:
     norm: TensorRef | None = None  # (n_embd,)
     post_norm: TensorRef | None = None  # (n_embd,), of what is added
     sub_norm: TensorRef | None = None  # (n_ff,), of what goes into down
+
+    @property
+    def n_activations(self) -> int:
+        """See Block: gate and up."""
+        return 2 * self.n_ff
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""
@@ -223,7 +340,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(FeedForward):
     """A mixture of experts: gated networks of which a router chooses n_used for each token (Shazeer et al.,
     arXiv:1701.06538; Jiang et al., arXiv:2401.04088), and a shared one beside them (Dai et al., arXiv:2401.06066).
 
@@ -242,7 +359,6 @@ class Experts:
     n_ff, n_ff_shared: numbers between gate and down, of one expert and of the shared network.
     """
 
-    n_embd: int
     n_ff: int
     n_experts: int
     n_used: int
@@ -272,6 +388,15 @@ class Experts:
     shared_up: TensorRef | None = None  # (n_ff_shared, n_embd)
     shared_down: TensorRef | None = None  # (n_embd, n_ff_shared)
 
+    @property
+    def n_activations(self) -> int:
+        """See Block: gate and up of one expert, as they run one after the other."""
+        return 2 * self.n_ff
+
+    def share_used(self, role: str) -> float:
+        """See Block: of the matrices of experts, those that were chosen."""
+        return self.n_used / self.n_experts if role in ("gate", "up", "down") else 1.0
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""
         n, n_ff, n_shared = self.n_experts, self.n_ff, self.n_ff_shared
@@ -297,10 +422,6 @@ class Experts:
         }
 
 
-Mixer: TypeAlias = Attention  # a union, once there are more kinds
-FeedForward: TypeAlias = Dense | Experts
-
-
 @dataclass(frozen=True)
 class Layer:
     """What happens to the residual stream in a layer: first the mixer, which sees other tokens, then the network."""
@@ -309,7 +430,11 @@ class Layer:
     ffn: FeedForward
 
 
-def weights_of(block: str, part: Any) -> Iterator[Weight]:
+class _Shaped(Protocol):
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+
+def weights_of(block: str, part: _Shaped) -> Iterator[Weight]:
     """The tensors that a block has, in the order of its `shapes`; block: its name in the model."""
     for role, shape in part.shapes().items():
         tensor = getattr(part, role)
@@ -363,7 +488,7 @@ class ModelSpec(ModelSizes):
         """Whether the output matrix is the embedding matrix."""
         return self.output == self.token_embd
 
-    def blocks(self) -> Iterator[tuple[str, Mixer | FeedForward]]:
+    def blocks(self) -> Iterator[tuple[str, Block]]:
         """Every block and its name, in the order in which they run."""
         for index, layer in enumerate(self.layers):
             yield f"layers.{index}.mixer", layer.mixer
@@ -402,6 +527,13 @@ def shapes_in_file(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
         else:
             shapes[weight.tensor] = weight.shape
     return shapes
+
+
+def attention_of(layer: Layer) -> Attention:
+    """The mixer of a layer, for code that runs Attention only. Raises UnsupportedModel for others, as dense_of."""
+    if not isinstance(layer.mixer, Attention):
+        raise UnsupportedModel(f"the mixer must be Attention: found a block {type(layer.mixer).__name__}")
+    return layer.mixer
 
 
 def dense_of(layer: Layer) -> Dense:

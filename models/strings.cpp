@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "gil.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -373,7 +375,7 @@ public:
         const std::string text = bytes_of(word);
         std::vector<Part> parts;
         {
-            nb::gil_scoped_release others_may_run;
+            ReleasedGil others_may_run;
             parts = merged_parts(text);
         }
         nb::list list;

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property, partial
 
-from edgeinfer.errors import TokenizerError
+from edgeinfer.errors import OfOneProcess, TokenizerError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
@@ -30,7 +30,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECES, _PIECE_BYTES = 2048, 200  # of tokens whose bytes are kept, and what one takes with its place in a dict
 
 
-class Tokenizer:
+class Tokenizer(OfOneProcess):
     """Text to ids and back, by the vocabulary and rules of one file.
 
     n_vocab: number of ids.  bos_id, eos_id: begin and end of a text, None if the file has none.  add_bos, add_eos:
@@ -235,6 +235,12 @@ class Tokenizer:
     def is_control(self, id: int) -> bool:
         """Whether the token stands for no text of its own."""
         return bool(self._attributes[id] & (CONTROL | UNKNOWN))
+
+    def is_frame(self, id: int) -> bool:
+        """Whether a control token begins, ends or fills a text, as padding does, and is no part of what is said."""
+        is_unknown = bool(self._attributes[id] & UNKNOWN)
+        frames = (self.bos_id, self.eos_id, *self._named_ids, *self.stop_ids)
+        return self.is_control(id) and (is_unknown or id in frames)
 
     def hides_space(self, id: int) -> bool:
         """Whether `encode` put a space between this token and the text behind it that is no part of the text."""

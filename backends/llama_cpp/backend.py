@@ -95,7 +95,7 @@ class LlamaCppBackend:
         path, name = _names(model)
         sizes = plan.n_ctx, min(plan.n_batch, plan.n_ctx), device.n_threads
         wanted = Wanted(path, name, *sizes, plan.cache_type, uses_extra_buffers(process.build))
-        loaded = LlamaCppModel(load(wanted, process, progress))
+        loaded = LlamaCppModel(load(wanted, process, progress), model.watches())
         if progress is not None:
             progress(1.0)
         return loaded

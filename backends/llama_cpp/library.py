@@ -9,6 +9,7 @@ from typing import Any
 
 from edgeinfer.backends.llama_cpp.log import listen
 from edgeinfer.errors import BackendUnavailable
+from edgeinfer.signal_handlers import is_from_handler
 
 VERSION = "0.3.36"  # of llama-cpp-python, as in pyproject.toml
 LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it
@@ -60,6 +61,8 @@ def open_library() -> Any:
             f"the llama.cpp backend needs llama-cpp-python ({error}): pip install 'edgeinfer[llama]'"
         ) from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if is_from_handler(error):
+            raise
         raise BackendUnavailable(f"llama-cpp-python cannot be loaded: {error}; install it anew") from error
     _check_layouts(library)
     listen(library)

@@ -33,9 +33,11 @@ from edgeinfer.errors import (
     EdgeInferError,
     InvalidArgument,
     ModelFileError,
+    OfOneProcess,
     ShapeError,
     UnsupportedModel,
 )
+from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSizes
 from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
 
@@ -57,18 +59,20 @@ class Text:
     links: TokenIds = field(default_factory=_none)
 
 
-class LlamaCppModel:
+class LlamaCppModel(OfOneProcess):
     """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
     llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
     `Session.reuse_prefix` begins a new text: that starts a process anew.
+    files: those of the model, which llama.cpp maps: each pass checks that they are what they were.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, files: Sequence[FileWatch]) -> None:
         self.spec = loaded.sizes
         self.n_ctx = loaded.wanted.n_ctx
         self.n_batch = loaded.wanted.n_batch
         self._loaded = loaded
+        self._files = files
         self._process = loaded.process
         self._session: weakref.ref[LlamaCppSession] | None = None
         self._lost: str | None = None
@@ -130,7 +134,8 @@ class LlamaCppModel:
     def run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]) -> Logits:
         """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
 
-        Raises BackendLost if llama.cpp fails or crashes.
+        Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
+        which may be why.
         """
         wanted, places = np.unique(rows, return_inverse=True)
         shared, n_vocab = self._process.shared, self.spec.n_vocab
@@ -139,7 +144,11 @@ class LlamaCppModel:
         try:
             self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, wanted], then=has_run)
         except Ended as end:
-            self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
+            try:
+                self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
+            finally:
+                self._check_files()
+        self._check_files()
         logits: Logits = shared.array((len(wanted), n_vocab))[places]
         shared.reserve(0, n_kept)
         return logits
@@ -150,8 +159,11 @@ class LlamaCppModel:
         return self._lost is not None and not self._is_closed
 
     def restart(self) -> None:
-        """Load the model into another process. Raises BackendLost."""
+        """Load the model into another process. Raises BackendLost, ModelFileChanged."""
         wanted = self._loaded.wanted
+        self._check_files()
+        for file in self._files:
+            file.check_name()  # by which the process opens it
         try:
             self._process = Process()  # where `interrupt` finds it
             loaded = load(wanted, self._process)
@@ -162,6 +174,10 @@ class LlamaCppModel:
             raise BackendLost(f"{self._lost}; it was started again, and failed: {error}") from error
         self._loaded, self._lost = loaded, None
 
+    def _check_files(self) -> None:
+        for file in self._files:
+            file.check()
+
     def _lose(self, why: str, end: Ended) -> NoReturn:
         """Raise BackendLost, now and in each call until llama.cpp is started again; after a crash with less at risk."""
         self._lost = why
@@ -171,7 +187,7 @@ class LlamaCppModel:
         raise BackendLost(why) from end
 
 
-class LlamaCppSession:
+class LlamaCppSession(OfOneProcess):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: LlamaCppModel, n_ctx: int) -> None:

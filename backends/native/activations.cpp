@@ -26,11 +26,11 @@ Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes) {
 
 Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads, Cutter& cutter)
     : ld_embd(padded(c.n_embd)),
-      ld_q(padded(c.most([](const LayerConfig& l) { return l.attention.n_q(); }))),
-      ld_kv(padded(c.most([](const LayerConfig& l) { return l.attention.n_kv(); }))),
+      ld_q(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_q(); }))),
+      ld_kv(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_kv(); }))),
       ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense() ? l.dense()->n_ff : 0; }))),
       ld_scores(padded(c.n_ctx) + 16),
-      ld_value(padded(c.most([](const LayerConfig& l) { return l.attention.head_dim; }))),
+      ld_value(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; }))),
       ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);

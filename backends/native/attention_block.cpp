@@ -4,7 +4,7 @@
 #include "hadamard.h"
 
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
-    : config_(config.layers[static_cast<size_t>(index)].attention),
+    : config_(*config.layers[static_cast<size_t>(index)].attention()),
       index_(index),
       is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
       query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),

@@ -24,6 +24,7 @@ from edgeinfer.backends.native.weights import (
     BASE_THREE,
     MATRIX_TYPES,
     PIECE_BYTES,
+    EmbeddingRows,
     Packing,
     Part,
     Placement,
@@ -40,9 +41,11 @@ from edgeinfer.backends.native.weights import (
     set_embedding,
 )
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
 from edgeinfer.models.draft_vocab import is_as_stored, storage_facts
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan, MemoryUse, TernaryBits
 
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
@@ -156,8 +159,11 @@ class NativeBackend:
         device = Device(device.n_threads, isa)
         config = self._config(model, spec, plan.ternary_bits, plan.n_ctx, plan.n_batch)
         made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
-        made = replace(made, is_mapped=packed is not None and not is_cached)
+        made = replace(
+            made, is_mapped=packed is not None and not is_cached, files=_files_of(model, packed, rows, is_cached)
+        )
         weights.check_all_are_used()
+        model.check()
         model.unmap()
         loaded = NativeModel(made, spec, plan)
         loaded.beside = beside
@@ -237,7 +243,7 @@ class NativeBackend:
 
     def _cache(self, model: ModelFile, experts: ModelExperts, packed: Packed | None, n_bytes: int) -> _core.DiskExperts:
         """An empty cache of experts. Raises ModelFileError, InvalidArgument."""
-        return open_cache(experts, model, n_bytes, None if packed is None else (packed.path, packed.records_at))
+        return open_cache(experts, model, n_bytes, None if packed is None else (packed.file, packed.records_at))
 
     def _mapped(
         self, model: ModelFile, parts: Sequence[Part], experts: ModelExperts, plan: MemoryPlan
@@ -294,7 +300,7 @@ def _weights(
         pack_weights(weights, model, parts, threads, progress)
         return weights
     weights = (
-        _core.Weights(n_bytes, packed.weights) if is_mapped else read_weights(n_bytes, packed.path, packed.weights_at)
+        _core.Weights(n_bytes, packed.weights) if is_mapped else read_weights(n_bytes, packed.file, packed.weights_at)
     )
     map_weights(weights, parts, progress)
     return weights
@@ -313,6 +319,15 @@ def _store(
     if packed is not None:
         return _core.ResidentExperts(_core.ExpertRecords(experts.layout, packed.records))
     return _core.ResidentExperts(resident_experts(experts, model, threads, progress))
+
+
+def _files_of(
+    model: ModelFile, packed: Packed | None, rows: EmbeddingRows | None, is_cached: bool
+) -> list[FileWatch | MappedFile]:
+    """What passes read from: packed weights, rows of embeddings and experts."""
+    packed_files: list[FileWatch | MappedFile] = [] if packed is None else [packed.file]
+    is_read = (rows is not None and rows.place == "file") or (is_cached and packed is None)
+    return [*packed_files, *(model.watches() if is_read else [])]
 
 
 def split(progress: Progress | None, first: int, second: int) -> tuple[Progress | None, Progress | None]:

@@ -44,22 +44,31 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
                                 weight_scale, n_groups,  n_used_groups, activation,      n_ff_shared};
 }
 
-void add_layer(DecoderConfig& config, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope, int query_scales,
-               int window, float soft_cap, QKNorm qk_norm, bool key_bias,
-               const std::variant<DenseConfig, ExpertsConfig>& ffn) {
-    const AttentionConfig attention{n_in,         n_heads, n_kv_heads, head_dim, rope,
-                                    query_scales, window,  soft_cap,   qk_norm,  key_bias};
+void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
+                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias) {
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
-    if (rope < -1 || rope >= static_cast<int>(config.ropes.size()) || query_scales < 0 || window < 0) {
-        throw nb::value_error("no such rope, query scales or window");
-    }
-    if (rope >= 0 && 2 * config.ropes[static_cast<size_t>(rope)].frequencies.size() > static_cast<size_t>(head_dim)) {
+    if (rope < -1 || query_scales < 0 || window < 0) throw nb::value_error("no such rope, query scales or window");
+    if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
+    new (attention)
+        AttentionConfig{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm, key_bias};
+}
+
+void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
+    if (attention.rope < 0) return;
+    const size_t rope = static_cast<size_t>(attention.rope);
+    if (rope >= config.ropes.size()) throw nb::value_error("no such rope, query scales or window");
+    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(attention.head_dim)) {
         throw nb::value_error("the rope has more pairs than a head");
     }
-    if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
-    config.layers.push_back({attention, ffn});
+}
+
+void add_layer(DecoderConfig& config, const std::variant<AttentionConfig>& mixer,
+               const std::variant<DenseConfig, ExpertsConfig>& ffn) {
+    const LayerConfig layer{mixer, ffn};
+    if (layer.attention()) check_rope(config, *layer.attention());
+    config.layers.push_back(layer);
 }
 
 void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, int n_ctx, int n_batch,
@@ -73,7 +82,8 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
 void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
-        const AttentionConfig& a = layer.attention;
+        if (!layer.attention()) continue;
+        const AttentionConfig& a = *layer.attention();
         if (type != KvType::F16 && a.head_dim % 32) {
             throw nb::value_error("a Q8_0 or K6V4 cache needs heads of a multiple of 32 numbers");
         }
@@ -92,7 +102,7 @@ void commit(TextState& text, const std::vector<int32_t>& path) {
         if (row <= before || row >= text.n_pending()) throw nb::value_error("commit: no such row, or none that ascend");
         before = row;
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     text.commit(path.data(), n);
 }
 
@@ -133,7 +143,10 @@ void bind_enums(nb::module_& m) {
         .value("concatenated_input", FrontKind::ConcatenatedInput);
 }
 
-void bind_feed_forward(nb::module_& m) {
+void bind_blocks(nb::module_& m) {
+    nb::class_<AttentionConfig>(m, "AttentionConfig", "Attention; see edgeinfer.models.Attention.")
+        .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a);
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
@@ -147,7 +160,7 @@ void bind_feed_forward(nb::module_& m) {
 
 void bind_config(nb::module_& m) {
     bind_enums(m);
-    bind_feed_forward(m);
+    bind_blocks(m);
     nb::class_<FrontConfig>(m, "FrontConfig", "What a draft head begins with; see head.h.")
         .def(
             "__init__",
@@ -161,8 +174,7 @@ void bind_config(nb::module_& m) {
         .def("add_rope", &add_rope, "halves"_a, "frequencies"_a, "magnitude"_a,
              "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
-        .def("add_layer", &add_layer, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
-             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "ffn"_a)
+        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a)
         .def(
             "add_inputs",
             [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },

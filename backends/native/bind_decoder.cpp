@@ -13,7 +13,8 @@ void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConf
                   std::shared_ptr<Pool> threads, std::shared_ptr<Weights> weights,
                   std::shared_ptr<ExpertStore> experts) {
     for (size_t i = 0; i < config.layers.size(); i++) {
-        const AttentionConfig& attention = config.layers[i].attention;
+        if (!config.layers[i].attention()) continue;
+        const AttentionConfig& attention = *config.layers[i].attention();
         const bool is_joined = i == 0 && front.kind == FrontKind::ConcatenatedInput;
         if (attention.n_in != (is_joined ? 2 : 1) * config.n_embd) {
             throw nb::value_error("a layer attends from the residual stream, or from what the front joins");
@@ -54,12 +55,12 @@ bool interruptible(const Run& run) {
     std::string unreadable;
     const char* kind = nullptr;
     const auto poll = [&raised] {
-        nb::gil_scoped_acquire acquire;
+        HeldGil acquire;
         if (!raised) raised = PyErr_CheckSignals() != 0;  // a handler's exception stays until it is thrown
         return raised;
     };
     {
-        nb::gil_scoped_release release;
+        ReleasedGil release;
         try {
             whole = run(poll);
         } catch (const ExpertsUnreadable& error) {
@@ -226,7 +227,7 @@ bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_lay
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
     {
-        nb::gil_scoped_release release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may want the lock before it ends
         last = decoder.routing();
     }
     auto* experts = new std::vector<int32_t>(std::move(last.experts));
@@ -244,7 +245,7 @@ using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, Ro
 Squares input_squares(Decoder& decoder) {
     std::optional<InputSquares::ByName> summed;
     {
-        nb::gil_scoped_release release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may want the lock before it ends
         summed = decoder.input_squares();
     }
     if (!summed) throw nb::value_error("input_squares: nothing is recorded");
@@ -275,7 +276,7 @@ double seconds_of_part(Decoder& decoder, TextState& state, int n, int n_parts, i
         decoder.has_front()) {
         throw nb::value_error("seconds_of_part: arguments do not fit together");
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     return decoder.seconds_of_part(state, n, n_parts, part);
 }
 
@@ -313,7 +314,7 @@ void project(FeatureProjection& projection, Features rows, FloatRows features) {
         features.shape(0) != rows.shape(0) || features.shape(1) != static_cast<size_t>(projection.n_embd())) {
         throw nb::value_error("run: arguments do not fit together");
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     projection.run(rows.data(), static_cast<int>(rows.shape(0)), features.data());
 }
 
@@ -349,7 +350,7 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
-        .def("record_inputs", &Decoder::record_inputs, "is_on"_a, nb::call_guard<nb::gil_scoped_release>(),
+        .def("record_inputs", &Decoder::record_inputs, "is_on"_a, nb::call_guard<ReleasedGil>(),
              "From the next pass on, sum the squares of what matrices read, or no longer.")
         .def("input_squares", &input_squares,
              "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")
@@ -360,7 +361,7 @@ void bind_decoder(nb::module_& m) {
         .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
              "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
-        .def("expert_union", &Decoder::expert_union, nb::call_guard<nb::gil_scoped_release>(),
+        .def("expert_union", &Decoder::expert_union, nb::call_guard<ReleasedGil>(),
              "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
              "experts.")
         .def(

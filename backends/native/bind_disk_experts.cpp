@@ -75,9 +75,9 @@ nb::object wait(nb::handle_t<DiskExperts> self, int layer, int expert) {
     check_experts(experts.layout(), layer, {expert});
     const uint8_t* record;
     {
-        nb::gil_scoped_release release;
+        ReleasedGil release;
         record = experts.wait(layer, expert, [] {
-            nb::gil_scoped_acquire acquire;
+            HeldGil acquire;
             return PyErr_CheckSignals() != 0;
         });
     }
@@ -159,7 +159,7 @@ void bind_sources(nb::module_& m) {
 void bind_disk_experts(nb::module_& m) {
     bind_stats(m);
     bind_sources(m);
-    const auto without_gil = nb::call_guard<nb::gil_scoped_release>();
+    const auto without_gil = nb::call_guard<ReleasedGil>();
     nb::class_<DiskExperts, ExpertStore>(m, "DiskExperts", "A cache of experts that files hold; see disk_experts.h.")
         .def("__init__", &init_cache, "source"_a, "n_bytes"_a, "n_used"_a, "n_readers"_a,
              "n_bytes: of slots. Raises ValueError for less than least_bytes, MemoryError, OSError.")

@@ -53,7 +53,7 @@ void pack_expert(const ExpertLayout& layout, int layer, int part, int ggml_type,
     if (source.size() != matrix_source_bytes(ggml_type, m.n_out, m.n_in) || record.size() != of_layer.record_bytes) {
         throw nb::value_error("source must be a whole matrix, and record the bytes of an expert");
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     threads.run([&](int thread) {
         threads.for_tasks(thread, m.n_groups(), [&](int g) {
             pack_expert_group(of_layer, static_cast<ExpertPart>(part), of, source.data(), g, record.data());

@@ -147,7 +147,7 @@ double time_products(const std::vector<const PackedMatrix*>& packed, const std::
     const Kernels& kernels = kernels_of(isa);
     std::vector<const Matrix*> matrices;
     for (const PackedMatrix* each : packed) matrices.push_back(&each->matrix());
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     Pool pool(n_threads);
     gather(pool);
     return seconds_of_products(matrices, kernels, pool, n);
@@ -160,7 +160,7 @@ double time_format(int format, const std::string& isa, int n_threads, int n, siz
     const Format as = packed_format(format, kInputs);
     const Kernels& kernels = kernels_of(isa);
     const size_t group_bytes = packed_group_bytes(as, kInputs), n_groups = n_bytes / (kRows * kInputs / 4) + 1;
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     const Memory memory(n_groups * group_bytes + 8192);  // the kernels' prefetches look ahead
     std::memset(memory.data(), 0x55, n_groups * group_bytes);
     const Matrix made_up{as, static_cast<int>(n_groups) * kRows, kInputs, group_bytes, memory.data()};

@@ -17,7 +17,7 @@ class PythonTier : public ExpertTier {
 public:
     PythonTier(nb::object tier, int n_embd) : tier_(std::move(tier)), n_embd_(static_cast<size_t>(n_embd)) {}
     ~PythonTier() override {
-        nb::gil_scoped_acquire acquire;
+        HeldGil acquire;
         tier_.reset();
         raised_ = nullptr;
     }
@@ -78,12 +78,14 @@ private:
     // One thread of a pass, with the interpreter's lock. An exception is kept for the end of the pass.
     template <class Call>
     void call(const Call& run) {
-        nb::gil_scoped_acquire acquire;
-        try {
-            run();
-        } catch (...) {
-            raised_ = std::current_exception();
-        }
+        HeldGil acquire;
+        stay_if_thread_ends([&] {
+            try {
+                run();
+            } catch (const std::exception&) {
+                raised_ = std::current_exception();
+            }
+        });
     }
 
     void write(const Outputs& rows, float* out, size_t ld) const {
@@ -108,6 +110,6 @@ private:
 void set_tier(Decoder& decoder, nb::object tier) {
     std::shared_ptr<ExpertTier> made;
     if (!tier.is_none()) made = std::make_shared<PythonTier>(std::move(tier), decoder.config().n_embd);
-    nb::gil_scoped_release release;  // a pass that runs may want the lock before it ends
+    ReleasedGil release;  // a pass that runs may want the lock before it ends
     decoder.set_tier(std::move(made));
 }

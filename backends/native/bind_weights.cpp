@@ -39,7 +39,7 @@ void pack_rows(Weights& weights, const std::string& block, const std::string& ro
         (n_rows % kRows && static_cast<size_t>(first_row) + n_rows != n_out)) {
         throw nb::value_error("rows must be whole groups of 16 within the matrix, or its last ones");
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     weights.pack_rows(name, first_row, static_cast<int>(n_rows), of, source.data(), scale, threads);
 }
 
@@ -121,7 +121,7 @@ void bind_weights(nb::module_& m) {
                 if (weights.is_mapped() || offset % DirectFile::kAlignment) {
                     throw nb::value_error("packed weights are read once, and from a whole page on");
                 }
-                nb::gil_scoped_release release;
+                ReleasedGil release;
                 weights.read_packed(path.bytes, offset);
             },
             "path"_a, "offset"_a, "Read all weights from a file that has them packed. Raises RuntimeError.")

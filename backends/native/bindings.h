@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../../models/gil.h"
 #include "kernels.h"
 #include "matrix.h"
 

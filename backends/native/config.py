@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec, attention_of
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
 from edgeinfer.types import CacheType
 
@@ -53,30 +54,19 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        attention = layer.mixer
+        attention = attention_of(layer)
         rope = attention.rope
         if rope is not None and rope not in ropes:
             ropes[rope] = _add_rope(config, rope)
-        config.add_layer(
-            n_in=attention.n_in,
-            n_heads=attention.n_heads,
-            n_kv_heads=attention.n_kv_heads,
-            head_dim=attention.head_dim,
-            rope=-1 if rope is None else ropes[rope],
-            query_scales=scales.index(_scales_of(attention)),
-            window=attention.window or 0,
-            soft_cap=attention.soft_cap or 0.0,
-            qk_norm=_core.QKNorm[attention.qk_norm if attention.q_norm and attention.qk_norm else "none"],
-            key_bias=attention.separate_key_bias is not None,
-            ffn=_feed_forward(layer.ffn),
-        )
+        index = -1 if rope is None else ropes[rope]
+        config.add_layer(_attention(attention, index, scales.index(_scales_of(attention))), _feed_forward(layer.ffn))
     return config
 
 
 def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
     """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
-    layers = tuple(layer for layer in spec.layers if layer.mixer.window)
-    whole = tuple(replace(layer, mixer=replace(layer.mixer, window=None)) for layer in layers)
+    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
+    whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
     windows, others = (
         decoder_config(replace(spec, layers=of), n_ctx, n_batch).kv_bytes(_core.KvType[cache_type], n_ctx) if of else 0
         for of in (layers, whole)
@@ -104,10 +94,26 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
 
 
+def _attention(block: Attention, rope: int, query_scales: int) -> _core.AttentionConfig:
+    return _core.AttentionConfig(
+        n_in=block.n_in,
+        n_heads=block.n_heads,
+        n_kv_heads=block.n_kv_heads,
+        head_dim=block.head_dim,
+        rope=rope,
+        query_scales=query_scales,
+        window=block.window or 0,
+        soft_cap=block.soft_cap or 0.0,
+        qk_norm=_core.QKNorm[block.qk_norm if block.q_norm and block.qk_norm else "none"],
+        key_bias=block.separate_key_bias is not None,
+    )
+
+
 def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
-    activation = _core.Activation[block.activation]
     if isinstance(block, Dense):
-        return _core.DenseConfig(n_ff=block.n_ff, activation=activation)
+        return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation])
+    if not isinstance(block, Experts):
+        raise UnsupportedModel(f"the feed-forward network must be Dense or Experts: found {type(block).__name__}")
     return _core.ExpertsConfig(
         n_ff=block.n_ff,
         n_experts=block.n_experts,
@@ -117,7 +123,7 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         weight_scale=block.weight_scale,
         n_groups=block.n_groups,
         n_used_groups=block.n_used_groups,
-        activation=activation,
+        activation=_core.Activation[block.activation],
         n_ff_shared=block.n_ff_shared,
     )
 
@@ -134,4 +140,4 @@ def _scales_of(attention: Attention) -> tuple[object, ...]:
 
 def _with_own_scales(spec: ModelSpec) -> list[Attention]:
     """One attention for each way in which queries are scaled, always in the same order."""
-    return list({_scales_of(layer.mixer): layer.mixer for layer in spec.layers}.values())
+    return list({_scales_of(attention_of(layer)): attention_of(layer) for layer in spec.layers}.values())

@@ -78,13 +78,13 @@ void Decoder::check_inputs() const {
 }
 
 void Decoder::add_layer(int index, int& n_with_experts) {
-    AttentionBlock attention(config_, index, name_of(index, "mixer"), *weights_);
+    const AttentionBlock mixer(config_, index, name_of(index, "mixer"), *weights_);
     const std::string name = name_of(index, "ffn");
     if (config_.layers[static_cast<size_t>(index)].dense()) {
-        layers_.push_back({attention, DenseBlock(config_, index, name, *weights_)});
+        layers_.push_back({mixer, DenseBlock(config_, index, name, *weights_)});
     } else if (store_) {
         layers_.push_back(
-            {attention, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
+            {mixer, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
     } else {
         throw std::invalid_argument(name + " has experts, which a store must hold: found none");
     }
@@ -153,7 +153,7 @@ void Decoder::run(const Pass& pass, int thread) const {
     if (front_) front_->run(pass, thread);
     for (int i = pass.first_layer; i < config_.n_layers(); i++) {
         const Layer& layer = layers_[static_cast<size_t>(i)];
-        layer.attention.run(pass, thread, front_ && i == 0 ? front_->attended(pass) : nullptr);
+        layer.run_mixer(pass, thread, front_ && i == 0 ? front_->attended(pass) : nullptr);
         layer.run_ffn(pass, thread);
         tap(pass, thread, i);
     }
@@ -342,7 +342,7 @@ double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) 
     pool_->run([&](int thread) {
         embed(pass, thread);
         for (int i = part; i < config_.n_layers(); i += n_parts) {
-            layers_[static_cast<size_t>(i)].attention.run(pass, thread, nullptr);
+            layers_[static_cast<size_t>(i)].run_mixer(pass, thread, nullptr);
             layers_[static_cast<size_t>(i)].run_ffn(pass, thread);
         }
         head(pass, thread, output);

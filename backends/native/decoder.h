@@ -109,14 +109,18 @@ public:
 
 private:
     struct Layer {
-        AttentionBlock attention;
+        std::variant<AttentionBlock> mixer;
         std::variant<DenseBlock, ExpertsBlock> ffn;
 
+        void run_mixer(const Pass& pass, int thread, const float* attended) const {
+            std::visit([&](const auto& block) { block.run(pass, thread, attended); }, mixer);
+        }
         void run_ffn(const Pass& pass, int thread) const {
             std::visit([&](const auto& block) { block.run(pass, thread); }, ffn);
         }
         size_t weight_bytes() const {
-            return attention.weight_bytes() + std::visit([](const auto& block) { return block.weight_bytes(); }, ffn);
+            const auto bytes = [](const auto& block) { return block.weight_bytes(); };
+            return std::visit(bytes, mixer) + std::visit(bytes, ffn);
         }
     };
 

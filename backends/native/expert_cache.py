@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.experts import EXPERT_ROLES, ModelExperts
 from edgeinfer.errors import InvalidArgument, ModelFileError
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 
 N_READERS = 3  # threads: more do not read faster, and the first of several experts comes later
 
@@ -105,7 +105,7 @@ def check_cache_size(experts: ModelExperts, n_bytes: int) -> None:
 
 
 def open_cache(
-    experts: ModelExperts, model: ModelFile, n_bytes: int, packed: tuple[Path, int] | None
+    experts: ModelExperts, model: ModelFile, n_bytes: int, packed: tuple[MappedFile, int] | None
 ) -> _core.DiskExperts:
     """An empty cache with slots of n_bytes.
 
@@ -117,12 +117,14 @@ def open_cache(
         source = _of_model(experts, model) if packed is None else _of_packed(experts, *packed)
     except RuntimeError as error:
         raise ModelFileError(str(error)) from error
+    for watch in model.watches() if packed is None else [packed[0].watch]:
+        watch.check_name()  # files were opened by their names
     return _core.DiskExperts(source, n_bytes, experts.n_used, N_READERS)
 
 
-def _of_packed(experts: ModelExperts, path: Path, offset: int) -> _core.ExpertSource:
+def _of_packed(experts: ModelExperts, file: MappedFile, offset: int) -> _core.ExpertSource:
     names = [f"experts of layer {layer}" for layer in range(experts.layout.n_layers)]
-    return _core.ExpertSource.packed(experts.layout, str(path), offset, names)
+    return _core.ExpertSource.packed(experts.layout, str(file.path), offset, names)
 
 
 def _of_model(experts: ModelExperts, model: ModelFile) -> _core.ExpertSource:

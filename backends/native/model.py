@@ -19,8 +19,10 @@ from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, OfOneProcess
+from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import Experts, ModelSpec
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 
@@ -29,7 +31,7 @@ class DecoderParts:
     """The parts of a decoder in memory.
 
     embedding: where it finds its own embeddings, None where it takes a target's.  is_mapped: whether weights and
-    experts are pages of a packed file.
+    experts are pages of a packed file.  files: what passes read from.
     """
 
     decoder: _core.Decoder
@@ -39,6 +41,7 @@ class DecoderParts:
     embedding: EmbeddingRows | None
     experts: _core.ExpertStore | None = None
     is_mapped: bool = False
+    files: Sequence[FileWatch | MappedFile] = ()
 
 
 def assemble(
@@ -74,7 +77,7 @@ def with_device(use: MemoryUse, beside: MemoryUse) -> MemoryUse:
     return replace(use, weights=use.weights + beside.weights, activations=use.activations + beside.activations)
 
 
-class NativeDecoder:
+class NativeDecoder(OfOneProcess):
     """A decoder in memory: the common part of models and draft heads.
 
     decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
@@ -92,6 +95,7 @@ class NativeDecoder:
         self._threads: _core.Threads | None = parts.threads
         self._embedding_bytes = 0 if parts.embedding is None else parts.embedding.n_bytes
         self._is_mapped = parts.is_mapped
+        self._files = parts.files
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
@@ -128,6 +132,7 @@ class NativeDecoder:
     def close(self) -> None:
         """Give the memory and the threads back. Further calls raise, those of sessions too."""
         self._decoder = self._weights = self._threads = self._experts = None
+        self._files = ()
 
     def decoder(self) -> _core.Decoder:
         """The C++ decoder. Raises EdgeInferError if this model is closed."""
@@ -145,13 +150,18 @@ class NativeDecoder:
         """Raises EdgeInferError if this model is closed."""
         self.decoder()
 
+    def check_files(self) -> None:
+        """After a pass: raises ModelFileChanged if a file that it read from has changed since the model was loaded."""
+        for file in self._files:
+            file.check()
+
     def state(self, n_ctx: int, cache_type: CacheType) -> _core.TextState:
         """The state of a new text of this model."""
         self.check_open()
         return _core.TextState(self._config, _core.KvType[cache_type], n_ctx)
 
     def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
-        """Run rows of several texts that were checked. Raises Interrupted."""
+        """Run rows of several texts that were checked. Raises Interrupted, ModelFileChanged."""
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for text in texts:
             text.drop_pending()
@@ -159,6 +169,7 @@ class NativeDecoder:
             joint.run(self.n_batch)
         else:
             self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
+        self.check_files()
         for text, rows in zip(texts, batch, strict=True):
             text.set_pending(rows)
         return joint.outputs()

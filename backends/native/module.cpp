@@ -70,7 +70,7 @@ void rewrite_rows(int ggml_type, Bytes source, int n_in, int as, WritableBytes o
     if (source.size() % row_bytes || out.size() != n_rows * matrix_source_bytes(as, 1, n_in)) {
         throw nb::value_error("source must be whole rows, and out have room for as many");
     }
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     write_rows(of, source.data(), n_rows, n_in, wanted, out.data());
 }
 
@@ -89,14 +89,14 @@ void bind_formats(nb::module_& m) {
 }
 
 void bind_machine(nb::module_& m) {
-    m.def("give_back_freed", &give_back_freed, nb::call_guard<nb::gil_scoped_release>(),
+    m.def("give_back_freed", &give_back_freed, nb::call_guard<ReleasedGil>(),
           "Give memory that was freed and that the allocator keeps back to the system, where it can.");
     m.def("available_isas", &available_isas, "Instruction sets that this CPU and this build have, best first.");
     m.def(
         "measure_limits",
         [](const std::string& isa, int n_threads, int n_rounds) {
             const Kernels& kernels = kernels_of(isa);
-            nb::gil_scoped_release release;
+            ReleasedGil release;
             Pool pool(n_threads);
             const Limits limits = measure_limits(kernels, pool, n_rounds);
             return std::make_pair(limits.read_bytes_per_second, limits.int8_multiply_adds_per_second);

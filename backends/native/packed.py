@@ -30,6 +30,7 @@ from edgeinfer.devices import available_memory
 from edgeinfer.errors import BadPack
 from edgeinfer.files import written_whole
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.types import TernaryBits
 
 Write: TypeAlias = Callable[[NDArray[np.uint8]], None]
@@ -73,7 +74,7 @@ class Header:
 class Packed(NamedTuple):
     """What a packed file holds, mapped. records: of all experts.  weights_at, records_at: their first bytes in it."""
 
-    path: Path
+    file: MappedFile
     weights: NDArray[np.uint8]
     records: NDArray[np.uint8]
     weights_at: int
@@ -138,6 +139,7 @@ def write_packed(
             write_experts(write)
         file.seek(0)
         file.write(_start_of(replace(header, sha256=digest.hexdigest())))
+        model.check()
     _read_in_huge_pages(target)
 
 
@@ -155,6 +157,7 @@ def map_packed(
     compared. Raises BadPack with the reason and the command that mends it.
     """
     with _opened(path) as file:
+        opened = MappedFile(path, os.dup(file.fileno()))
         header, start = _read_header(path, file)
         _check_sources(path, header.sources, model)
         if header.ternary_bits != ternary_bits:
@@ -162,16 +165,17 @@ def map_packed(
                 f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; "
                 f"{_remedy(path)} --ternary-bits {ternary_bits}"
             )
-        found = os.fstat(file.fileno()).st_size - start
+        found = opened.size - start
         wanted = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
         if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != wanted:
             raise BadPack(f"{path}: {wanted} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
-        mapped = np.frombuffer(_mapped(file), dtype=np.uint8)
+    mapped = opened.bytes(on_huge_pages=True)
     records_at = start + wanted - n_expert_bytes
     weights, records = mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes]
-    packed = Packed(path, weights, records, start, records_at)
+    packed = Packed(opened, weights, records, start, records_at)
     if verify:
         _verify(path, header, model, packed)
+    opened.check()
     return packed
 
 
@@ -265,15 +269,6 @@ def _check_regular(path: Path, mode: int) -> None:
         raise BadPack(f"{path}: is {what}, and no packed weights; remove it")
 
 
-def _mapped(file: BinaryIO) -> mmap.mmap:
-    """A whole file, read-only, in huge pages where what is read of it from now on can be: a token reads all of it."""
-    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
-
-
 def _read_in_huge_pages(path: Path) -> None:
     """Read a file that was just written once more: what writing left in memory stays in small pages until then.
 
@@ -282,7 +277,7 @@ def _read_in_huge_pages(path: Path) -> None:
     if hasattr(os, "posix_fadvise") and path.stat().st_size < available_memory():
         with suppress(OSError), path.open("rb") as file:  # it is whole, whatever becomes of this
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            np.frombuffer(_mapped(file), dtype=np.uint8)[:: mmap.PAGESIZE].max()
+            MappedFile(path, os.dup(file.fileno())).bytes(on_huge_pages=True)[:: mmap.PAGESIZE].max()
 
 
 def _aligned(n_bytes: int) -> int:

@@ -43,6 +43,7 @@ struct AttentionConfig {
 
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
+    KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
 };
 
 struct DenseConfig {
@@ -66,10 +67,14 @@ struct ExpertsConfig {
 };
 
 struct LayerConfig {
-    AttentionConfig attention;
+    std::variant<AttentionConfig> mixer;
     std::variant<DenseConfig, ExpertsConfig> ffn;
 
-    // Null for a layer of the other kind.
+    LayerSizes state_sizes() const {
+        return std::visit([](const auto& block) -> LayerSizes { return block.state_sizes(); }, mixer);
+    }
+    // Null for a layer of another kind.
+    const AttentionConfig* attention() const { return std::get_if<AttentionConfig>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -120,13 +125,17 @@ struct DecoderConfig {
         return largest;
     }
 
-    // The same over the layers that have experts.
+    // The same over the layers that have attention, or experts.
+    template <class Number>
+    int most_of_attention(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.attention() ? number(*layer.attention()) : 0; });
+    }
     template <class Number>
     int most_of_experts(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.experts() ? number(*layer.experts()) : 0; });
     }
     bool has_key_bias() const {
-        return most([](const LayerConfig& layer) { return static_cast<int>(layer.attention.key_bias); }) > 0;
+        return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;
     }
     bool has_experts() const {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
@@ -136,8 +145,7 @@ struct DecoderConfig {
     bool fits(const TextSizes& sizes) const {
         if (sizes.layers.size() != layers.size() || sizes.n_ctx > n_ctx || sizes.n_batch > n_batch) return false;
         for (size_t i = 0; i < layers.size(); i++) {
-            const AttentionConfig& a = layers[i].attention;
-            if (sizes.layers[i] != KvLayer{a.n_kv_heads, a.head_dim, a.window}) return false;
+            if (sizes.layers[i] != layers[i].state_sizes()) return false;
         }
         return true;
     }
@@ -145,10 +153,7 @@ struct DecoderConfig {
     // What a text of up to n_ctx_of_text positions leaves behind.
     TextSizes text_sizes(KvType type, int n_ctx_of_text) const {
         TextSizes sizes{type, n_ctx_of_text, std::min(n_batch, n_ctx_of_text), {}};
-        for (const LayerConfig& layer : layers) {
-            const AttentionConfig& a = layer.attention;
-            sizes.layers.push_back({a.n_kv_heads, a.head_dim, a.window});
-        }
+        for (const LayerConfig& layer : layers) sizes.layers.push_back(layer.state_sizes());
         return sizes;
     }
 };

@@ -24,7 +24,7 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import TextRows, interrupted
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.errors import EdgeInferError, InvalidArgument, OfOneProcess, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
 
@@ -35,7 +35,7 @@ _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
 WORTH_KEEPING = 32  # tokens: a text that loses fewer to the next one is not parked
 
 
-class NativeText:
+class NativeText(OfOneProcess):
     """The common part of sessions of models and of draft heads."""
 
     def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
@@ -154,6 +154,7 @@ class NativeText:
             return None
         if not whole:
             raise interrupted()
+        self._decoder.check_files()
         self._tokens = before + few
         links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
         self._parents = [*pending, *links]

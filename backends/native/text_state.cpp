@@ -7,7 +7,7 @@ namespace {
 
 // Layers that share a state. A window that would hold no less than all of a text is none.
 struct Alike {
-    KvLayer layer;
+    KvSizes layer;
     std::vector<int> layers;
 
     KvShape shape(KvType type) const {
@@ -21,14 +21,11 @@ struct Alike {
 std::vector<Alike> alike_of(const TextSizes& sizes) {
     std::vector<Alike> found;
     for (int i = 0; i < static_cast<int>(sizes.layers.size()); i++) {
-        KvLayer layer = sizes.layers[static_cast<size_t>(i)];
+        KvSizes layer = std::get<KvSizes>(sizes.layers[static_cast<size_t>(i)]);
         if (layer.window >= sizes.n_ctx) layer.window = 0;  // it sees all
         if (layer.window && WindowKv::n_segments(layer.window, sizes.n_batch) >= segments_of(sizes.n_ctx))
             layer.window = 0;
-        const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) {
-            return of.layer.n_kv_heads == layer.n_kv_heads && of.layer.head_dim == layer.head_dim &&
-                   of.layer.window == layer.window;
-        });
+        const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) { return of.layer == layer; });
         if (same == found.end())
             found.push_back({layer, {i}});
         else

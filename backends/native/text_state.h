@@ -3,22 +3,26 @@
 
 #include <climits>
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "kv_state.h"
 
-// window: positions that a token sees, its own among them; 0 for all.
-struct KvLayer {
+// Keys and values. window: positions that a token sees, its own among them; 0 for all.
+struct KvSizes {
     int n_kv_heads, head_dim, window;
 
-    bool operator==(const KvLayer&) const = default;
+    bool operator==(const KvSizes&) const = default;
 };
+
+// What the mixer of a layer keeps of a text, by its kind.
+using LayerSizes = std::variant<KvSizes>;
 
 // n_batch: of a text that may be pending at once; see has_room.
 struct TextSizes {
     KvType type = KvType::F16;
     int n_ctx = 0, n_batch = 0;
-    std::vector<KvLayer> layers;
+    std::vector<LayerSizes> layers;
 };
 
 // Layers that are alike share one LayerState, and so their tables. Parked texts are kept as long as their memory is not

@@ -32,7 +32,7 @@ from edgeinfer.backends.native.weights import (
     packed_bytes,
     parts_of,
 )
-from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight, attention_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
 from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, TernaryBits
@@ -233,7 +233,7 @@ def _narrow(spec: ModelSpec, n_layers: int) -> ModelSpec:
     """Layers with the attention of this model, but next to no weights."""
     few = []
     for layer in spec.layers[:n_layers]:
-        attention: Attention = replace(layer.mixer, n_embd=_NARROW, n_in=_NARROW, window=None)
+        attention: Attention = replace(attention_of(layer), n_embd=_NARROW, n_in=_NARROW, window=None)
         few.append(Layer(attention, Dense(_NARROW, _NARROW, "", "", "", norm="")))
     made = replace(spec, layers=tuple(few), output="", output_norm="", token_embd="")
     return replace(made, n_layers=n_layers, n_vocab=_NARROW, n_embd=_NARROW, n_logits=_NARROW)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +15,7 @@ from edgeinfer.backends.native import _core
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
+from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.types import MemoryUse, TernaryBits
 
 MATRIX_TYPES = frozenset(
@@ -277,13 +277,16 @@ def map_weights(weights: _core.Weights, parts: Sequence[Part], progress: Progres
         progress(1.0)
 
 
-def read_weights(n_bytes: int, path: Path, offset: int) -> _core.Weights:
+def read_weights(n_bytes: int, file: MappedFile, offset: int) -> _core.Weights:
     """Packed weights that lie in a file from an offset on, read into memory. Raises ModelFileError."""
     weights = _core.Weights(n_bytes)
     try:
-        weights.read_packed(str(path), offset)
+        weights.read_packed(str(file.path), offset)
     except RuntimeError as error:
-        raise ModelFileError(f"{path}: packed weights cannot be read: {error}") from error
+        file.check()
+        raise ModelFileError(f"{file.path}: packed weights cannot be read: {error}") from error
+    file.watch.check_name()  # it was opened by that
+    file.check()
     return weights
 
 

@@ -5,7 +5,7 @@ does not depend on them.
 """
 
 from edgeinfer.backends.onnx.decoder import build_head, build_model
-from edgeinfer.backends.onnx.files import check_file, data_names, write_graph
+from edgeinfer.backends.onnx.files import check_file, data_names, open_file, write_graph
 from edgeinfer.backends.onnx.head import OnnxHeadBackend, OnnxHeadModel
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider, library_version, list_providers, open_onnx
 from edgeinfer.backends.onnx.runtime import check_provider
@@ -25,6 +25,7 @@ __all__ = [
     "data_names",
     "library_version",
     "list_providers",
+    "open_file",
     "open_onnx",
     "write_graph",
 ]

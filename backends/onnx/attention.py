@@ -9,7 +9,7 @@ from edgeinfer.backends.onnx.graph import CONTRIB, Dims, Graph
 from edgeinfer.backends.onnx.matrices import Constant
 from edgeinfer.backends.onnx.operations import INT32, Operations
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.models import Attention, ModelSpec, RopeSpec, TensorRef
+from edgeinfer.models import Attention, ModelSpec, RopeSpec, TensorRef, attention_of
 
 _FLOAT32 = np.dtype(np.float32)
 _VECTOR = 8  # GroupQueryAttention wants heads, and half of what it rotates, in multiples of this
@@ -22,7 +22,7 @@ def bias_name(window: int | None) -> str:
 
 def windows_of(spec: ModelSpec) -> list[int | None]:
     """The windows of all layers, each once."""
-    return list(dict.fromkeys(layer.mixer.window for layer in spec.layers))
+    return list(dict.fromkeys(attention_of(layer).window for layer in spec.layers))
 
 
 class AttentionBuilder:
@@ -39,7 +39,7 @@ class AttentionBuilder:
         self._ropes: list[RopeSpec] = []
         self._first_window = next(iter(windows_of(spec)), None)
         self._factors: list[object] = []  # of queries, where they grow with the position
-        in_vectors = all(layer.mixer.head_dim % _VECTOR == 0 for layer in spec.layers)
+        in_vectors = all(attention_of(layer).head_dim % _VECTOR == 0 for layer in spec.layers)
         self.in_one = operations.style == "contrib" and in_vectors
 
     def add(self, layer: int, block: Attention, x: str) -> str:

@@ -29,7 +29,7 @@ from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Constant, Floats, part_of, weights_of
 from edgeinfer.backends.onnx.operations import FLOAT, Operations
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, check_blocks, dense_of
+from edgeinfer.models import Attention, Dense, ModelSpec, attention_of, check_blocks, dense_of
 from edgeinfer.models.draft_head import FeatureProjection, GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
@@ -117,7 +117,7 @@ def build_move(spec: ModelSpec) -> Graph:
     for name in ("rows", "slots"):
         graph.input(name, np.int64, "n")
     places: dict[int, str] = {}  # by the number of heads
-    for layer, block in enumerate(each.mixer for each in spec.layers):
+    for layer, block in enumerate(attention_of(each) for each in spec.layers):
         dims = (1, block.n_kv_heads, "capacity", block.head_dim)
         if block.n_kv_heads not in places:
             places[block.n_kv_heads] = cache_places(graph, "slots", block.n_kv_heads)
@@ -134,9 +134,9 @@ def _check_spec(spec: ModelSpec, path: object) -> None:
     """Raises UnsupportedModel for blocks, or fields of blocks, that have no rule."""
     check_blocks(spec.blocks(), BLOCKS, "onnx", path)
     for index, layer in enumerate(spec.layers):
-        if layer.mixer.n_in != spec.n_embd:
+        if attention_of(layer).n_in != spec.n_embd:
             raise UnsupportedModel(
-                f"{path}: layers.{index}.mixer attends from rows of {layer.mixer.n_in} numbers, other than the "
+                f"{path}: layers.{index}.mixer attends from rows of {attention_of(layer).n_in} numbers, other than the "
                 f"model's {spec.n_embd}, which the onnx backend cannot run: use another backend"
             )
 
@@ -158,7 +158,7 @@ class _DecoderBuilder:
             x = self._fused(front, x)
         for index, layer in enumerate(spec.layers):
             graph.within(f"layer.{index}.")
-            added = self._attention.add(index, layer.mixer, x)
+            added = self._attention.add(index, attention_of(layer), x)
             x = graph.add("Add", x, operations.times(added, spec.residual_scale))
             x = graph.add("Add", x, operations.times(self._dense(dense_of(layer), x), spec.residual_scale))
             if taps:
@@ -184,7 +184,7 @@ class _DecoderBuilder:
             graph.input("cache_slots", np.int64, "n")
         for index, layer in enumerate(spec.layers):
             for kind in ("past_key", "past_value"):
-                graph.input(f"{kind}.{index}", np.float32, *attention.cache_dims(layer.mixer))
+                graph.input(f"{kind}.{index}", np.float32, *attention.cache_dims(attention_of(layer)))
 
     def _metadata(self) -> dict[str, str]:
         """What a user of the file must know. Sizes of attention are lists, one a layer, where layers differ."""
@@ -193,7 +193,7 @@ class _DecoderBuilder:
             size: getattr(spec, size) for size in ("n_vocab", "n_layers", "n_embd", "n_logits", "n_ctx_train")
         }
         for size in ("n_heads", "n_kv_heads", "head_dim"):
-            values[size] = _one_or_all([getattr(layer.mixer, size) for layer in spec.layers])
+            values[size] = _one_or_all([getattr(attention_of(layer), size) for layer in spec.layers])
         values |= {"n_ctx": self._n_ctx, "hidden_bias": HIDDEN, "style": self._style, "architecture": spec.architecture}
         values["cache"] = "growing" if self._attention.in_one else "slots"
         values["windows"] = [window for window in windows_of(spec) if window is not None]

@@ -19,7 +19,7 @@ from edgeinfer.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
-CHECKED_TOKENS = 4
+_CHECKED_TOKENS = 4
 
 
 def write_graph(
@@ -99,35 +99,42 @@ def check_file(path: Path) -> None:
 
     Raises ModelFileError if it is not sound or gives no numbers, UnsupportedModel if ONNX Runtime does not take it.
     """
-    onnx, library = open_onnx(), open_library()
+    onnx = open_onnx()
     try:
         with utf8_name(path) as name:
             onnx.checker.check_model(str(name))
     except onnx.checker.ValidationError as error:
         raise ModelFileError(f"{path}: not a sound ONNX model: {' '.join(str(error).split())[:600]}") from error
+    session = open_file(path)
+    with errors_translated(f"running {path.name}", load=True):
+        given = _some_input(session)
+        logits = session.run(["logits"], given)[0]
+    if logits.shape[0] != len(given["logit_rows"]) or not np.isfinite(logits).all():
+        raise ModelFileError(f"{path}: gives logits {logits.shape} that are not all numbers: the source is damaged")
+
+
+def open_file(path: Path) -> Any:
+    """A session of onnxruntime of a file, on the CPU. Raises UnsupportedModel if ONNX Runtime does not take it."""
+    library = open_library()
     options = library.SessionOptions()
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_ENABLE_BASIC
     with errors_translated(f"loading {path.name}", load=True), utf8_name(path) as name:
-        session = library.InferenceSession(str(name), options, [CPU])
-        given = _some_input(session)
-        logits = session.run(["logits"], given)[0]
-    if logits.shape[0] != CHECKED_TOKENS or not np.isfinite(logits).all():
-        raise ModelFileError(f"{path}: gives logits {logits.shape} that are not all numbers: the source is damaged")
+        return library.InferenceSession(str(name), options, [CPU])
 
 
 def _some_input(session: Any) -> dict[str, NDArray[Any]]:
     """Inputs of a session for a text of some tokens."""
-    n = CHECKED_TOKENS
+    facts = json.loads(session.get_modelmeta().custom_metadata_map["edgeinfer"])
+    n = min(_CHECKED_TOKENS, facts["n_ctx"])
     sizes = {"n": n, "m": n, "t": n, "capacity": n}
     kinds = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
     given: dict[str, NDArray[Any]] = {
         value.name: np.zeros([sizes.get(size, size) for size in value.shape], dtype=kinds[value.type])
         for value in session.get_inputs()
     }
-    hidden = json.loads(session.get_modelmeta().custom_metadata_map["edgeinfer"])["hidden_bias"]
     for name, array in given.items():
         if name in ("position_ids", "logit_rows", "cache_slots"):
             array[...] = np.arange(n)
         elif name.startswith("attention_bias"):
-            array[...] = np.where(np.tri(n, array.shape[3], dtype=np.bool_), 0, hidden)
+            array[...] = np.where(np.tri(n, array.shape[3], dtype=np.bool_), 0, facts["hidden_bias"])
     return given

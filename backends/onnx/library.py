@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument, UnsupportedModel
+from edgeinfer.signal_handlers import is_from_handler
 
 Style = Literal["contrib", "plain"]
 """Operators of a graph: those of ONNX Runtime where they are faster, or those of the ONNX standard alone."""
@@ -88,6 +89,8 @@ def _imports_explained(name: str) -> Iterator[None]:
             f"ONNX needs the packages onnx and onnxruntime ({error}): pip install 'edgeinfer[onnx]'"
         ) from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if is_from_handler(error):
+            raise
         raise BackendUnavailable(f"{name} cannot be loaded: {error}; install it anew") from error
 
 
@@ -139,6 +142,8 @@ def errors_translated(what: str, load: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_from_handler(error):
+            raise
         text = " ".join(str(error).split())[:600]
         if load:
             raise UnsupportedModel(f"ONNX Runtime: {what} failed: {text}; use another provider or backend") from error

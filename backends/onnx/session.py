@@ -16,7 +16,7 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_bytes
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import CacheType, Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 
@@ -72,9 +72,9 @@ def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, n_ctx: int, n_batch: i
     n_rows: numbers of a row that a head's features are made of.
     """
     n_batch = min(n_batch, n_ctx, _MAX_BATCH)
-    mixers, ffns = [layer.mixer for layer in spec.layers], [layer.ffn for layer in spec.layers]
-    widths = 12 * spec.n_embd + 2 * n_rows + 4 * max((mixer.n_q + 2 * mixer.n_kv for mixer in mixers), default=0)
-    widths += 4 * max((ffn.n_ff for ffn in ffns), default=0)
+    mixers = [attention_of(layer) for layer in spec.layers]
+    widths = 12 * spec.n_embd + 2 * n_rows + 4 * max((mixer.n_activations for mixer in mixers), default=0)
+    widths += 2 * max((layer.ffn.n_activations for layer in spec.layers), default=0)
     n_heads = max((mixer.n_heads for mixer in mixers), default=0)
     n_activations = n_batch * (widths + 2 * n_heads * n_ctx + 2 * spec.n_logits)
     n_cache = sum(2 * mixer.n_kv * n_ctx for mixer in mixers)
@@ -92,7 +92,7 @@ class Cache:
         self.n_ctx = n_ctx
         self.buffers: dict[str, Buffer] = {}
         self.bindings: dict[tuple[str, ...], Binding] = {}
-        for index, block in enumerate(layer.mixer for layer in spec.layers):
+        for index, block in enumerate(attention_of(layer) for layer in spec.layers):
             for kind in ("key", "value"):
                 buffer = Buffer(provider, (1, block.n_kv_heads, n_ctx, block.head_dim))
                 self.buffers |= {f"past_{kind}.{index}": buffer, f"present_{kind}.{index}": buffer}
@@ -127,7 +127,7 @@ class OnnxDecoder:
     def new_cache(self, n_ctx: int) -> Cache:
         """See DeviceDecoder.new_cache. A graph with slots has a cache of the size that was planned."""
         whole = self._plan.n_ctx
-        for rope in {layer.mixer.rope for layer in self.spec.layers} - {None}:
+        for rope in {attention_of(layer).rope for layer in self.spec.layers} - {None}:
             assert rope is not None
             if rope.of_context(n_ctx) != rope.of_context(whole):
                 raise InvalidArgument(

@@ -87,10 +87,11 @@ class OpenCLExperts:
         return self._work_bytes + sum(slot.n_bytes for slot in self._slots.values())
 
     def upload(self, slot: int, layer: int, expert: int) -> None:
-        """Put an expert into a slot, in place of another one."""
+        """Put an expert into a slot, in place of another one. Raises ModelFileChanged."""
         block = self._blocks[layer]
         parts = ExpertParts.read(self._model, block, expert)
         self._slots[slot] = _DeviceExpert(self._device, parts, self._slots.get(slot))
+        self._model.check()
         release(self._model, block, expert)
 
     def start(self, layer: int, places: Sequence[tuple[int, int]], rows: NDArray[np.float32]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
 from edgeinfer.files import cache_folder
+from edgeinfer.signal_handlers import is_from_handler
 
 DeviceKind = Literal["gpu", "accelerator", "cpu", "other"]
 _PREFERENCE: tuple[DeviceKind, ...] = ("gpu", "accelerator", "other", "cpu")
@@ -66,6 +67,8 @@ def open_library() -> Any:
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"OpenCL needs pyopencl ({error}): pip install 'edgeinfer[opencl]'") from error
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if is_from_handler(error):
+            raise
         raise BackendUnavailable(f"pyopencl cannot be loaded: {error}; install it anew") from error
 
 

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import RUN, Part, joined, part_of, vector_of
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, QueryTemperature, RopeSpec, TensorRef, check_blocks, dense_of
+from edgeinfer.models import (
+    Attention,
+    Dense,
+    ModelSpec,
+    QueryTemperature,
+    RopeSpec,
+    TensorRef,
+    attention_of,
+    check_blocks,
+    dense_of,
+)
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
@@ -35,9 +45,9 @@ def check_spec(spec: ModelSpec, path: object) -> None:
     """Raises UnsupportedModel for blocks, or fields of blocks, that do not run here."""
     check_blocks(spec.blocks(), BLOCKS, "opencl", path)
     for index, layer in enumerate(spec.layers):
-        if layer.mixer.n_in != spec.n_embd:
+        if attention_of(layer).n_in != spec.n_embd:
             raise UnsupportedModel(
-                f"{path}: layers.{index}.mixer attends from rows of {layer.mixer.n_in} numbers, other than the "
+                f"{path}: layers.{index}.mixer attends from rows of {attention_of(layer).n_in} numbers, other than the "
                 f"model's {spec.n_embd}, which the opencl backend cannot run: use another backend"
             )
 
@@ -188,7 +198,7 @@ class ModelParts:
 
 
 def _layers(model: ModelFile, spec: ModelSpec) -> tuple[tuple[AttentionParts, DenseParts], ...]:
-    return tuple((_attention(model, layer.mixer), _dense(model, dense_of(layer))) for layer in spec.layers)
+    return tuple((_attention(model, attention_of(layer)), _dense(model, dense_of(layer))) for layer in spec.layers)
 
 
 def _attention(model: ModelFile, block: Attention) -> AttentionParts:
@@ -250,14 +260,15 @@ def shapes_of(spec: ModelSpec) -> dict[AttentionShape, int]:
     """The shapes of attention, each with the number of its layers."""
     shapes: dict[AttentionShape, int] = {}
     for layer in spec.layers:
-        shape = AttentionShape.of(layer.mixer)
+        shape = AttentionShape.of(attention_of(layer))
         shapes[shape] = shapes.get(shape, 0) + 1
     return shapes
 
 
 def ropes_of(spec: ModelSpec) -> list[RopeSpec]:
     """The rotations that differ."""
-    return list(dict.fromkeys(layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None))
+    ropes = (attention_of(layer).rope for layer in spec.layers)
+    return list(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 Scaling = tuple[float, QueryTemperature | None]
@@ -270,7 +281,7 @@ def scaling_of(block: Attention) -> Scaling:
 
 def scalings_of(spec: ModelSpec) -> dict[Scaling, Attention]:
     """What the factors of queries follow from, where it differs, each with a block that has it."""
-    return {scaling_of(layer.mixer): layer.mixer for layer in spec.layers}
+    return {scaling_of(attention_of(layer)): attention_of(layer) for layer in spec.layers}
 
 
 def kv_buffer_bytes(spec: ModelSpec, n_ctx: int) -> list[int]:
@@ -291,15 +302,14 @@ def head_activation_bytes(spec: ModelSpec, n_batch: int) -> dict[str, int]:
 
 def _activation_bytes(spec: ModelSpec, n_batch: int, n_in: int) -> dict[str, int]:
     """n_in: the longest row that is read beside those of the layers."""
-    mixers, ffns = [layer.mixer for layer in spec.layers], [layer.ffn for layer in spec.layers]
-    n_q = max((mixer.n_q for mixer in mixers), default=0)
-    n_ff = max((ffn.n_ff for ffn in ffns), default=0)
+    n_q = max((attention_of(layer).n_q for layer in spec.layers), default=0)
+    n_ff = max((dense_of(layer).n_ff for layer in spec.layers), default=0)
     widest, n_rows = max(n_in, n_q, n_ff), max(n_batch, HEAD_ROWS)
     sizes = {
         "x": n_batch * spec.n_embd,
         "normed": n_rows * spec.n_embd,
         "added": n_batch * spec.n_embd,
-        "qkv": n_batch * max((mixer.n_q + 2 * mixer.n_kv for mixer in mixers), default=0),
+        "qkv": n_batch * max((layer.mixer.n_activations for layer in spec.layers), default=0),
         "heads": n_batch * n_q,
         "gate_up": n_batch * 2 * n_ff,
         "gated": n_batch * n_ff,

@@ -102,6 +102,7 @@ def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
 
 def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> None:
     """What follows the only answer of a program run: JSON or a line of figures, and the exit code."""
+    note_full_context(engine, completion)
     if as_json:
         show(json.dumps(as_record(engine, completion)))
     else:
@@ -111,6 +112,17 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool) -> No
         note(figures(engine, completion))
     if completion.finish_reason == "interrupted":
         click.get_current_context().exit(Interrupted.exit_code)
+
+
+def note_full_context(engine: Engine, completion: Completion) -> None:
+    """Say that the context ended an answer, or that the prompt left no room for one."""
+    n_prompt, n_answer = completion.usage.prompt_tokens, completion.usage.completion_tokens
+    if completion.finish_reason != "length" or n_prompt + n_answer < engine.n_ctx:
+        return
+    if n_answer:
+        note(f"cut: the context is full ({n_prompt} of {engine.n_ctx} tokens are the prompt's); raise -c")
+    else:
+        note(f"no answer: the prompt fills the context ({n_prompt} of {engine.n_ctx} tokens); raise -c")
 
 
 def as_record(engine: Engine, completion: Completion) -> dict[str, object]:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import click
 
 from edgeinfer.cli.expert_table import check_together, show_caches
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, OutputName, budget_option, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, draw_timeline, drawable, figure_into
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ROUNDS = 8  # of a timeline
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft")
 @click.argument("model", type=FileName(), required=False)
 @threads_option
 @budget_option

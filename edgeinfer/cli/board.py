@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAY_BE_TERNARY = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0", "F32", "F16", "BF16")
 CONTEXT = 1024  # positions, where none is given
 _OF_A_BOARD = ("encoding", "rows", "tables", "engines", "attention_lanes")
-_OF_BOTH = (*_OF_A_BOARD, "model", "board", "ctx_size", "as_json")
+_OF_BOTH = (*_OF_A_BOARD, "model", "hf_repo", "hf_file", "board", "ctx_size", "as_json")
 
 
 def board_options(command: Command) -> Command:

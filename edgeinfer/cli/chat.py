@@ -23,7 +23,9 @@ from edgeinfer.cli.answering import (
     speculation_table,
     write_answer,
 )
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
+    escaped_text,
     json_option,
     max_tokens,
     model_options,
@@ -36,7 +38,6 @@ from edgeinfer.cli.options import (
     variable_option,
     warnings_as_notes,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Thinking, Writer, note, reason
 from edgeinfer.errors import BackendLost, EdgeInferError, InvalidArgument
 from edgeinfer.files import state_folder
@@ -50,11 +51,11 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The message, same as TEXT.")
-@click.option("-sys", "--system", help="System message.")
+@click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")
+@click.option("-sys", "--system", callback=escaped_text, help="System message.")
 @variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed lines.")
 @variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer.")
 @sampling_options
@@ -81,8 +82,9 @@ def chat(
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
     sampling = sampling_given(flags)
     with open_engine(flags) as engine:
-        conversation = engine.chat(system)
-        params = replace(engine.default_params, **sampling)
+        with warnings_as_notes():  # of a model without system messages
+            conversation = engine.chat(system)
+        params = engine.default_params.changed(sampling)
         if message is None:
             history = None if no_history else _history_file()
             repl = Repl(conversation, params, max_tokens(flags), history, show_reasoning)
@@ -208,7 +210,8 @@ class Repl:
         """Run a command, or answer a message."""
         name, _, argument = text.partition(" ")
         if name in self._commands and "\n" not in name:
-            self._commands[name][0](argument.strip())
+            with warnings_as_notes():
+                self._commands[name][0](argument.strip())
         elif text.startswith("/") and "\n" not in text:
             note(f"there is no command {name}; /help lists them, and a space before the / makes it a message")
         elif text.strip():

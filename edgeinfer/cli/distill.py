@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, OutputName, json_option, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, figure_into
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.files import check_writable
@@ -23,7 +24,7 @@ _SHARE = click.FloatRange(0, 1)
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="target")
 @click.argument("target", type=FileName())
 @click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
 @click.option("--out", type=OutputName(".json"), required=True, help="GGUF file of the head; the report is OUT.json.")

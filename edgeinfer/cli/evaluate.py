@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 
 _FILE = FileName(exists=True, dir_okay=False)
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="target", others=("head",))
 @click.argument("target", type=FileName())
 @click.argument("head", type=FileName())
 @click.option(

@@ -10,8 +10,10 @@ import click
 from click.core import ParameterSource
 
 from edgeinfer.cli.board_folder import BOARD_OPTIONS, board_options, missing, run_on_folder
+from edgeinfer.cli.endings import ended_by_signals
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, MayNameFile, OutputName, warnings_as_notes
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show
 
 if TYPE_CHECKING:
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
 
 _TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary", "fpga")
 _PACKAGES = ("genai", "litertlm", "mnn", "pte")
-_QUANTISED = ("gguf", *_PACKAGES)
+_QUANTISED = ("gguf", *_PACKAGES, "onnx")
 _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
     **dict.fromkeys(("draft",), _PACKAGES),
-    **dict.fromkeys(("n_ctx",), ("gguf", *_PACKAGES, "onnx", "fpga")),
+    **dict.fromkeys(("n_ctx",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("resume",), ("gguf",)),
     **dict.fromkeys(("check",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
@@ -37,7 +39,7 @@ _BESIDE = (".manifest.json", ".partial", ".partial.journal", ".partial.journal.n
 _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="source", others=("model",), may_be_folder=True)
 @click.argument("source", type=FileName())
 @click.option("--to", type=click.Choice(_TARGETS), help="Target format.  [required]")
 @click.option("-o", "--out", type=OutputName(*_BESIDE), help="The file or folder to write.  [required]")
@@ -117,7 +119,7 @@ def export(
 
     SOURCE is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, .safetensors files). What is planned
     is printed first; the output is whole or not there. --to ternary and fpga take models with ternary matrices alone.
-    --to onnx takes GGUF files of models and draft heads. docs/exporting.md describes the targets.
+    docs/exporting.md describes the targets.
 
     Without --to, SOURCE is a folder that --to fpga wrote: --check looks for faults in it, --unpack gives its matrices
     back.
@@ -127,17 +129,23 @@ def export(
         return
     if out is None:
         raise missing(context, "out")
-    from edgeinfer.exporters.manifest import write_manifest
-    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
-
     _check_options(context, to)
     request = _request(to, source, out, flags)
+    with ended_by_signals(lambda: _left(to, request)):
+        _export(to, request, dry_run)
+
+
+def _export(to: str, request: Request, dry_run: bool) -> None:
+    """Plan, write and check; the notes, and what came of it."""
+    from edgeinfer.exporters.manifest import read_records, write_manifest
+    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
+
     check_places(to, request)
     check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():
         if "auto" in (str(request.type).lower(), request.imatrix):
-            note(f"running {source} first, to measure what is important; this takes a while")
+            note(f"running {request.source} first, to measure what is important; this takes a while")
         plan = _planned(target, request)
         if dry_run:
             check_stdout()
@@ -145,11 +153,25 @@ def export(
             return
         for line in plan_lines(plan):
             note(line)
-        check_room(plan, out)
+        check_room(plan, request.out)
+        # Of the files as they are now: afterwards they may be gone.
+        read = read_records(request) if TARGETS[to].has_manifest else {}
         result = _written(target, request, plan)
         if TARGETS[to].has_manifest:
-            write_manifest(to, request, plan, result)
+            write_manifest(to, request, plan, result, read)
     _report(result, request)
+
+
+def _left(to: str, request: Request) -> str:
+    """What an export that was stopped leaves, a part of a sentence."""
+    from edgeinfer.exporters.auto.choice import state_path
+    from edgeinfer.exporters.gguf.partial import journal_path, partial_path
+
+    if to == "gguf" and not request.out.is_dir() and journal_path(request.out).exists():
+        return f"what is written stays in {partial_path(request.out)}: the same command with --resume goes on there"
+    if state_path(request).exists():
+        return f"what was measured stays in {state_path(request)}: the same command goes on there"
+    return "nothing is left of it"
 
 
 def _check_options(context: click.Context, to: str) -> None:
@@ -218,14 +240,21 @@ def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
 
 
 def _bytes(text: str | None, name: str) -> int | None:
+    from edgeinfer.arguments import shown
     from edgeinfer.errors import InvalidArgument
     from edgeinfer.sizes import parse_size
 
     if text is None:
         return None
-    found = parse_size(text, name, "the memory").n_bytes
+    try:
+        found = parse_size(text, name, "the memory").n_bytes
+    except InvalidArgument:  # which tells of "auto" and of shares, too
+        found = None
     if found is None:
-        raise InvalidArgument(f"{name} must be a size such as 900MB or 4GiB: found {text}")
+        raise InvalidArgument(
+            f"{name} must be bytes, or a number and a unit (kB, MB, GB, KiB, MiB, GiB), such as 900MB or 4GiB: found "
+            f"{shown(text)}"
+        )
     return found
 
 

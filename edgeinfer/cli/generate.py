@@ -8,8 +8,10 @@ from typing import Any
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
+    escaped_text,
     json_option,
     max_tokens,
     model_options,
@@ -17,24 +19,25 @@ from edgeinfer.cli.options import (
     read_input,
     sampling_given,
     sampling_options,
+    stop_option,
     text_argument,
     text_or_prompt,
+    warnings_as_notes,
 )
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, Writer
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.user_text import decoded
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", help="The text to complete, same as TEXT.")
+@click.option("-p", "--prompt", callback=escaped_text, help="The text to complete, same as TEXT.")
 @click.option(
     *("-f", "--file"),
     type=FileName(exists=True, dir_okay=False),
     help="Complete the text in this file.",
 )
-@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
+@stop_option
 @sampling_options
 @json_option
 def generate(
@@ -49,22 +52,20 @@ def generate(
     sampling = sampling_given(flags)
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
-        stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
+        with warnings_as_notes():  # of a begin token that is there twice
+            stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json)
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
-    """The text to complete, exactly as given."""
+    """The text to complete, exactly as given, without a byte order mark."""
     if prompt is not None and file is not None:
         raise click.UsageError("-f gives a prompt, and so does TEXT or -p: give one of them")
     if prompt is not None:
         return prompt
     if file is not None:
-        try:
-            return file.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise InvalidArgument(f"{file} must be UTF-8 text: {error}") from None
+        return decoded(file.read_bytes(), file)
     piped = read_input(beside_prompt=False)
     if not piped:
         raise click.UsageError("no prompt: give one as TEXT, with -p, with -f or on standard input")

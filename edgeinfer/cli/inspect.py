@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, json_option, warnings_as_notes
-from edgeinfer.cli.streams import Command
-from edgeinfer.cli.terminal import show, visible
+from edgeinfer.cli.terminal import one_line, show
 
 if TYPE_CHECKING:
     from edgeinfer.models.gguf import MetadataValue, ModelFile, TensorInfo
@@ -23,7 +23,7 @@ _WIDEST_VALUE = 80  # characters in the text
 _SCALARS = (str, int, float)
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="file")
 @click.argument("file", type=FileName())
 @click.option("--tensors", is_flag=True, help="List the tensors.")
 @click.option("--metadata", is_flag=True, help="List all metadata; long values are shortened.")
@@ -160,8 +160,7 @@ def _said(value: object) -> str:
 
 def _line(text: str) -> str:
     """A text from the file on one line, with nothing in it that commands the terminal."""
-    sound = text[: 4 * _WIDEST_VALUE].encode(errors="replace").decode()  # what is no UTF-8 is lone surrogates in arrays
-    return visible(sound).replace("\n", "\\n").replace("\t", "\\t")
+    return one_line(text[: 4 * _WIDEST_VALUE])
 
 
 def _cut(text: str) -> str:

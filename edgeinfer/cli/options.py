@@ -18,12 +18,14 @@ from edgeinfer.arguments import check_file_name
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.user_text import decoded
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
     from edgeinfer.sampling import SamplingOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_Texts = TypeVar("_Texts", str, "tuple[str, ...]", None)
 
 
 class FileName(click.Path):
@@ -72,6 +74,44 @@ def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command
     return click.option(*names, envvar=f"EDGEINFER{flag[1:].replace('-', '_').upper()}", show_envvar=True, **settings)
 
 
+_ESCAPE = re.compile(rb"\\(?:([nrt'\"\\])|x([0-9A-Fa-f]{2}))")
+_ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}  # the others stand for themselves
+
+
+def read_escapes(text: str) -> str:
+    r"""The text with \n, \r, \t, \', \", \\ and \xHH (a byte of UTF-8) as what they stand for.
+
+    All else that begins with a backslash stays as it is, as in llama.cpp.
+    """
+    data = _ESCAPE.sub(
+        lambda part: _ESCAPED.get(part[1], part[1]) if part[1] else bytes([int(part[2], 16)]),
+        text.encode(errors="surrogatepass"),
+    )
+    try:
+        return data.decode(errors="surrogatepass")
+    except UnicodeDecodeError:  # of \xHH that are no UTF-8 together
+        return data.decode(errors="replace")
+
+
+def escaped_text(context: click.Context, parameter: click.Parameter, value: _Texts) -> _Texts:
+    """Callback of flags whose values are texts: escapes are read, unless --no-escape is given."""
+    if not context.params.get("escape", True) or value is None:
+        return value
+    return read_escapes(value) if isinstance(value, str) else tuple(map(read_escapes, value))
+
+
+escape_option = click.option(
+    *("-e/ ", "--escape/--no-escape"),
+    default=True,
+    is_eager=True,  # the callbacks of others look at it
+    envvar="EDGEINFER_ESCAPE",
+    show_envvar=True,
+    help=r"Read \n, \t, \r, \", \', \\ and \xHH in TEXT and in flags that are texts; never in files and input."
+    "  [default: escape]",
+)
+stop_option = click.option(
+    "--stop", multiple=True, callback=escaped_text, help=r'End before this text, such as "\n\n"; may be repeated.'
+)
 threads_option = variable_option(
     "-t", "--threads", "n_threads", type=click.IntRange(1), help="Number of threads.  [default: physical cores]"
 )
@@ -81,7 +121,12 @@ budget_option = variable_option(
     help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
 )
 _MODEL_OPTIONS = (
-    variable_option("-m", "--model", type=FileName(), help="GGUF file.  [default: SmolLM2-135M-Instruct]"),
+    variable_option(
+        "-m",
+        "--model",
+        type=FileName(),
+        help="GGUF file, or a name of `edgeinfer models`.  [default: SmolLM2-135M-Instruct]",
+    ),
     variable_option(
         "-c", "--ctx-size", type=click.IntRange(1), help="Context size in tokens.  [default: as trained, at most 4096]"
     ),
@@ -161,6 +206,7 @@ _MODEL_OPTIONS = (
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
+    escape_option,
     variable_option(
         "-n",
         "--predict",
@@ -175,7 +221,9 @@ _SAMPLING_OPTIONS = (
         help="Temperature; 0 takes the most likely token.  [default: the model's, or 0.8]",
     ),
     variable_option(
-        "--top-k", type=click.IntRange(0), help="Keep the k most likely tokens, 0: all.  [default: the model's, or 40]"
+        "--top-k",
+        type=click.IntRange(-1),
+        help="Keep the k most likely tokens, 0 or -1: all.  [default: the model's, or 40]",
     ),
     variable_option(
         "--top-p",
@@ -212,6 +260,7 @@ _SAMPLING_OPTIONS = (
         "--dry-sequence-breaker",
         "dry_sequence_breakers",
         multiple=True,
+        callback=escaped_text,
         help='DRY: text that ends a repetition; may be repeated; "none": no text.  [default: new line, :, ", *]',
     ),
     variable_option(
@@ -235,7 +284,7 @@ _SAMPLING_NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"),
     *("penalty_last_n", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "loop_guard", "seed"),
 )
-text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1)
+text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1, callback=escaped_text)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 
 
@@ -257,9 +306,11 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
+    from edgeinfer.cli.model_names import find_models
     from edgeinfer.loading import load
 
     check_stdout()
+    flags = find_models(flags)
     with warnings_as_notes(), ProgressBar("loading") as bar:
         engine = load(
             flags["model"],
@@ -287,12 +338,16 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
     """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
+    from edgeinfer.speculation.draft_names import FREE_DRAFTERS
+
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
         return str(draft)
     if draft == "none":
         raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
-    file = os.path.join(".", model)  # a file always, also one that is called as a drafter is
+    file = str(model)
+    if file in ("auto", "none", *FREE_DRAFTERS):
+        file = os.path.join(".", file)  # a file always, also one that is called as a drafter is
     return file if draft == "auto" else [draft, file]
 
 
@@ -355,9 +410,7 @@ def read_input(beside_prompt: bool) -> str | None:
     if sys.stdin.isatty() or (beside_prompt and not _is_pipe_or_file()):
         return None
     try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"standard input must be UTF-8 text: {error}") from None
+        return decoded(sys.stdin.buffer.read(), "standard input")
     except OSError as error:
         raise EdgeInferError(f"standard input cannot be read: {error.strerror or error}") from error
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, warnings_as_notes
-from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.files import check_kept, check_writable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgeinfer.types import TernaryBits
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model")
 @click.argument("model", type=FileName())
 @click.option(
     "--ternary-bits",

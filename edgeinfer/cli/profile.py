@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.board import board_options, check_board_options, profile_board
+from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     DRAFTER,
     FileName,
@@ -20,7 +21,7 @@ from edgeinfer.cli.options import (
     warnings_as_notes,
 )
 from edgeinfer.cli.plotting import check_plot
-from edgeinfer.cli.streams import Command, check_stdout
+from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import show, visible
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
 
 
-@click.command(cls=Command)
+@click.command(cls=ModelCommand, model="model", draft="model_draft")
 @click.argument("model", type=FileName(), required=False)
 @variable_option("-c", "--ctx-size", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
 @variable_option(

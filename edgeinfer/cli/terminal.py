@@ -35,6 +35,12 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
+def one_line(text: str) -> str:
+    """A text from a file, or the name of one, on one line, with nothing in it that commands the terminal."""
+    sound = text.encode(errors="replace").decode()  # what is no UTF-8 is lone surrogates
+    return visible(sound).replace("\n", "\\n").replace("\t", "\\t")
+
+
 class Writer:
     """Writes a model's text to a stream as it is generated. On a terminal control characters are made visible.
 
@@ -162,7 +168,9 @@ class ProgressBar:
             if time.monotonic() - self._start < _BAR_AFTER_SECONDS or not sys.stderr.isatty():
                 return
             self._bar = self._show()
-        self._bar.update(self._bar.task_ids[0], completed=share, description=what or self._what)
+        from rich.markup import escape
+
+        self._bar.update(self._bar.task_ids[0], completed=share, description=escape(one_line(what or self._what)))
 
     def close(self) -> None:
         """Take the bar away."""

@@ -14,7 +14,7 @@ from edgeinfer.backends.native import best_isa, build_id
 from edgeinfer.backends.native.trial import PROMPT, PassTimes, time_passes, weight_bytes
 from edgeinfer.backends.native.tuning import kept_choices
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.models import ModelSizes, ModelSpec
+from edgeinfer.models import Mixer, ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.file_experts import experts_of, is_of_experts
 from edgeinfer.profiler.hits import union_of
@@ -31,27 +31,21 @@ _MOST_SECONDS = 1e5
 
 @dataclass(frozen=True)
 class Passes:
-    """Expected seconds of passes.
+    """Expected seconds of passes."""
 
-    whole: of a pass with all logits and an empty context, by number of tokens.  prompt: of the layers for PROMPT
-    tokens.  output: of the output matrix for one token.  row_position, row_position_long: see PassTimes.  windows: of
-    each layer, None for all positions.  expert_share: of the bytes of a token that experts are.  n_experts, n_used: of
-    a layer, 0 without experts.  origin: "calibrated" where speculation timed passes of this model here, "made-up
-    weights" where layers of its shapes were timed, "limits" where there is nothing but bytes over bandwidth and
-    multiply-adds over their rate, which no engine reaches.  is_disturbed: other processes had the cores meanwhile.
-    """
-
-    whole: Mapping[int, float]
-    prompt: float
-    output: float
-    row_position: float
+    whole: Mapping[int, float]  # of a pass with all logits and an empty context, by number of tokens
+    prompt: float  # of the layers for PROMPT tokens
+    output: float  # of the output matrix for one token
+    row_position: float  # see PassTimes
     row_position_long: float
-    windows: Sequence[int | None]
+    mixers: Sequence[Mixer | None]  # of each layer, None where all positions are seen
+    # "calibrated": speculation timed passes of this model here.  "made-up weights": layers of its shapes were timed.
+    # "limits": bytes over bandwidth and multiply-adds over their rate, which no engine reaches.
     origin: Origin
-    expert_share: float = 0.0
-    n_experts: int = 0
+    expert_share: float = 0.0  # of the bytes of a token, that experts are
+    n_experts: int = 0  # of a layer, 0 without experts
     n_used: int = 0
-    is_disturbed: bool = False
+    is_disturbed: bool = False  # other processes had the cores meanwhile
 
     def seconds(self, n: int, n_past: int) -> float:
         """Of a pass that verifies n tokens behind n_past others: c(n) is this over that of one token."""
@@ -63,7 +57,7 @@ class Passes:
             union = union_of(n, self.n_experts, self.n_used)
             found = max(found, self.whole[1] * (1.0 + self.expert_share * (union - 1.0)))
         row = self.row_position + (n - 1) * self.row_position_long
-        return found + row * sum(self._seen(window, n_past) for window in self.windows)
+        return found + row * sum(n_past if mixer is None else mixer.n_seen(n_past) for mixer in self.mixers)
 
     def prompt_seconds(self, n_tokens: int, n_batch: int) -> float:
         """Until the logits behind a prompt of so many tokens are there."""
@@ -71,19 +65,9 @@ class Passes:
         sizes = [*sorted(self.whole), PROMPT]
         of_layers = [*(self.whole[size] for size in sizes[:-1]), self.prompt]
         each = float(np.interp(at_once, sizes, of_layers)) / at_once
-        seen = sum(_sum_of_seen(window, n_tokens) for window in self.windows)
+        everything = n_tokens * n_tokens / 2
+        seen = sum(everything if mixer is None else mixer.n_seen_in_prompt(n_tokens) for mixer in self.mixers)
         return n_tokens * each + self.output + self.row_position_long * seen
-
-    @staticmethod
-    def _seen(window: int | None, n_past: int) -> int:
-        return n_past if window is None else min(window, n_past)
-
-
-def _sum_of_seen(window: int | None, n_tokens: int) -> float:
-    """Positions that all tokens of a prompt see together."""
-    if window is None or n_tokens <= window:
-        return n_tokens * n_tokens / 2
-    return window * window / 2 + (n_tokens - window) * window
 
 
 def expected_passes(
@@ -95,7 +79,7 @@ def expected_passes(
     one, or there are no times.
     """
     work = Work.of(file, spec, plan)
-    windows = [layer.mixer.window for layer in spec.layers] if isinstance(spec, ModelSpec) else [None] * spec.n_layers
+    mixers = [layer.mixer for layer in spec.layers] if isinstance(spec, ModelSpec) else [None] * spec.n_layers
     origin: Origin = "limits" if times is None else "made-up weights"
     if times is None:
         found = work.limits(machine, plan, spec)
@@ -111,7 +95,7 @@ def expected_passes(
         found.output[1],
         found.row_position,
         found.row_position_long,
-        windows,
+        mixers,
         origin,
         work.expert_bytes / max(1, work.n_bytes),
         work.n_experts,
@@ -150,6 +134,7 @@ class Work:
         if isinstance(spec, ModelSpec):
             layer_bytes, output_bytes = weight_bytes(file, spec, plan.ternary_bits)
             n_bytes = layer_bytes + output_bytes
+            multiply_adds = sum(block.multiply_adds() for _, block in spec.blocks()) + spec.n_logits * spec.n_embd
         return cls(round(n_bytes), output_bytes, round(of_experts), round(multiply_adds), n_experts, n_used)
 
     def limits(self, machine: Machine, plan: MemoryPlan, spec: ModelSizes) -> PassTimes:

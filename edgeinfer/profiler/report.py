@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from edgeinfer.arguments import check_file_name, check_flag, check_integer, shown
+from edgeinfer.arguments import check_flag, check_integer, shown
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.library.local import default_model
+from edgeinfer.library.names import find_model
 from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
-from edgeinfer.loading import default_model
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
@@ -141,9 +142,9 @@ def profile(
 ) -> Profile:
     """What a model will take and how fast it will be, from the header of its file: it need not fit here.
 
-    options, keywords: how it would be loaded, as for `load`.  memory: of the machine, in bytes or as text ("4GiB");
-    None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit integers
-    and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
+    path, options, keywords: what would be loaded, and how, as for `load`.  memory: of the machine, in bytes or as text
+    ("4GiB"); None is what is free here.  bandwidth, compute, disk: of another machine, in bytes, multiply-adds of 8-bit
+    integers and bytes a second, as numbers or text ("50GB/s", "300G"); None is as measured here, once.
     fit: also list the settings that fit into so much memory.
     prompt_tokens: of the prompt whose first token is waited for.  check: load it in a process of its own, fill the
     context, and compare; the model must fit then, and the speeds be those of this machine.
@@ -159,7 +160,7 @@ def profile(
     fit_budget = _bytes("fit", fit)
     if check and any(rate is not None for rate in (bandwidth, compute, disk)):
         raise InvalidArgument("check measures this machine: leave out bandwidth, compute and disk of another one")
-    place = default_model() if path is None else check_file_name("path", path)
+    place = default_model() if path is None else find_model(path)
     with ModelFile.open(place) as file, closing(Planner(file, options)) as planner:
         found = _Profiler(planner, wishes, prompt_tokens).profile(fit_budget)
     if check:

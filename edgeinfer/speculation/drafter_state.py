@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, CostlyDrafter, Drafter, FeatureDrafter
 from edgeinfer.speculation.stats import StatsCounter
@@ -73,6 +74,8 @@ class DrafterState:
         except Interrupted:
             raise
         except Exception as error:  # whatever a drafter does, generation continues
+            if is_from_handler(error):
+                raise
             self.is_dropped = True
             if isinstance(error, (BackendLost, MemoryError)):
                 self.lost = str(error) or "out of memory"

@@ -21,6 +21,7 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.draft_vocab import storage_facts
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.calibration_text import calibration_tokens
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
@@ -68,6 +69,8 @@ def open_speculator(
             drafter, placements[name] = _open_file(planned, planned.file, file, session, device, costs)
             drafters.append(drafter)
         except (EdgeInferError, OSError) as error:
+            if is_from_handler(error):
+                raise
             planned.dropped[name] = str(error)
     rate = planned.spec.acceptance_rate if isinstance(planned.spec, HeadSpec) else None
     rates = {} if rate is None else {HeadDrafter.name: rate}
@@ -115,6 +118,8 @@ def _open_placed(
         try:
             drafter, own_costs = open_on_device(place, source, plan, device.n_threads)
         except (EdgeInferError, OSError, MemoryError) as error:
+            if is_from_handler(error):
+                raise
             planned.dropped[place.name] = str(error)
             continue
         own_ms = own_costs.milliseconds(0)[1]

@@ -9,6 +9,7 @@ from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
@@ -188,6 +189,8 @@ class Speculator:
                 replacement = [self._new_state(placement.fallback())]
                 self.placements[name] = DrafterPlacement(f"the CPU; it was {placement.device}: {why}")
             except (EdgeInferError, OSError, MemoryError) as error:
+                if is_from_handler(error):
+                    raise
                 replacement = []
                 stats.dropped[name] = str(error)
             place = self._states.index(state)
@@ -397,6 +400,8 @@ def _is_closed(drafter: Drafter) -> bool:
     """Close a drafter; whether that freed its memory."""
     try:
         drafter.close()
-    except Exception:  # its device failed, and may fail in any way
+    except Exception as error:  # its device failed, and may fail in any way
+        if is_from_handler(error):
+            raise
         return False
     return True

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgeinfer.arguments import check_file_name
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, UnsupportedModel
+from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.library.names import find_model
 from edgeinfer.memory.planner import DraftPlaces, LoadSettings
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
@@ -194,7 +195,7 @@ def find_drafters(
     if draft == "auto":
         path = head_beside(target, heads_folder())
     else:
-        path = None if name is None else check_file_name("draft", name)
+        path = None if name is None else Path(name)
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
     if path is None and draft_device not in ("auto", "cpu"):
@@ -202,15 +203,19 @@ def find_drafters(
     if path is None:
         return found
     try:
-        file = ModelFile.open(path)
+        file = ModelFile.open(path if draft == "auto" else find_model(path, "draft"))
+    except InvalidArgument:
+        raise
     except (EdgeInferError, OSError) as error:
+        if is_from_handler(error):
+            raise
         found.dropped["model"] = str(error)
         return found
     try:
         _add_file(found, file, plan, draft_device)
     except BaseException as error:
         file.close()
-        if not isinstance(error, (EdgeInferError, OSError)):
+        if not isinstance(error, (EdgeInferError, OSError)) or is_from_handler(error):
             raise
         found.dropped[drafter_name(file)] = str(error)
         found.file, found.places = None, []

@@ -12,7 +12,7 @@ from edgeinfer.backends.base import BranchingSession, run_text
 from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.training.corpus import Request, Text
 from edgeinfer.training.features import Halves, Taps, as_halves
@@ -143,7 +143,7 @@ def _features(out: Output) -> list[NDArray[np.float32]]:
 
 def tree_rows(spec: ModelSpec, context: int) -> int:
     """n_ctx and n_batch for an engine that writes texts of a context side by side, so that the model stays the same."""
-    ropes = [layer.mixer.rope for layer in spec.layers]
+    ropes = [attention_of(layer).rope for layer in spec.layers]
     changes = any(rope is not None and rope.long is not None for rope in ropes)  # in a longer one
     return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import InvalidArgument, ModelFileError
 from edgeinfer.files import write_whole
 from edgeinfer.sampling import SamplingParams
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.types import TokenIds
 
@@ -123,6 +124,8 @@ class Corpus:
                 rows = zip(parts, shard["prompt_lengths"].tolist(), shard["is_greedy"].tolist(), strict=True)
                 return [Text(tokens, n_prompt, is_greedy) for tokens, n_prompt, is_greedy in rows]
         except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
+            if is_from_handler(error):
+                raise
             raise ModelFileError(f"{path} is no shard of texts: {error}; remove it, and it is written anew") from error
 
     def all_texts(self) -> list[Text]:

@@ -23,6 +23,7 @@ from edgeinfer import devices, loading
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
+from edgeinfer.file_identity import Sources
 from edgeinfer.files import write_whole
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head
@@ -132,6 +133,7 @@ def distill(
             loading.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
         )
         is_first = workers.rank == 0
+        opened.enter_context(Sources(file.paths).unchanged())
         distillation = _Distillation(file, run, spec, out, work, settings, workers)
         summary = distillation.run(prompts, held, report if is_first else lambda what, share: None)
         return summary if is_first else None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import ModelSpec, RopeSpec
+from edgeinfer.models import ModelSpec, RopeSpec, attention_of, dense_of
 from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
@@ -78,7 +78,8 @@ class HeadSizes:
 
 def _shape_of(file: ModelFile, spec: ModelSpec) -> tuple[int, int, int]:
     """(n_ff, n_heads, n_kv_heads) of the layers. Raises UnsupportedModel where they differ."""
-    shapes = {(layer.ffn.n_ff, layer.mixer.n_heads, layer.mixer.n_kv_heads) for layer in spec.layers}
+    blocks = [(attention_of(layer), dense_of(layer)) for layer in spec.layers]
+    shapes = {(dense.n_ff, attention.n_heads, attention.n_kv_heads) for attention, dense in blocks}
     if len(shapes) != 1:
         raise UnsupportedModel(
             f"{file.path}: a draft head has the sizes of its target's layers, which must all be the same: found "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.user_text import without_mark
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Raises InvalidArgument, which names the line, and OSError.
     """
-    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    lines = enumerate(without_mark(path.read_bytes(), path).splitlines(), start=1)
     prompts = [_read_prompt(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     if not prompts:
         raise InvalidArgument(f"{path} must have a prompt a line: found none")

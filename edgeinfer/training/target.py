@@ -15,7 +15,17 @@ from torch import nn
 from torch.nn import functional
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, TensorRows, check_blocks, dense_of
+from edgeinfer.models import (
+    Attention,
+    Dense,
+    ModelSpec,
+    RopeSpec,
+    TensorRef,
+    TensorRows,
+    attention_of,
+    check_blocks,
+    dense_of,
+)
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
@@ -63,7 +73,7 @@ class KVCache:
     @classmethod
     def empty(cls, spec: ModelSpec, n: int, n_ctx: int, device: torch.device) -> KVCache:
         """One for n texts of at most n_ctx tokens."""
-        blocks = [layer.mixer for layer in spec.layers]
+        blocks = [attention_of(layer) for layer in spec.layers]
         shapes = [(n, block.n_kv_heads, n_ctx, block.head_dim) for block in blocks]
         return cls(*([torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes] for _ in range(2)))
 
@@ -88,7 +98,7 @@ class KVCache:
     @staticmethod
     def bytes_of(spec: ModelSpec, n_ctx: int) -> int:
         """Bytes that one text takes."""
-        return sum(4 * layer.mixer.n_kv * n_ctx for layer in spec.layers)
+        return sum(4 * attention_of(layer).n_kv * n_ctx for layer in spec.layers)
 
 
 class TorchTarget:
@@ -110,7 +120,7 @@ class TorchTarget:
         assert spec.token_embd is not None and isinstance(spec.output, str)  # whole models have both
         self._output: str = spec.output
         self.embedding = self._whole[spec.token_embd].values * spec.embedding_scale
-        ropes = {layer.mixer.rope for layer in spec.layers}
+        ropes = {attention_of(layer).rope for layer in spec.layers}
         self._ropes = {rope: Rotation(rope).to(device) for rope in ropes if rope is not None}
 
     @property
@@ -137,9 +147,9 @@ class TorchTarget:
         x, tapped = self.embedding[tokens], dict[int, torch.Tensor]()
         turns = {rope: rotation(positions) for rope, rotation in self._ropes.items()}
         for index, layer in enumerate(spec.layers):
-            rope = layer.mixer.rope
+            rope = attention_of(layer).rope
             at = positions, None if rope is None else turns[rope]
-            added = self._attention(index, layer.mixer, x, *at, mask, cache)
+            added = self._attention(index, attention_of(layer), x, *at, mask, cache)
             x = torch.add(x, added, alpha=spec.residual_scale)
             x = tapped[index] = torch.add(x, self._dense(dense_of(layer), x), alpha=spec.residual_scale)
         return self._norm(spec.output_norm, x) if isinstance(taps, bool) else torch.cat([tapped[i] for i in taps], -1)

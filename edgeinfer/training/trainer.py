@@ -23,6 +23,7 @@ from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.exporters.drafters.draft_head import HeadTypes
 from edgeinfer.files import write_whole
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report
 from edgeinfer.training.objective import Objective
@@ -258,6 +259,8 @@ class Trainer:
         try:
             state = torch.load(self._checkpoint, map_location=self._workers.device, weights_only=True)
         except Exception as error:  # whatever the bytes make torch raise
+            if is_from_handler(error):
+                raise
             raise ModelFileError(f"{self._checkpoint} is no checkpoint: {error}; remove it to train anew") from error
         for key, wanted in self._settings.items():
             if state["settings"].get(key) != wanted:

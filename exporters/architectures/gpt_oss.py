@@ -17,6 +17,10 @@ from edgeinfer.exporters.conversion.windows import check_period
 from edgeinfer.exporters.source import SourceTensor
 
 _PERIOD = 2
+_ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _check(model: Model) -> None:
@@ -67,7 +71,7 @@ RECIPES = (
         name="gpt-oss",
         classes=("GptOssForCausalLM",),
         model_types=("gpt_oss",),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64, "rope_parameters": _ROPE},
         fixed={"hidden_act": (None, "silu"), "swiglu_limit": (None, 7.0), "swiglu_alpha": (None, 1.702)},
         reads=frozenset({"sliding_window", "num_local_experts", "num_experts_per_tok"}),
         norms={

@@ -8,6 +8,11 @@ from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import BIASES, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import context_within_window
 
+_ROPE = {
+    **{"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1},
+}
+
 
 def _keys(model: Model) -> Keys:
     found = model.rope.values
@@ -25,7 +30,7 @@ MINISTRAL3 = Recipe(
     name="mistral3",
     classes=("Ministral3ForCausalLM", "Ministral3Model"),
     model_types=("ministral3", "mistral3/ministral3"),
-    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128},
+    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _ROPE},
     fixed={"hidden_act": (None, "silu")},
     reads=frozenset({"sliding_window", "mscale_all_dim", "llama_4_scaling_beta"}),
     optional=BIASES,

@@ -17,7 +17,7 @@ from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded, NumericalError
 from edgeinfer.exporters.gguf.writer import write_gguf
-from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor
+from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor, named_as
 from edgeinfer.files import temporary_folder
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.formats import quantize
@@ -41,7 +41,7 @@ def model_file_of(source: Source) -> Iterator[ModelFile]:
     with temporary_folder() as folder:
         path = folder / f"{source.path.name}.gguf"
         write_gguf(path, source.metadata, [])
-        with ModelFile.open(path) as file:
+        with named_as(path, source.path), ModelFile.open(path) as file:
             for tensor in source.tensors:
                 file.define(tensor.name, tensor.type, tensor.shape, partial(_made, tensor))
             yield file

@@ -13,6 +13,7 @@ from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.calibration_text import TEXT
+from edgeinfer.user_text import sample_of
 
 CHUNK_TOKENS = 512  # of a text that is read from a file: each chunk is a text of its own
 ANSWER_TOKENS = 64
@@ -38,7 +39,7 @@ def check_tokens(file: ModelFile) -> list[int]:
 
 def texts_of_file(path: Path, file: ModelFile) -> list[list[int]]:
     """The text of a file, in chunks of tokens. Raises InvalidArgument for a text that has too few, OSError."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = sample_of(path)
     tokens = Tokenizer.from_file(file).encode(text)[:MOST_TOKENS]
     if len(tokens) < 16:
         raise InvalidArgument(f"{path}: must have at least 16 tokens to calibrate on: found {len(tokens)}")

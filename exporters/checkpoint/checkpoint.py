@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.exporters.checkpoint.adapters import refuse_adapter
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.folder import Folder
 from edgeinfer.exporters.checkpoint.names import language_names
 from edgeinfer.exporters.checkpoint.quantized import read_tensors
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
-from edgeinfer.exporters.checkpoint.tensor import PlainTensor, Tensor
+from edgeinfer.exporters.checkpoint.tensor import READ, PlainTensor, Tensor
 from edgeinfer.exporters.checkpoint.weight_files import read_stored
 from edgeinfer.exporters.finite import check_floats, refuse
 from edgeinfer.models.formats.finite import first_not_finite
@@ -46,6 +47,7 @@ class Checkpoint:
     def open(cls, folder: str | Path) -> Checkpoint:
         """Read config.json and the headers. Raises ModelNotFound, ModelFileError, UnsupportedModel, InvalidArgument."""
         found = Folder(folder)
+        refuse_adapter(found)
         if "config.json" not in found:
             raise ModelNotFound(f"{found.path}: needs config.json and .safetensors files: found {found.shown()}")
         config = Config(found.json("config.json"), found.path / "config.json")
@@ -101,7 +103,7 @@ class Checkpoint:
         """What holds the weights of a tensor without loss. Raises ModelFileError if they are no floats, see shape."""
         found = self._tensor(name).type
         if found is None:
-            self.refuse(name, f"must be F32, F16 or BF16: found {self.dtype(name)}")
+            self.refuse(name, f"must be {READ}: found {self.dtype(name)}")
         return found
 
     def rows(self, name: str, first: int, last: int) -> Floats:

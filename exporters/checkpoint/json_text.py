@@ -12,10 +12,14 @@ from edgeinfer.errors import ModelFileError
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parsed(text: bytes, where: str) -> dict[str, Any]:
-    """The object in a text in UTF-8. where: begins the message of an error. Raises ModelFileError."""
+def parsed(text: bytes, where: str, nan: bool = False) -> dict[str, Any]:
+    """The object in a text in UTF-8. where: begins the message of an error.  nan: whether NaN may stand in it.
+
+    Raises ModelFileError.
+    """
+    constant = float if nan else _constant
     try:
-        found = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_constant)
+        found = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=constant)
         if _HALF.search(text):  # half a character, as "\\ud800", which no file can have
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

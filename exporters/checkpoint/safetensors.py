@@ -8,11 +8,9 @@ and without a gap, as the format wants it.
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -139,8 +137,3 @@ class _Header:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ModelFileError(f"{self._file.path}: {reason}")
-
-
-def open_safetensors(path: Path) -> MappedFile:
-    """A regular file, open and not mapped. Raises OSError."""
-    return MappedFile(path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)))

@@ -14,6 +14,7 @@ from edgeinfer.models.gguf import GGMLType
 
 Floats = NDArray[np.float32]
 
+READ = "F32, F16, BF16, F64 or float8 (F8_E4M3, F8_E5M2)"  # for messages
 _SAME = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 
 
@@ -75,7 +76,7 @@ def floats_of(stored: StoredTensor, first: int, last: int) -> Floats:
     if stored.dtype == "F64":
         return data.view("<f8").astype(np.float32).reshape(shape)
     if stored.dtype not in _SAME:
-        raise ModelFileError(f"{stored.file.path}: tensor {stored.name} must be F32, F16 or BF16: found {stored.dtype}")
+        raise ModelFileError(f"{stored.file.path}: tensor {stored.name} must be {READ}: found {stored.dtype}")
     return dequantize(_SAME[stored.dtype], data, shape)
 
 

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable
 
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.exporters.checkpoint.adapters import refuse_unmerged
 from edgeinfer.exporters.checkpoint.folder import Folder
-from edgeinfer.exporters.checkpoint.safetensors import StoredTensor, open_safetensors, read_header
+from edgeinfer.exporters.checkpoint.safetensors import StoredTensor, read_header
+from edgeinfer.models.gguf_reader.mapping import map_file
 
 MAX_INDEX_BYTES = 64 << 20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -17,13 +19,17 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 def read_stored(folder: Folder) -> dict[str, StoredTensor]:
     """The tensors of a folder as they are stored. Raises ModelNotFound, ModelFileError, UnsupportedModel."""
+    found = _read(folder)
+    refuse_unmerged(folder, list(found))
+    return found
+
+
+def _read(folder: Folder) -> dict[str, StoredTensor]:
     if _SINGLE in folder:
         return _of_files(folder, [_SINGLE])
     if _INDEX in folder:
         return _of_index(folder)
-    names = folder.names(r".*\.safetensors")
-    if "adapter_config.json" in folder:
-        raise UnsupportedModel(f"{folder.path}: is an adapter (LoRA), no model: merge it into its model and save that")
+    names = folder.names(r"(?!adapter_model).*\.safetensors")
     if not names:
         _refuse_pickle(folder)
         raise ModelNotFound(f"{folder.path}: needs config.json and .safetensors files: found {folder.shown()}")
@@ -36,7 +42,7 @@ def _of_files(folder: Folder, names: Iterable[str], called_by: str = "") -> dict
     for name in names:
         path = folder.file(name, called_by)
         try:
-            file = open_safetensors(path)
+            file = map_file(path)
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
         tensors = read_header(file)

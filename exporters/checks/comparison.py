@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import BudgetExceeded, UnsupportedModel
+from edgeinfer.errors import BudgetExceeded, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, model_file_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.source import Source
@@ -44,8 +45,9 @@ class Distance:
 def compare(source: Source, written: Path, is_lossless: bool) -> Checked:
     """Run a written file against its source.
 
-    Raises NumericalError where the source or the file gives no numbers; UnsupportedModel and BudgetExceeded of running
-    the models become words.
+    Raises NumericalError where the source or the file gives no numbers; ModelFileError where it is another model, which
+    knows less of the source's text than one that knows nothing; UnsupportedModel and BudgetExceeded of running the
+    models become words.
     """
     try:
         with model_file_of(source) as file, ModelFile.open(written) as other:
@@ -86,6 +88,11 @@ def _distance_in_words(source: ModelFile, written: ModelFile) -> Checked:
     tokens = check_tokens(source)[:N_TEXT]
     expected, found = (_logits(file, tokens) for file in (source, written))
     apart = distance(expected, found)
+    if apart.kl > (most := math.log(found.shape[-1])):
+        raise ModelFileError(
+            f"{written.path}: is another model than its source: KL {apart.kl:.4f} nats a token, and one that takes all "
+            f"{found.shape[-1]} tokens for equally likely has {most:.1f} at most; nothing was written"
+        )
     sentence = (
         f"KL {apart.kl:.4f} nats a token against the source, {apart.agreement:.1%} the same most likely token, over "
         f"{apart.n_tokens} tokens in {_ENGINE}"

@@ -29,10 +29,12 @@ class Drafted:
     """What a head expects along a text.
 
     logits: (n - 1, n_logits), behind tokens[1:].  accepted: share of its most likely tokens that are the target's too.
+    features: (n - 1, n_embd), what it was fed with.
     """
 
     logits: Logits
     accepted: float
+    features: Features
 
 
 def compare_heads(source: Source, written: Path, target: Path | None) -> Checked:
@@ -84,7 +86,7 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     logits = np.concatenate(found)
     if not np.isfinite(logits).all():
         raise NumericalError(f"what {head.path} drafts has logits that are not numbers: it is damaged")
-    return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])))
+    return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])), features)
 
 
 def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:

@@ -7,6 +7,7 @@ import re
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
+from edgeinfer.exporters.checkpoint.generation import read_generation
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import Keys
 from edgeinfer.exporters.conversion.rope import check_rope, rope_keys
@@ -44,7 +45,7 @@ def metadata(model: Model, folder: Folder, n_vocab: int) -> Keys:
     """Everything but the vocabulary, of a model that passed check_config. Raises ModelFileError."""
     name = model.recipe.name
     keys = {f"{name}.{key}": value for key, value in (_common(model, n_vocab) | model.recipe.keys(model)).items()}
-    return _general(folder, name) | _sampling(folder) | keys
+    return _general(folder, name) | _sampling(model, folder) | keys
 
 
 def _general(folder: Folder, architecture: str) -> Keys:
@@ -124,15 +125,9 @@ def _common(model: Model, n_vocab: int) -> Keys:
     return keys
 
 
-def _sampling(folder: Folder) -> Keys:
+def _sampling(model: Model, folder: Folder) -> Keys:
     """What generation_config.json advises for sampling, as llama.cpp's converter keeps it."""
-    found = folder.optional_json("generation_config.json")
-    names = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "temperature": "temp"}
-    names["repetition_penalty"] = "penalty_repeat"
-    numbers = {ours: found.get(theirs) for theirs, ours in names.items()}
-    keys: Keys = {}
-    for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 31:
-            continue
-        keys[f"general.sampling.{key}"] = int(value) if key == "top_k" else float(value)
-    return keys
+    found = read_generation(folder)
+    for note in found.notes:
+        model.note(note)
+    return {f"general.sampling.{key}": value for key, value in found.sampling.items()}

@@ -27,8 +27,9 @@ class Model:
         self.recipe = recipe
         self.checkpoint = checkpoint
         found = self.given = checkpoint.config
-        nulls = _nulls(checkpoint)  # for which transformers takes no default
-        defaults = {key: value for key, value in recipe.defaults.items() if key not in nulls}
+        absent = _nulls(checkpoint) - {"rope_parameters"}  # transformers takes no default for the others
+        absent |= {"rope_parameters"} if "rope_scaling" in found else set()  # its old name
+        defaults = {key: value for key, value in recipe.defaults.items() if key not in absent}
         self.config = Config({**defaults, **found.values}, found.path, found.prefix)
         self.notes: list[str] = []
         self.taken: set[str] = set()

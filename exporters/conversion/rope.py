@@ -1,7 +1,8 @@
 """The rotation of a checkpoint as keys and tensors of GGUF.
 
 llama.cpp knows linear scaling and YaRN by keys; everything else is in tensors of factors that frequencies are divided
-by: those of Llama 3 in rope_freqs, those of LongRoPE in rope_factors_long and rope_factors_short.
+by: those of Llama 3 in rope_freqs, those of LongRoPE in rope_factors_long and rope_factors_short. It reads no such
+tensor in gpt-oss, whose ramp of YaRN does not end at whole pairs: rope.scaling.yarn_truncate is edgeinfer's own key.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ def _yarn(model: Model) -> Keys:
         if theirs in found:
             keys[f"rope.scaling.yarn_{ours}"] = found.number(theirs)
     if not found.flag("truncate", True):
-        model.note("rope_parameters.truncate false: YaRN's ramp ends at whole pairs all the same, as in llama.cpp")
+        keys["rope.scaling.yarn_truncate"] = False
+        model.note(
+            "rope_parameters.truncate false: edgeinfer rotates as the model was trained; llama.cpp has no key for it, "
+            "and its ramp of YaRN begins and ends at whole pairs"
+        )
     if "mscale_all_dim" in found and "mscale_all_dim" not in model.recipe.reads:
         found.refuse("mscale_all_dim", f"cannot be written for {model.recipe.name}")
     return keys

@@ -23,7 +23,7 @@ EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 def tensors(model: Model) -> list[SourceTensor]:
     """All tensors of the file. Raises ModelFileError for a missing one, UnsupportedModel for one without a place."""
-    found = [named(model, EMBEDDINGS, "token_embd.weight"), *_output(model)]
+    found = [named(model, embeddings_of(model), "token_embd.weight"), *_output(model)]
     found.append(named(model, "model.norm.weight", "output_norm.weight"))
     found += rope_tensors(model)
     for layer in range(model.n_layers):
@@ -104,10 +104,32 @@ def _joined_experts(model: Model, gate_up: str, down: str, ours: str) -> list[So
     ]
 
 
+def _is_tied(model: Model) -> bool:
+    """Whether embeddings and output matrix are one, as config.json or the architecture says it."""
+    return model.config.flag("tie_word_embeddings", False)
+
+
+def embeddings_of(model: Model) -> str:
+    """The name that the embeddings have: that of the output matrix in tied checkpoints that store it alone.
+
+    Raises ModelFileError where there are none.
+    """
+    if EMBEDDINGS in model or OUTPUT not in model:
+        return EMBEDDINGS
+    if not _is_tied(model) and model.recipe.output != "tied":
+        model.checkpoint.refuse(
+            EMBEDDINGS,
+            f"is missing, and {OUTPUT} stands for it only where config.json says tie_word_embeddings true: it does not",
+        )
+    return OUTPUT
+
+
 def _output(model: Model) -> list[SourceTensor]:
     """The output matrix, none where it is that of the embeddings."""
     kind, name = model.recipe.output, "output.weight"
-    tied = model.config.flag("tie_word_embeddings", False)
+    tied = _is_tied(model)
+    if EMBEDDINGS not in model and kind != "required":
+        return []
     if OUTPUT not in model:
         if model.given.get("tie_word_embeddings") is False:
             model.checkpoint.refuse(OUTPUT, "is missing, and config.json says tie_word_embeddings false")
@@ -115,7 +137,7 @@ def _output(model: Model) -> list[SourceTensor]:
             return []
         model.note("the output matrix is a copy of the embeddings, as GGUF wants one in this architecture")
         return [named(model, EMBEDDINGS, name)]
-    if not tied and kind != "tied":
+    if (not tied and kind != "tied") or EMBEDDINGS not in model:
         return [named(model, OUTPUT, name)]
     if kind != "required" and _are_equal(model.take(OUTPUT), model.take(EMBEDDINGS)):
         return []

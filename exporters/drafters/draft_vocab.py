@@ -25,6 +25,7 @@ from edgeinfer.models.draft_vocab import DRAFT_VOCAB
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.calibration_text import TEXT
+from edgeinfer.user_text import sample_of
 
 _OUTPUT, _EMBEDDINGS = "output.weight", "token_embd.weight"
 LEAST_TOKENS = 16
@@ -45,7 +46,7 @@ def draft_vocab_source(source: Source, number: str, text: Path | None = None) ->
             f"--draft-vocab must be a number of tokens in {LEAST_TOKENS}..{n_vocab - 1}, such as 32000, or 32000:FILE "
             f"with a text: found {number:.80}"
         )
-    words = "\n".join((*PROMPTS, TEXT)) if text is None else text.read_text(encoding="utf-8", errors="replace")
+    words = "\n".join((*PROMPTS, TEXT)) if text is None else sample_of(text)
     name = "built in" if text is None else text.name
     return DraftVocabSource(source, output, frequent_tokens(source, int(number), n_vocab, words), name)
 

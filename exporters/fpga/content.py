@@ -13,7 +13,7 @@ from edgeinfer.exporters.fpga.options import USUAL_N_CTX, BoardOptions
 from edgeinfer.exporters.ternary.source import StoredTensor, TernarySource, TernaryTensor
 from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.packing import Trits
-from edgeinfer.models import ModelSpec, check_blocks
+from edgeinfer.models import ModelSpec, attention_of, check_blocks
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import Floats, TernaryMatrix
 from edgeinfer.models.gguf import GGMLType
@@ -83,7 +83,7 @@ class Content:
     @property
     def rope(self) -> RopeSpec:
         """The rotation, which all layers share."""
-        rope = self.spec.layers[0].mixer.rope
+        rope = attention_of(self.spec.layers[0]).rope
         assert rope is not None  # check_model
         return rope.of_context(self.n_ctx)
 
@@ -139,17 +139,18 @@ def check_model(source: TernarySource, spec: ModelSpec) -> None:
     for field, value in _PLAIN.items():
         if getattr(spec, field) != value:
             raise UnsupportedModel(f"{source.path}: {field} must be {value} for a board: found {getattr(spec, field)}")
-    first, *others = ((_layer_facts(spec, index), spec.layers[index].mixer.rope) for index in range(spec.n_layers))
+    facts = ((_layer_facts(spec, index), attention_of(layer).rope) for index, layer in enumerate(spec.layers))
+    first, *others = facts
     for index, other in enumerate(others, 1):
         if other != first:
             raise UnsupportedModel(f"{source.path}: all layers must be alike for a board: layer {index} differs from 0")
-    if spec.layers[0].mixer.rope is None:
+    if attention_of(spec.layers[0]).rope is None:
         raise UnsupportedModel(f"{source.path}: queries and keys must be rotated (RoPE) for a board: layer 0 has none")
 
 
 def _products(source: TernarySource, spec: ModelSpec, tensors: Mapping[str, Any]) -> Iterator[Product]:
     for index, layer in enumerate(spec.layers):
-        mixer, ffn = layer.mixer, layer.ffn
+        mixer, ffn = attention_of(layer), layer.ffn
         assert isinstance(ffn, Dense)  # check_blocks
         phases = {
             "qkv": (mixer.q, mixer.k, mixer.v),
@@ -191,7 +192,7 @@ def model_facts(content: Content) -> dict[str, Any]:
 
 def _layer_facts(spec: ModelSpec, index: int) -> dict[str, Any]:
     """Sizes and kinds of a layer."""
-    mixer, ffn = spec.layers[index].mixer, spec.layers[index].ffn
+    mixer, ffn = attention_of(spec.layers[index]), spec.layers[index].ffn
     assert isinstance(ffn, Dense)  # check_blocks
     norms = [name for block, names in _VECTORS.items() for field, name in names.items()
              if getattr(getattr(spec.layers[index], block), field, None) is not None]  # fmt: skip

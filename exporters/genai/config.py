@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def genai_config(
 
 def decoder_config(spec: ModelSpec, name: str) -> dict[str, Any]:
     """A decoder whose graph is in the file of this name; see genai_graph."""
-    attention = spec.layers[0].mixer
+    attention = attention_of(spec.layers[0])
     return {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": name,

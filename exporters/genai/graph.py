@@ -14,7 +14,7 @@ from edgeinfer.backends.onnx.attention import bias_name, windows_of
 from edgeinfer.backends.onnx.decoder import HIDDEN
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.models.gguf import ModelFile
 
 _FED = ("input_ids", "position_ids")
@@ -45,7 +45,7 @@ def genai_graph(file: ModelFile, spec: ModelSpec, n_ctx: int, all_rows: bool) ->
 
 def _check_caches(file: ModelFile, spec: ModelSpec) -> None:
     """Raises UnsupportedModel."""
-    shapes = {(layer.mixer.n_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
+    shapes = {(attention_of(layer).n_kv_heads, attention_of(layer).head_dim) for layer in spec.layers}
     if len(shapes) > 1:
         raise UnsupportedModel(
             f"{file.path}: ONNX Runtime GenAI has caches of one shape for all layers, and this model has "

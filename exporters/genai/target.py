@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,10 +29,11 @@ from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.genai.config import CHUNK, MAX_DRAFT_TOKENS, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.onnx import planned_tensors
+from edgeinfer.exporters.request import Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata
@@ -44,7 +44,6 @@ MAX_FILE_BYTES = 2_000_000_000  # file systems and packages of phones end at 2^3
 _USUAL_N_CTX = 2048
 _RUNTIME = "edgeinfer.exporters.genai.runtime"
 _CODES_8 = (GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K)
-_PARTS = re.compile(r"(\[\d+:\d+\])?(\.codes\d|\.scales|\.bases)?$")  # of a tensor's name, as constants have them
 # Measured: the process with its libraries, and what ONNX Runtime makes of a byte of weights when it packs them anew.
 _RUNTIME_BYTES, _PACKED = 160 << 20, 1.05
 
@@ -64,7 +63,7 @@ class GenaiTarget:
                 files |= {request.out / decoder.name: 0}
                 for name, n_bytes in data_names(f"{decoder.name}.data", constants, MAX_FILE_BYTES).items():
                     files[request.out / name] = n_bytes
-            tensors = [tensor for decoder in package.decoders for tensor in _planned(decoder)]
+            tensors = [tensor for each in package.decoders for tensor in planned_tensors(each.graph, each.file)]
             largest = max(each.n_bytes for decoder in package.decoders for each in decoder.graph.constants.values())
             disk = sum(files.values()) + _text_bytes(file)
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
@@ -118,7 +117,7 @@ def estimated_peak(package: Package) -> int:
     """Most memory that GenAI takes with a whole context: libraries, packed weights, caches and a piece of a prompt."""
     peak = _RUNTIME_BYTES
     for decoder in package.decoders:
-        spec, attention = decoder.spec, decoder.spec.layers[0].mixer
+        spec, attention = decoder.spec, attention_of(decoder.spec.layers[0])
         cache = 2 * spec.n_layers * attention.n_kv_heads * attention.head_dim * package.n_ctx * 4
         rows = CHUNK if package.drafts else 1
         widest = max(_widths(spec)) * CHUNK * 4 * 4 + 2 * rows * spec.n_logits * 4
@@ -129,13 +128,13 @@ def estimated_peak(package: Package) -> int:
 def _widths(spec: ModelSpec) -> Iterator[int]:
     yield spec.n_embd
     for layer in spec.layers:
-        yield layer.mixer.n_heads * layer.mixer.head_dim
+        yield attention_of(layer).n_heads * attention_of(layer).head_dim
         yield int(getattr(layer.ffn, "n_ff", 0))
 
 
 def _scores(spec: ModelSpec, n_ctx: int) -> int:
     """Bytes of the attention's scores, and of its mask, for a piece of a prompt."""
-    return CHUNK * n_ctx * 4 * (spec.layers[0].mixer.n_heads + 2)
+    return CHUNK * n_ctx * 4 * (attention_of(spec.layers[0]).n_heads + 2)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -175,16 +174,6 @@ def _draft_model(file: ModelFile, target: Decoder, n_ctx: int) -> Decoder:
     return Decoder(file, spec, genai_graph(file, spec, n_ctx, True), "draft.onnx")
 
 
-def _planned(decoder: Decoder) -> list[PlannedTensor]:
-    """The tensors with the bytes that the graph has for them: codes, scales and bases."""
-    n_bytes: dict[str, int] = {}
-    for name, constant in decoder.graph.constants.items():
-        name = _PARTS.sub("", name)
-        n_bytes[name] = n_bytes.get(name, 0) + constant.n_bytes
-    types = {name: info.type for name, info in decoder.file.tensors.items()}
-    return [PlannedTensor(name, type, type, n_bytes[name]) for name, type in types.items() if name in n_bytes]
-
-
 def _notes(request: Request, package: Package) -> Iterator[str]:
     yield "The codes of the file's formats are kept exactly; activations are rounded to 8 bits by block when it runs."
     for decoder in package.decoders:
@@ -208,7 +197,7 @@ def _notes(request: Request, package: Package) -> Iterator[str]:
 
 def _bytes_of(decoder: Decoder, wanted: list[Any]) -> int:
     names = {name for name, info in decoder.file.tensors.items() if any(info is each for each in wanted)}
-    return sum(tensor.n_bytes for tensor in _planned(decoder) if tensor.name in names)
+    return sum(tensor.n_bytes for tensor in planned_tensors(decoder.graph, decoder.file) if tensor.name in names)
 
 
 def _table_bytes(package: Package) -> int:

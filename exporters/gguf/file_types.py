@@ -89,6 +89,12 @@ def file_type(name: str) -> FileType:
     return FILE_TYPES[known]
 
 
+def name_of_file_type(number: int) -> str | None:
+    """The name that general.file_type stands for; None for one that is not known here."""
+    numbers = _NUMBERS | {name: kind.number for name, kind in FILE_TYPES.items()}
+    return next((name for name, known in numbers.items() if known == number), None)
+
+
 def tensor_types(
     kind: FileType, metadata: Metadata, tensors: Sequence[SourceTensor], has_imatrix: bool = False
 ) -> dict[str, GGMLType]:

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileChanged
 from edgeinfer.exporters.gguf.writer import Layout, Tensor
+from edgeinfer.file_identity import check_sources
 from edgeinfer.files import behind_links, check_writable, take_over
 
 Progress = Callable[[float], None]
@@ -70,6 +71,7 @@ def partial_file(out: Path, identity: Mapping[str, Any], layout: Layout, resume:
             partial = PartialFile(out, file, layout, identity, resume)
             yield partial
         except (OSError, KeyboardInterrupt, MemoryError, InvalidArgument) as error:
+            _discard_if_stale(out)
             _tell_how_to_go_on(error, out)
             raise
         except BaseException:
@@ -111,6 +113,7 @@ class PartialFile:
     def finish(self) -> None:
         """Give the file its name. It must be whole."""
         os.fsync(self._file.fileno())
+        check_sources()
         take_over(self.path, self._out)
         self.path.replace(behind_links(self._out))
         journal_path(self._out).unlink(missing_ok=True)
@@ -192,6 +195,15 @@ class PartialFile:
         new = _new_journal_path(self._out)
         new.write_bytes(b"".join(kept))
         new.replace(journal_path(self._out))
+
+
+def _discard_if_stale(out: Path) -> None:
+    """Raises ModelFileChanged, and leaves nothing, where the source has changed: nobody can go on."""
+    try:
+        check_sources()
+    except ModelFileChanged:
+        discard(out)
+        raise
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

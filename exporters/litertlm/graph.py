@@ -16,7 +16,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.litertlm.matrices import Matrix, Rows, by_halves
 from edgeinfer.exporters.litertlm.operations import Operations
 from edgeinfer.exporters.litertlm.tflite import Model, Type, Value
-from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, check_blocks, dense_of
+from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
 
 DECODE = "decode"
@@ -90,7 +90,7 @@ class _SignatureBuilder:
         x = self._embedded(tokens)
         for index, layer in enumerate(spec.layers):
             is_last = index == len(spec.layers) - 1
-            x = self._attended(index, layer.mixer, x, keep=not (is_last and self._is_prefill))
+            x = self._attended(index, attention_of(layer), x, keep=not (is_last and self._is_prefill))
             if is_last and self._is_prefill:
                 return  # only the caches are wanted
             added = self._dense(dense_of(layer), x)

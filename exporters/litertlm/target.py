@@ -24,7 +24,7 @@ from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
 from edgeinfer.files import behind_links, folder_beside, put_in_place, utf8_name
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -101,16 +101,16 @@ class Package:
     @property
     def writing_bytes(self) -> int:
         """Most memory that writing takes: graphs, a piece of a matrix as floats, one whose rows are put in order."""
-        ordered = max((layer.mixer.n_q * layer.mixer.n_in for layer in self.spec.layers), default=0)
+        ordered = max((attention_of(layer).n_q * attention_of(layer).n_in for layer in self.spec.layers), default=0)
         return _HEADER_BYTES * len(self.model.graphs) + 24 * PIECE_WEIGHTS + 12 * ordered
 
     @property
     def running_bytes(self) -> int:
         """About the most memory that the runtime takes: half the file, weights as XNNPACK packs them, two caches."""
         n_cache = cache_positions(self.n_ctx)
-        cache = 4 * sum(2 * layer.mixer.n_kv * n_cache for layer in self.spec.layers)
+        cache = 4 * sum(2 * attention_of(layer).n_kv * n_cache for layer in self.spec.layers)
         n = max(prefill_lengths(self.n_ctx))
-        widest = max(layer.mixer.n_heads * n_cache + 8 * self.spec.n_embd for layer in self.spec.layers)
+        widest = max(attention_of(layer).n_heads * n_cache + 8 * self.spec.n_embd for layer in self.spec.layers)
         return int(_MAPPED * self.n_bytes + _PACKED * self.unpacked_bytes + 2 * cache + 8 * n * widest + _RUNTIME_BYTES)
 
     @property

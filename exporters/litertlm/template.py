@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from edgeinfer.errors import TemplateError
 from edgeinfer.exporters.litertlm.template_names import DEFAULTS, FILTERS, METHODS, TESTS
 from edgeinfer.models.chat_template import MAX_SOURCE_BYTES
+from edgeinfer.models.template_sandbox.errors import is_of_template
 
 # A text of each message's parts; bos_token and eos_token, which the runtime leaves empty.
 _BEFORE = (
@@ -69,6 +70,8 @@ def rewritten_template(source: str, bos_token: str, eos_token: str) -> str:
             source
         )
     except Exception as error:  # of the syntax, or a limit of Python's
+        if not is_of_template(error):
+            raise
         raise TemplateError(f"the chat template is broken: {type(error).__name__}: {error!s:.200}") from error
     tokens = "".join(
         f"{{%- set {name} = {_quoted(text)} -%}}" for name, text in (("bos_token", bos_token), ("eos_token", eos_token))

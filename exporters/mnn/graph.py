@@ -22,7 +22,7 @@ from edgeinfer.backends.onnx.attention import AttentionBuilder
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.operations import Operations
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, check_blocks, dense_of
+from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
 
 MNN_OPS = "LlmExporter"
@@ -112,7 +112,7 @@ def mnn_graph(file: ModelFile, spec: ModelSpec, n_ctx: int) -> MnnGraph:
     x = operations.times(graph.add("Reshape", "input_ids", graph.ints(1, -1, spec.n_embd)), spec.embedding_scale)
     for index, layer in enumerate(spec.layers):
         graph.within(f"layer.{index}.")
-        added = attention.add(index, layer.mixer, x)
+        added = attention.add(index, attention_of(layer), x)
         x = graph.add("Add", x, operations.times(added, spec.residual_scale))
         x = graph.add("Add", x, operations.times(_dense(operations, dense_of(layer), x), spec.residual_scale))
     graph.within("")
@@ -127,7 +127,7 @@ def mnn_graph(file: ModelFile, spec: ModelSpec, n_ctx: int) -> MnnGraph:
 
 def window_of(file: ModelFile, spec: ModelSpec) -> int | None:
     """The window of layers that have one. Raises UnsupportedModel for several: MNN knows one for all."""
-    windows = {layer.mixer.window for layer in spec.layers if layer.mixer.window is not None}
+    windows = {window for layer in spec.layers if (window := attention_of(layer).window) is not None}
     if len(windows) > 1:
         raise UnsupportedModel(f"{file.path}: MNN has one window for all layers: found {sorted(windows)}")
     return next(iter(windows), None)

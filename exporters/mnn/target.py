@@ -38,7 +38,7 @@ from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
 from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
-from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def _notes(package: _Package, weights: int) -> Iterator[str]:
 
 def _peak(package: _Package, weights: int) -> int:
     """Most memory that MNN takes with a whole context: libraries, weights as it packs them, the cache in float32."""
-    cache = sum(2 * layer.mixer.n_kv_heads * layer.mixer.head_dim for layer in package.spec.layers)
+    cache = sum(2 * attention_of(layer).n_kv_heads * attention_of(layer).head_dim for layer in package.spec.layers)
     return _RUNTIME_BYTES + int(_PACKED * weights) + 4 * cache * package.n_ctx + 8 * package.spec.n_logits
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, check_blocks, dense_of
+from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import RopeSpec
 
@@ -65,7 +65,7 @@ def weights_of(spec: ModelSpec) -> Iterator[tuple[str, TensorRef]]:
     yield "norm.weight", spec.output_norm
     yield "output.weight", spec.output
     for index, layer in enumerate(spec.layers):
-        mixer, dense = layer.mixer, dense_of(layer)
+        mixer, dense = attention_of(layer), dense_of(layer)
         assert isinstance(mixer, Attention)
         names = {
             "attention_norm.weight": mixer.norm,
@@ -88,7 +88,7 @@ def weights_of(spec: ModelSpec) -> Iterator[tuple[str, TensorRef]]:
 
 def _attention(file: ModelFile, spec: ModelSpec, index: int) -> Attention:
     """The attention of a layer. Raises UnsupportedModel where its sizes or scale are none of ExecuTorch's."""
-    block = spec.layers[index].mixer
+    block = attention_of(spec.layers[index])
     assert isinstance(block, Attention)
     biases = {each is not None for each in (block.q_bias, block.k_bias, block.v_bias)}
     wrong = {

@@ -61,7 +61,7 @@ class PteTarget:
         with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
             for name in _names(package.spec):  # the exporter, in a process of its own, would name no tensor
-                file.check(name)
+                file.check_tensor(name)
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)

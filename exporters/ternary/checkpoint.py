@@ -24,6 +24,7 @@ _LINEARS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _NORMS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -66,7 +67,7 @@ def _checkpoint_metadata(checkpoint: TernaryCheckpoint, vocabulary: bool) -> dic
     metadata: dict[str, MetadataValue] = {"general.architecture": architecture, "general.name": checkpoint.path.name}
     metadata |= {f"{architecture}.{key}": value for key, value in values.items()}
     if vocabulary:
-        n_rows = checkpoint.shape("model.embed_tokens.weight")[0]
+        n_rows = checkpoint.shape(_embeddings_of(checkpoint))[0]
         metadata |= read_vocabulary(checkpoint.folder, config, n_rows)
     return metadata
 
@@ -94,7 +95,7 @@ def _check_names(checkpoint: TernaryCheckpoint) -> None:
     """Raises UnsupportedModel for a tensor that would be left out, such as a bias."""
     in_layer = {f"{name}.weight" for name in (*_LINEARS, *_NORMS)} | {f"{name}.weight_scale" for name in _LINEARS}
     in_layer |= {"self_attn.rotary_emb.inv_freq"}
-    known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    known = {_EMBEDDINGS, "model.norm.weight", _OUTPUT}
     known |= {f"model.layers.{n}.{name}" for n in range(_size(checkpoint, "num_hidden_layers")) for name in in_layer}
     unknown = sorted(set(checkpoint.names) - known)
     if unknown:
@@ -103,10 +104,10 @@ def _check_names(checkpoint: TernaryCheckpoint) -> None:
 
 def _of_checkpoint(checkpoint: TernaryCheckpoint) -> Iterator[SourceTensor]:
     _check_names(checkpoint)
-    yield _stored(checkpoint, "model.embed_tokens.weight", "token_embd.weight")
+    yield _stored(checkpoint, _embeddings_of(checkpoint), "token_embd.weight")
     yield _vector(checkpoint, "model.norm.weight", "output_norm.weight")
     if not _is_tied(checkpoint):
-        yield _stored(checkpoint, "lm_head.weight", "output.weight")
+        yield _stored(checkpoint, _OUTPUT, "output.weight")
     for layer in range(_size(checkpoint, "num_hidden_layers")):
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
         for module, name in _NORMS.items():
@@ -119,7 +120,13 @@ def _of_checkpoint(checkpoint: TernaryCheckpoint) -> Iterator[SourceTensor]:
 
 
 def _is_tied(checkpoint: TernaryCheckpoint) -> bool:
-    return bool(checkpoint.config.get("tie_word_embeddings")) or "lm_head.weight" not in checkpoint.names
+    return bool(checkpoint.config.get("tie_word_embeddings")) or _OUTPUT not in checkpoint
+
+
+def _embeddings_of(checkpoint: TernaryCheckpoint) -> str:
+    """The output matrix, where a tied checkpoint stores that alone."""
+    is_output = _EMBEDDINGS not in checkpoint and _OUTPUT in checkpoint and _is_tied(checkpoint)
+    return _OUTPUT if is_output else _EMBEDDINGS
 
 
 def _stored(checkpoint: TernaryCheckpoint, theirs: str, ours: str) -> StoredTensor:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.gguf.writer import Metadata, write_gguf
+from edgeinfer.exporters.source import named_as
 from edgeinfer.files import temporary_folder
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
@@ -105,7 +106,7 @@ class TernarySource:
         with temporary_folder() as folder:
             path = folder / f"{self.path.name}.gguf"
             write_gguf(path, self.metadata, [])
-            with ModelFile.open(path) as file:
+            with named_as(path, self.path), ModelFile.open(path) as file:
                 for tensor in self.tensors:
                     if isinstance(tensor, StoredTensor):
                         file.define(tensor.name, tensor.type, tensor.shape, partial(_stored_bytes, tensor))

@@ -23,6 +23,7 @@ from edgeinfer.exporters.ternary.source import (
     TernarySource,
     TernaryTensor,
 )
+from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models.formats import PACK, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -44,7 +45,8 @@ class TernaryTarget:
         n_bytes = sum(each.n_bytes for each in planned)
         # A matrix is in memory as trits of a byte, in parts and as a whole, and as it is written.
         most = max((3 * math.prod(each.shape) + each.n_bytes for each in tensors), default=0)
-        return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes)
+        notes = template_notes(source.metadata)
+        return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes, notes)
 
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. It is exact, or refused."""

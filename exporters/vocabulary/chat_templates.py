@@ -10,13 +10,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.errors import ModelFileError, TemplateError
 from edgeinfer.exporters.checkpoint import Folder
+from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import MetadataValue
+from edgeinfer.models.known_templates import source_of
 
 _KEY = "tokenizer.chat_template"
 _FILE, _MORE, _JSON = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 _DEFAULT = "default"
+_QUESTION = "probe"  # which no template has a reason to change
+_PROBE = {"role": "user", "content": _QUESTION}
 
 
 def chat_templates(folder: Folder, settings: Mapping[str, Any]) -> dict[str, MetadataValue]:
@@ -34,6 +38,29 @@ def chat_templates(folder: Folder, settings: Mapping[str, Any]) -> dict[str, Met
     if _DEFAULT in named:
         keys[_KEY] = named[_DEFAULT]
     return keys
+
+
+def template_notes(metadata: Mapping[str, Any]) -> list[str]:
+    """A sentence for each chat template of a file that is no Jinja, or fails on a conversation of one message."""
+    notes = []
+    for key, text in metadata.items():
+        if key != _KEY and not key.startswith(f"{_KEY}."):
+            continue
+        try:
+            source = source_of(text if isinstance(text, str) else None)
+            template = None if source is None else ChatTemplate(source, *_marks(metadata))
+            if template is not None and key == _KEY and _QUESTION not in template.render([_PROBE]):
+                raise TemplateError("the chat template leaves out what the user says: it is damaged")
+        except TemplateError as error:
+            notes.append(f"{key}: {error}; it is written as it is, and chats with it fail")
+    return notes
+
+
+def _marks(metadata: Mapping[str, Any]) -> list[str]:
+    """The texts of the begin and the end token, "" where there is none."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    ids = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos"))
+    return [str(tokens[id]) if isinstance(id, int) and 0 <= id < len(tokens) else "" for id in ids]
 
 
 def _in_files(folder: Folder) -> dict[str, str]:

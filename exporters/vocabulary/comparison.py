@@ -17,16 +17,18 @@ from edgeinfer.models.tokenizer import Tokenizer
 _MOST_SPECIALS = 64
 
 
-def tokenizer_of(keys: Mapping[str, MetadataValue], where: object) -> Tokenizer:
+def tokenizer_of(keys: Mapping[str, MetadataValue], where: Path) -> Tokenizer:
     """The tokenizer that a file with these keys has. Raises UnsupportedModel where it has none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vocabulary.gguf"
         write_gguf(path, keys, [])
         with ModelFile.open(path) as file:
+            file.path = where  # for messages
             try:
                 return Tokenizer.from_file(file)
             except TokenizerError as error:
-                raise UnsupportedModel(f"{where}: does not make a vocabulary: {error}") from error
+                reason = str(error).removeprefix(f"{where}: ")
+                raise UnsupportedModel(f"{where}: does not make a vocabulary: {reason}") from error
 
 
 def first_difference(ours: Tokenizer, file: TokenizerFile) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
+from edgeinfer.exporters.checkpoint.generation import read_generation
 from edgeinfer.exporters.vocabulary import tokenizer_file
 from edgeinfer.exporters.vocabulary.byte_pairs import byte_level, with_byte_fallback
 from edgeinfer.exporters.vocabulary.chat_templates import chat_templates
@@ -80,6 +81,13 @@ def _added(folder: Folder, settings: Mapping[str, Any]) -> list[AddedToken]:
         if isinstance(id, bool) or not isinstance(id, int) or id < 0 or not isinstance(entry.get("content"), str):
             raise ModelFileError(f"{folder.path}: an added token must have a text and an id: found {entry!r:.80}")
         tokens.append(AddedToken(id, text, entry.get("special") is True))
+    by_id = {token.id: token.text for token in tokens}
+    twice = next((token for token in tokens if by_id[token.id] != token.text), None)
+    if twice is not None:
+        raise ModelFileError(
+            f"{folder.path}: added tokens must have ids of their own: {twice.text!r:.40} and {by_id[twice.id]!r:.40} "
+            f"are both {twice.id}"
+        )
     return tokens
 
 
@@ -93,7 +101,7 @@ def _finished(
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | chat_templates(folder, settings)
     where = folder.path / (tokenizer_file.NAME if file is not None else _MODEL)
     ours = tokenizer_of(found, where)
-    wanted = ends(config, folder.optional_json("generation_config.json"), n_rows)
+    wanted = ends(config, read_generation(folder), n_rows)
     more = more_ends((id for id in wanted if id not in ours.stop_ids), folder.path)
     if file is not None:
         text = first_difference(ours, file)

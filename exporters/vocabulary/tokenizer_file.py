@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import tokenizers
 
-from edgeinfer.errors import EdgeInferError, ModelFileError, UnsupportedModel
+from edgeinfer.errors import EdgeInferError, ModelFileError, UnsupportedModel, warn
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.entries import AddedToken
+from edgeinfer.signal_handlers import is_from_handler
 
 NAME = "tokenizer.json"
 MAX_BYTES = 128 << 20
@@ -42,6 +43,8 @@ class TokenizerFile:
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, EdgeInferError):
             raise
         except BaseException as error:
+            if is_from_handler(error):
+                raise
             raise ModelFileError(f"{self.path}: the tokenizers library {what}: {error!s:.200}") from error
 
     @property
@@ -71,18 +74,45 @@ class TokenizerFile:
 
     @cached_property
     def added(self) -> list[AddedToken]:
-        """Tokens that are cut out of a text first. Raises ModelFileError."""
+        """Tokens that are cut out of a text first, by the ids that the library gives them. Raises ModelFileError.
+
+        It does not look at the ids in the file: a text that the vocabulary has keeps that id, each other one gets the
+        next number, in the order of the list. Raises UnsupportedModel where that is the number of another token.
+        """
+        listed = self._listed()
+        with self.theirs_may_fail("cannot read it"):
+            found = self.theirs.get_added_tokens_decoder()
+            ids = {text: self.theirs.token_to_id(text) for text in listed}
+        tokens = [AddedToken(id, token.content, token.special) for id, token in sorted(found.items())]
+        for token in tokens:
+            if (other := self.vocab.get(token.id, token.text)) != token.text:
+                self.refuse(
+                    f"must give each token an id of its own: the tokenizers library gives {token.id} to {other!r:.40} "
+                    f"and to the added {token.text!r:.40}"
+                )
+        moved = [text for text, own in listed.items() if own != [ids[text]]]
+        if moved:
+            text = moved[0]
+            more = f", and {len(moved) - 1} more" if len(moved) > 1 else ""
+            warn(
+                f"{self.path}: the added token {text!r:.40} is {ids[text]} and not {listed[text][-1]}{more}: the "
+                "tokenizers library, and transformers with it, numbers added tokens by their order, and so it is here"
+            )
+        return tokens
+
+    def _listed(self) -> dict[str, list[int]]:
+        """The ids that the file gives each text of its added tokens. Raises ModelFileError."""
         found = self._source.get("added_tokens") or []
         if not isinstance(found, list):
             self.fail(f"added_tokens must be a list: found {found!r:.80}")
-        tokens = []
+        ids: dict[str, list[int]] = {}
         for entry in found:
             token = self._object(entry, "added_tokens")
             text = token.get("content")
             if not isinstance(text, str):
                 self.fail(f"added_tokens must have content that is a text: found {text!r:.80}")
-            tokens.append(AddedToken(self._id(token.get("id"), text), text, token.get("special") is True))
-        return tokens
+            ids.setdefault(text, []).append(self._id(token.get("id"), text))
+        return ids
 
     @cached_property
     def merges(self) -> list[tuple[str, str]]:

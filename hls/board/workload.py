@@ -8,7 +8,7 @@ from typing import Literal
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.hls.geometry import LANE_BYTES, Geometry
-from edgeinfer.models.spec import Attention, Dense, ModelSpec
+from edgeinfer.models.spec import Attention, Dense, ModelSpec, attention_of
 
 _HEAD_TRITS = 80  # of 16 bytes in base 3
 
@@ -88,13 +88,13 @@ def workload_of(name: str, spec: ModelSpec) -> Workload:
     products: list[Product] = []
     n_kv = 0
     for index, layer in enumerate(spec.layers):
-        attention, ffn = layer.mixer, layer.ffn
+        attention, ffn = attention_of(layer), layer.ffn
         if not isinstance(attention, Attention) or not isinstance(ffn, Dense):
             found = f"{type(attention).__name__} and {type(ffn).__name__}"
             raise UnsupportedModel(f"{name}: layer {index} must be Attention and Dense for a board: found {found}")
         products += layer_products(spec.n_embd, attention.n_q, attention.n_kv, ffn.n_ff)
         n_kv += attention.n_kv
-    first = spec.layers[0].mixer
+    first = attention_of(spec.layers[0])
     n_q = first.n_q if isinstance(first, Attention) else spec.n_embd
     sizes = spec.n_layers, spec.n_embd, spec.n_vocab, n_q, n_kv
     return Workload(name, *sizes, products, spec.n_logits, spec.tied_embeddings)

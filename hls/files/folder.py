@@ -19,6 +19,7 @@ from edgeinfer.errors import BadBoardFolder, ShapeError
 from edgeinfer.hls.files.manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
 from edgeinfer.hls.geometry import Geometry, round_up
 from edgeinfer.hls.packing import Bytes, Trits, from_ports, unpack
+from edgeinfer.models.gguf_reader.mapping import MappedFile, map_file
 
 Floats = NDArray[np.float32]
 
@@ -73,7 +74,9 @@ class BoardFolder:
     def ports(self, name: str) -> Bytes:
         """What each port reads of a tensor, (n_ports, bytes)."""
         tensor = self.tensors[name]
-        return np.stack([self._bytes(place) for place in self.port_places(tensor)])
+        ports = np.stack([self._bytes(place) for place in self.port_places(tensor)])
+        self.check()
+        return ports
 
     def port_places(self, tensor: BoardTensor) -> list[Place]:
         """The bytes of each port's file that are a tensor's."""
@@ -101,7 +104,9 @@ class BoardFolder:
 
     def padded_scales(self, name: str) -> Floats:
         """(rows_padded,) float32, as the file has them."""
-        return self._bytes(self.tensors[name].scales).view("<f4").astype(np.float32)
+        scales = self._bytes(self.tensors[name].scales).view("<f4").astype(np.float32)
+        self.check()
+        return scales
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +126,18 @@ class BoardFolder:
     def _bytes(self, place: Place) -> Bytes:
         if not place.n_bytes:
             return np.empty(0, dtype=np.uint8)
-        return np.memmap(self.path / place.file, np.uint8, "r", place.offset, (place.n_bytes,))
+        if place.file not in self._files:
+            self._files[place.file] = map_file(self.path / place.file)
+        return self._files[place.file].bytes()[place.offset : place.offset + place.n_bytes]
+
+    @cached_property
+    def _files(self) -> dict[str, MappedFile]:
+        return {}
+
+    def check(self) -> None:
+        """Raises ModelFileChanged if a file that was read has changed since."""
+        for file in self._files.values():
+            file.check()
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 

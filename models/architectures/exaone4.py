@@ -4,7 +4,7 @@ The 32B model has windows in three of four layers, and its other layers no rotat
 """
 
 from edgeinfer.models.reader import POST_NORMS, QK_NORMS, ROPE_FREQS, Architecture, Reader
-from edgeinfer.models.spec import ModelSpec
+from edgeinfer.models.spec import ModelSpec, attention_of
 
 PERIOD = 4
 N_LAYERS_32B = 64  # in others llama.cpp, whose reading of a file is the standard here, applies no windows
@@ -12,7 +12,7 @@ WINDOW_32B = 4096  # where the file has none
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    head_dim, base = spec.layers[0].mixer.head_dim, reader.rope_base()
+    head_dim, base = attention_of(spec.layers[0]).head_dim, reader.rope_base()
     reader.integer("rope.dimension_count", head_dim, head_dim, default=head_dim)
     if reader.number("rope.freq_base_swa", 1.0, 1e15, default=base) != base:
         reader.refuse("rope.freq_base_swa", f"must equal rope.freq_base {base:g}")
@@ -24,7 +24,7 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
         return spec
     spec = reader.windows(spec, window, PERIOD, full=None, local=reader.rope(head_dim, base))
     for index, layer in enumerate(spec.layers):
-        if (layer.mixer.window is None) != (index % PERIOD == PERIOD - 1):
+        if (attention_of(layer).window is None) != (index % PERIOD == PERIOD - 1):
             reader.refuse("attention.sliding_window_pattern", "must be three of four layers, others are not supported")
     return spec
 

@@ -7,14 +7,14 @@ import math
 from dataclasses import replace
 
 from edgeinfer.models.reader import POST_NORMS, Architecture, Reader, each_ffn, each_mixer
-from edgeinfer.models.spec import Attention, ModelSpec
+from edgeinfer.models.spec import Attention, ModelSpec, attention_of
 
 PERIOD = 2
 N_LAYERS_27B = 46  # the one size that scales by the width of a head as it would be, not as it is
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    head_dim, n_heads = spec.layers[0].mixer.head_dim, spec.layers[0].mixer.n_heads
+    head_dim, n_heads = attention_of(spec.layers[0]).head_dim, attention_of(spec.layers[0]).n_heads
     full = reader.rope(head_dim, reader.rope_base())
     local = reader.rope(head_dim, reader.number("rope.freq_base_swa", 1.0, 1e15, default=reader.rope_base()))
     window = reader.integer("attention.sliding_window", 1, 1 << 30, default=4096)

@@ -7,14 +7,14 @@ import math
 from dataclasses import replace
 
 from edgeinfer.models.reader import POST_NORMS, QK_NORMS, Architecture, Reader, each_ffn, each_mixer
-from edgeinfer.models.spec import ModelSpec
+from edgeinfer.models.spec import ModelSpec, attention_of
 
 PERIOD = 6
 N_LAYERS_27B = 62  # the one size that scales by the width of a head as it would be, not as it is
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    head_dim, n_heads = spec.layers[0].mixer.head_dim, spec.layers[0].mixer.n_heads
+    head_dim, n_heads = attention_of(spec.layers[0]).head_dim, attention_of(spec.layers[0]).n_heads
     window = reader.integer("attention.sliding_window", 0, 1 << 30, default=0)
     if window:
         full = reader.rope(head_dim, reader.rope_base())

@@ -5,13 +5,13 @@ Its experts are in MXFP4, clamp what goes into them, and have weights that are a
 
 from edgeinfer.models.expert_reader import EXPERT_BIASES, ExpertRecipe
 from edgeinfer.models.reader import Architecture, Reader
-from edgeinfer.models.spec import ModelSpec
+from edgeinfer.models.spec import ModelSpec, attention_of
 
 PERIOD = 2
 
 
 def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
-    head_dim, base = spec.layers[0].mixer.head_dim, reader.rope_base()
+    head_dim, base = attention_of(spec.layers[0]).head_dim, reader.rope_base()
     reader.integer("rope.dimension_count", head_dim, head_dim, default=head_dim)
     local = reader.rope(head_dim, reader.number("rope.freq_base_swa", 1.0, 1e15, default=base))
     window = reader.integer("attention.sliding_window", 1, 1 << 30)

@@ -5,7 +5,7 @@ olmo2 too, there is no other.
 """
 
 from edgeinfer.models.reader import POST_NORMS, QK_NORMS, QKV_BIASES, Architecture, Reader
-from edgeinfer.models.spec import ModelSpec
+from edgeinfer.models.spec import ModelSpec, attention_of
 
 PERIOD = 4
 
@@ -17,7 +17,7 @@ def _refine(reader: Reader, spec: ModelSpec) -> ModelSpec:
     window = reader.integer("attention.sliding_window", 0, 1 << 30, default=0)
     if not window:
         return spec
-    head_dim = spec.layers[0].mixer.head_dim
+    head_dim = attention_of(spec.layers[0]).head_dim
     full, local = reader.rope(head_dim, base), reader.rope(head_dim, base, scaled=False)
     return reader.windows(spec, window, PERIOD, full, local)
 

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "../gil.h"
 #include "quantizers.h"
 
 namespace nb = nanobind;
@@ -113,7 +114,7 @@ void quantize(const std::string& name, const std::string& search, const Matrix& 
     if (importance && importance->shape(0) != weights.shape(1)) throw nb::value_error("importance is not one a column");
     if (weights.size() == 0) return;
     const Rows all{weights.data(), importance ? importance->data() : nullptr, n_rows, n_in, to.data()};
-    nb::gil_scoped_release released;
+    ReleasedGil released;
     run(format, quantize, all, n_threads);
 }
 
@@ -122,7 +123,7 @@ std::optional<int64_t> first_above(const Vector& weights, float limit, int n_thr
     const auto n = static_cast<int64_t>(weights.shape(0));
     const float* all = weights.data();
     std::atomic<int64_t> found{n};
-    nb::gil_scoped_release released;
+    ReleasedGil released;
     in_parallel(divided_up(n, kPartWeights), n_threads, [&](int64_t part) {
         const int64_t first = part * kPartWeights, last = std::min(n, first + kPartWeights);
         int n_above = 0;

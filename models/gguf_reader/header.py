@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidGGUF
 from edgeinfer.models._strings import StringTable
@@ -64,10 +64,11 @@ _U64 = struct.Struct("<Q")
 class Cursor:
     """Reads one value after the other, each only if the file holds all of it."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, contents: NDArray[np.uint8]) -> None:
         self.path = path
-        self.mapping = mapping
-        self.size = len(mapping)
+        self.contents = contents
+        self.bytes = memoryview(contents)
+        self.size = len(contents)
         self.limit = min(self.size, MAX_HEADER_BYTES)
         self.at = 0
         self.notes: list[str] = []  # of what is wrong and does no harm
@@ -87,12 +88,12 @@ class Cursor:
 
     def u32(self, field: str) -> int:
         """The next 4 bytes."""
-        value: int = _U32.unpack_from(self.mapping, self.take(4, field))[0]
+        value: int = _U32.unpack_from(self.bytes, self.take(4, field))[0]
         return value
 
     def u64(self, field: str) -> int:
         """The next 8 bytes."""
-        value: int = _U64.unpack_from(self.mapping, self.take(8, field))[0]
+        value: int = _U64.unpack_from(self.bytes, self.take(8, field))[0]
         return value
 
     def u64_up_to(self, most: int, field: str) -> int:
@@ -106,7 +107,7 @@ class Cursor:
         """A text. errors: what to do where it is no UTF-8, as for bytes.decode."""
         n_bytes = self.u64_up_to(most, f"{field} length")
         start = self.take(n_bytes, field)
-        raw = self.mapping[start : self.at]
+        raw = bytes(self.bytes[start : self.at])
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -127,7 +128,7 @@ class Cursor:
 
     def strings(self, n: int, field: str) -> Strings:
         """n strings."""
-        table = StringTable.read(np.frombuffer(self.mapping, np.uint8), self.at, self.limit, n, MAX_STRING_BYTES)
+        table = StringTable.read(self.contents, self.at, self.limit, n, MAX_STRING_BYTES)
         self.at += table.n_bytes
         if len(table) < n:
             element, start = f"{field}[{len(table)}]", self.at
@@ -140,7 +141,7 @@ class Cursor:
 
 def read_counts(cursor: Cursor) -> tuple[int, int]:
     """(n_tensors, n_kv), after magic and version."""
-    magic = cursor.mapping[cursor.take(4, "magic") : 4]
+    magic = bytes(cursor.bytes[cursor.take(4, "magic") : 4])
     if magic != b"GGUF":
         cursor.refuse("magic", 0, f"must be b'GGUF': found {magic!r}, this is not a GGUF file")
     version = cursor.u32("version")
@@ -205,7 +206,7 @@ def _read_array(cursor: Cursor, field: str) -> Strings | Numbers:
 def _read_numbers(cursor: Cursor, kind: _ValueType, n: int, field: str) -> Numbers:
     dtype = _DTYPES[kind]
     start = cursor.take(n * dtype.itemsize, field)
-    values = np.frombuffer(cursor.mapping, dtype, n, start).copy()
+    values = np.frombuffer(cursor.bytes, dtype, n, start).copy()
     return Numbers(values != 0 if kind == _ValueType.BOOL else values)
 
 
@@ -249,10 +250,10 @@ def read_tensor_infos(cursor: Cursor, n_tensors: int) -> dict[str, _Declared]:
 def read_sound_tensor_info(cursor: Cursor) -> _Declared | None:
     """As read_tensor_info, in half the time; None, and nothing is read, where that would find something wrong."""
     start = cursor.at
-    layout = _INFO_LAYOUTS.get(cursor.mapping[start : start + 4])
+    layout = _INFO_LAYOUTS.get(bytes(cursor.bytes[start : start + 4]))
     if layout is None or layout.size > cursor.limit - start:
         return None
-    *dims, code, relative_offset = layout.unpack_from(cursor.mapping, start)
+    *dims, code, relative_offset = layout.unpack_from(cursor.bytes, start)
     n_elements, kind = math.prod(dims), TYPE_OF_CODE.get(code)
     if kind is None or min(dims) < 1 or n_elements >= MAX_ELEMENTS or dims[0] % kind.block_elements:
         return None

@@ -2,48 +2,78 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import mmap
 import os
 import stat
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
+from edgeinfer.file_identity import FileWatch
+from edgeinfer.models.gguf_reader import _mapped as _native
 
 _AROUND = 64 << 10  # bytes around a page that the system maps together with it
 
 
 class MappedFile:
-    """A file that stays open, and is mapped while somebody wants to look at its bytes."""
+    """A file that stays open, and is mapped while somebody wants to look at its bytes.
+
+    It must stay as it is: each access checks that, and `check` does so for what was read of the mapping since. Where
+    another program cuts the file meanwhile, its last bytes are read as zeros until then.
+    descriptor: taken over, and closed with this object.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.size = os.fstat(descriptor).st_size
-        self._descriptor: int | None = descriptor
-        self._mapping: mmap.mmap | None = None
-        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        self._watch: FileWatch | None = FileWatch(path, descriptor)
+        self._mapping: _Mapping | None = None
+        self._was_lost = False
+
+    @property
+    def watch(self) -> FileWatch:
+        """Of the open file. Raises EdgeInferError once closed."""
+        if self._watch is None:
+            raise EdgeInferError(f"{self.path}: this model file is closed")
+        return self._watch
 
     @property
     def descriptor(self) -> int:
         """Of the open file. Raises EdgeInferError once closed."""
-        if self._descriptor is None:
-            raise EdgeInferError(f"{self.path}: this model file is closed")
-        return self._descriptor
+        return self.watch.descriptor
 
-    @property
-    def mapping(self) -> mmap.mmap:
-        """The whole file, read-only, mapped now if it is not. Raises EdgeInferError once closed, ModelFileError."""
+    def bytes(self, on_huge_pages: bool = False) -> NDArray[np.uint8]:
+        """The whole file, (n_bytes,), read-only, mapped now if it is not.
+
+        on_huge_pages: where the system can, for what is read again and again.
+        Raises EdgeInferError once closed, ModelFileError.
+        """
+        self.check()
         if self._mapping is None:
             try:
-                self._mapping = mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_READ)
+                self._mapping = _mapped(self.descriptor, self.size, on_huge_pages)
             except (OSError, ValueError) as error:  # ValueError: it is smaller by now
                 raise ModelFileError(f"{self.path}: cannot be mapped: {error}") from error
-        return self._mapping
+        return self._mapping.bytes
 
-    def read(self, first: int, last: int) -> bytes:
-        """A copy of bytes first..last-1, read without a mapping. Raises ModelFileError, EdgeInferError once closed."""
+    def check(self) -> None:
+        """Raises ModelFileChanged if the file has changed since it was opened, ModelFileError if it cannot be read."""
+        self.watch.check()
+        if self._was_lost or (self._mapping is not None and self._mapping.is_lost):
+            raise ModelFileError(f"{self.path}: cannot be read: {os.strerror(errno.EIO)}; load it again")
+
+    def read(self, first: int, last: int) -> builtins.bytes:
+        """A copy of bytes first..last-1, read without a mapping.
+
+        Raises ModelFileError, ModelFileChanged if the file has changed since it was opened, EdgeInferError once closed.
+        """
         pieces = []
         while first < last:
             try:
@@ -51,9 +81,11 @@ class MappedFile:
             except OSError as error:
                 raise ModelFileError(f"{self.path}: bytes {first}..{last} cannot be read: {error.strerror}") from error
             if not piece:
+                self.check()
                 raise ModelFileError(f"{self.path}: was {self.size} bytes when it was opened, and ends at {first} now")
             pieces.append(piece)
             first += len(piece)
+        self.check()
         return b"".join(pieces)
 
     def prefetch(self, runs: Iterable[tuple[int, int]]) -> None:
@@ -67,27 +99,55 @@ class MappedFile:
 
     def release(self, first: int, last: int) -> None:
         """Drop the whole pages of bytes first..last-1, and those before them that came along when they were read."""
-        first = max(0, first - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
-        n_bytes = last // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if self._mapping is not None and n_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, n_bytes)
+        if self._mapping is not None:
+            self._mapping.drop(max(0, first - _AROUND), last)
 
     def unmap(self) -> None:
         """End the mapping, or where somebody still looks at it, drop its pages. It is mapped again when wanted."""
         if self._mapping is None:
             return
-        try:
-            self._mapping.close()
-        except BufferError:
-            self.release(0, -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        else:
-            self._mapping = None
+        self._was_lost = self._was_lost or self._mapping.is_lost
+        self.release(0, -(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._mapping = None
 
     def close(self) -> None:
         """Close the file. What looks at the mapping keeps that alive."""
         self.unmap()
-        self._mapping = self._descriptor = None
-        self._finalizer()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+
+class _Mapping(Protocol):
+    """A whole file, read-only; unmapped with the last view of its bytes."""
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]: ...
+
+    @property
+    def is_lost(self) -> bool: ...
+
+    def drop(self, first: int, last: int) -> None: ...
+
+
+class _PlainMapping:
+    """Where the system has no signal for a page that is gone."""
+
+    is_lost = False
+
+    def __init__(self, descriptor: int, n_bytes: int) -> None:
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, n_bytes, access=mmap.ACCESS_READ), np.uint8)
+
+    def drop(self, first: int, last: int) -> None:
+        """Nothing: the system takes pages back by itself."""
+
+
+def _mapped(descriptor: int, n_bytes: int, on_huge_pages: bool) -> _Mapping:
+    guarded = getattr(_native, "GuardedMapping", None)
+    found: _Mapping = (
+        _PlainMapping(descriptor, n_bytes) if guarded is None else guarded(descriptor, n_bytes, on_huge_pages)
+    )
+    return found
 
 
 def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:
@@ -98,13 +158,18 @@ def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:
     return os.read(descriptor, n_bytes)
 
 
+def map_file(path: Path) -> MappedFile:
+    """A regular file, open and not mapped yet. Raises OSError."""
+    return MappedFile(path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)))
+
+
 def open_file(path: Path) -> MappedFile:
-    """A file, not mapped yet. Raises ModelNotFound, InvalidGGUF, ModelFileError."""
+    """A model file, not mapped yet. Raises ModelNotFound, InvalidGGUF, ModelFileError."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
             raise ModelNotFound(f"{path}: {_what_is_there(path, mode)}; give a .gguf file")
-        file = MappedFile(path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)))
+        file = map_file(path)
     except FileNotFoundError:
         raise ModelNotFound(f"{path}: {_why_missing(path)}") from None
     except (OSError, OverflowError) as error:

@@ -37,9 +37,19 @@ class Part:
 
 
 def read_part(path: Path) -> Part:
-    """One file of a model. Raises ModelNotFound, InvalidGGUF."""
+    """One file of a model. Raises ModelNotFound, InvalidGGUF, ModelFileChanged."""
     file = open_file(path)
-    cursor = Cursor(path, file.mapping)
+    try:
+        part = _part(path, file)
+    except InvalidGGUF:
+        file.check()  # which says it, where somebody writes to it
+        raise
+    file.check()
+    return part
+
+
+def _part(path: Path, file: MappedFile) -> Part:
+    cursor = Cursor(path, file.bytes())
     n_tensors, n_kv = read_counts(cursor)
     metadata, value_offsets = read_metadata(cursor, n_kv, file.release)
     alignment = check_alignment(cursor, metadata, value_offsets)

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from edgeinfer.errors import TokenizerError
+from edgeinfer.signal_handlers import is_from_handler
 
 # Characters added by Unicode 16. Oniguruma knows them; in llama.cpp's tables (15.1) they are neither letter nor digit.
 UNICODE_16 = (
@@ -215,6 +216,8 @@ def cut(pre: str, text: str) -> Iterator[str]:
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
             raise
         except BaseException as error:  # a panic of Rust's is no Exception
+            if is_from_handler(error):
+                raise
             raise TokenizerError(f"the text is too much for the pre-tokeniser {pre!r}: {error!s:.200}") from None
         yield from (word for word, _ in words)
         start = end

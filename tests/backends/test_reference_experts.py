@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
 from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_experts
 
-from edgeinfer.backends.reference import BLOCKS, Activations, ReferenceBackend, ReferenceSession
+from edgeinfer.backends.reference import Activations, ReferenceBackend, ReferenceSession, known_blocks
 from edgeinfer.backends.reference_experts import chances, choose
 from edgeinfer.backends.reference_math import attend, clamped_swiglu, sigmoid
 from edgeinfer.models import Experts, Layer, ModelSpec, read_spec
@@ -190,7 +190,7 @@ def test_the_plan_tells_what_the_experts_take(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_block_is_looked_at() -> None:
-    assert set(BLOCKS[Experts]) == set(Experts.__dataclass_fields__)
+    assert set(known_blocks()[Experts]) == set(Experts.__dataclass_fields__)
 
 
 # ---- against llama.cpp -----------------------------------------------------------------------------------------------

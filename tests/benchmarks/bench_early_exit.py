@@ -110,7 +110,7 @@ class Skipping(ReferenceModel):
         spec, paths = self.spec, visible_slots(links, text.n_past)
         for index in self.kept:
             layer = spec.layers[index]
-            x = x + scale(self._attention(layer.mixer, text, index, x, paths, None), spec.residual_scale)
+            x = x + scale(self.mixed(layer.mixer, x, text.rows(index, paths, None)), spec.residual_scale)
             x = x + scale(self._dense(dense_of(layer), x), spec.residual_scale)
         assert spec.output is not None  # whole models have one
         return self.linear(spec.output, None, self.norm(spec.output_norm, x)[rows]), x[None]

@@ -354,12 +354,11 @@ def test_a_model_with_a_broken_template_refuses_to_chat_and_still_completes(mode
 
 def test_a_message_the_template_refuses_is_not_kept(model):
     with edgeinfer.load(model, backend="reference") as engine:
-        refuses = "{{ raise_exception('no systems here') if messages[0].role == 'system' }}"
+        refuses = "{{ raise_exception('no shouting here') if messages[-1].content == 'HELLO' }}"
         engine.tokenizer.chat_template = refuses + "{{ messages[-1].content }}"
-        chat = engine.chat("be brief")
-        with pytest.raises(TemplateError, match="no systems here"):
-            chat.send("hello")
-        chat.system = None
+        chat = engine.chat()
+        with pytest.raises(TemplateError, match="no shouting here"):
+            chat.send("HELLO")
         list(chat.send("hello", max_tokens=2, seed=1))
         assert roles(chat) == ["user", "assistant"]
 

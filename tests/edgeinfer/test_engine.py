@@ -5,10 +5,13 @@ import gc
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -676,7 +679,10 @@ def test_close_ends_the_request_of_another_thread_and_waits_for_it(fresh):
         ("", {}, InvalidArgument),
         ([10**6], {}, ShapeError),
         ([-1], {}, ShapeError),
-        (PROMPT, {"max_tokens": -1}, InvalidArgument),
+        (PROMPT, {"max_tokens": -2}, InvalidArgument),
+        (PROMPT, {"max_tokens": True}, InvalidArgument),
+        (PROMPT, {"stop": [None]}, InvalidArgument),
+        (PROMPT, {"logit_bias": {"one": 1}}, InvalidArgument),
         (PROMPT, {"max_tokens": 1.5}, InvalidArgument),
         (PROMPT, {"stop": ""}, InvalidArgument),
         (PROMPT, {"stop": ["a", ""]}, InvalidArgument),
@@ -687,6 +693,75 @@ def test_close_ends_the_request_of_another_thread_and_waits_for_it(fresh):
 def test_wrong_arguments_are_refused_at_once(engine, prompt, options, error):
     with pytest.raises(error):
         engine.stream(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": None, "logit_bias": None},
+        {"temperature": None, "top_p": None, "frequency_penalty": None, "presence_penalty": None},
+        {"stop": [], "repeat_penalty": None, "dry_sequence_breakers": None},
+        {"stop": (), "top_k": None, "loop_guard": None},
+    ],
+)
+def test_values_that_clients_send_for_nothing_change_nothing(engine, options):
+    plain = engine.generate(PROMPT, max_tokens=9, seed=4)
+    assert engine.generate(PROMPT, max_tokens=9, seed=4, **options).tokens == plain.tokens
+    answer = engine.chat().send("hello", max_tokens=np.int64(5), **{"seed": 4} | options)
+    assert len(list(answer)) and answer.completion.params == replace(engine.default_params, seed=4)
+
+
+def test_minus_one_is_no_limit_and_a_new_seed(fresh):
+    engine = fresh(n_ctx=40)
+    engine.tokenizer.stop_ids = frozenset()
+    request = {"loop_guard": 0, "temperature": 0.0}
+    assert engine.generate(PROMPT, max_tokens=-1, **request).tokens == engine.generate(PROMPT, **request).tokens
+    seeds = {engine.generate(PROMPT, max_tokens=1, seed=-1).params.seed for _ in range(3)}
+    assert len(seeds) == 3 and -1 not in seeds
+    assert engine.generate(PROMPT, max_tokens=9, top_k=-1, seed=1).params.top_k == 0
+    assert engine.generate(PROMPT, max_tokens=0).tokens == ()
+    assert engine.generate(PROMPT, max_tokens=3, logit_bias={"260": -100}).params.logit_bias == ((260, -100.0),)
+
+
+def test_a_typed_begin_token_before_an_added_one_is_told_of(fresh):
+    engine = fresh()
+    tokenizer = engine.tokenizer
+    bos, eos = tokenizer.name(tokenizer.bos_id), tokenizer.name(tokenizer.eos_id)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is added
+        assert engine.tokenize(f"{bos}hello{eos}")[:1] == [tokenizer.bos_id]
+    tokenizer.add_bos = tokenizer.add_eos = True
+    with pytest.warns(RuntimeWarning, match=f"the text begins with {re.escape(bos)}, and the tokenizer .* adds one"):
+        engine.generate(f"{bos}hello", max_tokens=1)
+    with pytest.warns(RuntimeWarning, match=f"the text ends with {re.escape(eos)}, and"):
+        assert engine.tokenize(f"hello{eos}")[-2:] == [tokenizer.eos_id] * 2
+    with pytest.warns(RuntimeWarning, match="begins with"):
+        assert engine.count(f"{bos}a") == len(engine.tokenizer.encode("a")) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for text in ("hello", f"hello {bos} there", f" {bos}a"):
+            engine.tokenize(text)
+        engine.tokenize(f"{bos}a", add_special=False)
+        engine.tokenize(f"{bos}a", parse_special=False)
+        engine.generate([tokenizer.bos_id, tokenizer.bos_id, 5], max_tokens=1)
+        list(engine.chat().send(f"{bos}a", max_tokens=1))  # there it is text
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_timings_always_say_how_many_tokens_a_step_gave(fresh, draft):
+    engine = fresh(draft=[draft] if draft == "suffix" else draft)
+    for prompt, limit in ((PROMPT, 1), (PROMPT, 0), ("one one one one one one", 20)):
+        timings = engine.generate(prompt, max_tokens=limit, temperature=0.0).timings
+        if limit < 2:
+            assert timings.tokens_per_step == 0.0
+        elif timings.speculation is None:
+            assert timings.tokens_per_step == 1.0
+        else:
+            assert timings.tokens_per_step == timings.speculation.tokens_per_step >= 1.0
+    answer = engine.chat().send("hello", max_tokens=4)
+    next(answer)
+    answer.close()
+    assert answer.completion.timings.tokens_per_step >= 0.0
 
 
 def test_logits_that_are_not_numbers_are_an_error_and_no_completion(engine, monkeypatch):

@@ -346,13 +346,13 @@ def test_exp_gives_the_same_for_long_and_short_arrays(rng):
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_k": 1.5},
         {"top_p": 1.1},
         {"min_p": -0.1},
         {"repeat_penalty": 0.0},
         {"penalty_last_n": -2},
-        {"seed": -1},
+        {"seed": -2},
         {"seed": 2**64},
         {"seed": True},
         {"temperature": "warm"},
@@ -369,6 +369,12 @@ def test_exp_gives_the_same_for_long_and_short_arrays(rng):
         {"logit_bias": {1: True}},
         {"logit_bias": {"one": 1.0}},
         {"logit_bias": {1.5: 1.0}},
+        {"logit_bias": {"-1": 1.0}},
+        {"logit_bias": {"": 1.0}},
+        {"logit_bias": {"\u00b2": 1.0}},
+        {"logit_bias": {"9" * 5000: 1.0}},
+        {"logit_bias": "260"},
+        {"logit_bias": {"260": None}},
         {"logit_bias": [1, 2]},
         {"logit_bias": 7},
         {"loop_guard": -1},
@@ -406,7 +412,6 @@ def test_parameters_go_through_json_and_back():
     chosen = SamplingParams(temperature=0.3, logit_bias={7: 1.5, 5: False}, dry_sequence_breakers=("x",), seed=2)
     written = json.loads(json.dumps(chosen.to_json(), allow_nan=False))
     assert written["logit_bias"] == {"5": False, "7": 1.5} and written["loop_guard"] == 512
-    written["logit_bias"] = {int(id): bias for id, bias in written["logit_bias"].items()}
     assert SamplingParams(**written) == chosen
 
 
@@ -415,3 +420,42 @@ def test_what_changes_the_choice_says_so(changes):
     assert params(**changes).changes_logits
     assert not params(dry_multiplier=0.8, dry_penalty_last_n=0).changes_logits
     assert not params(loop_guard=0).changes_logits
+
+
+NOT_GIVEN = dict.fromkeys(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def test_what_is_none_is_not_given():
+    assert SamplingParams(**NOT_GIVEN) == SamplingParams()
+    own = SamplingParams(temperature=0.3, top_k=7, logit_bias={3: 1.0}, loop_guard=0, seed=5)
+    assert own.changed(NOT_GIVEN) == dataclasses.replace(own, seed=None)
+    assert own.changed({}) == own and own.changed({"top_p": 0.5, "min_p": None}).top_p == 0.5
+
+
+@pytest.mark.parametrize("minus_one", [-1, np.int64(-1), np.int8(-1)])
+def test_minus_one_is_what_it_is_in_llama_cpp(minus_one):
+    params = SamplingParams(top_k=minus_one, seed=minus_one, penalty_last_n=minus_one, dry_penalty_last_n=minus_one)
+    assert params == SamplingParams(top_k=0, seed=None, penalty_last_n=-1, dry_penalty_last_n=-1)
+    assert params.with_seed().seed is not None
+
+
+@pytest.mark.parametrize(
+    "bias", [{"260": -100}, {260: -100}, {np.int32(260): np.float16(-100)}, [("260", -100.0)], [(260, -100)]]
+)
+def test_ids_of_a_bias_may_be_written_in_digits(bias):
+    assert SamplingParams(logit_bias=bias) == SamplingParams(logit_bias={260: -100.0})
+
+
+def test_numbers_of_numpy_become_pythons():
+    params = SamplingParams(np.float32(0.5), np.int16(7), np.float64(0.9), seed=np.uint64(3), loop_guard=np.int64(64))
+    assert params == SamplingParams(0.5, 7, 0.9, seed=3, loop_guard=64)
+    assert {type(value) for value in (params.temperature, params.top_k, params.top_p, params.seed)} == {int, float}
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [("repetition_penalty", "repeat_penalty"), ("topp", "top_p"), ("max_new_tokens", "max_tokens"), ("mirostat", "")],
+)
+def test_an_unknown_parameter_is_answered_with_the_name_that_it_has_here(name, hint):
+    with pytest.raises(TypeError, match=f"no sampling parameter '{name}'" + (f": {hint} is" if hint else "$")):
+        SamplingParams().changed({name: 1.1})

@@ -106,6 +106,7 @@ def test_what_is_taken_for_missing_keys_is_what_transformers_takes(recipe: Recip
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     also = {"rope_theta": full["rope_theta"], "rope_local_base_freq": local.get("rope_theta")}
     also["partial_rotary_factor"] = full.get("partial_rotary_factor")
+    also["rope_parameters"] = {key: rope[key] for key in recipe.defaults.get("rope_parameters", {})}
     expected = {key: also.get(key) or getattr(config, key) for key in recipe.defaults}
     assert dict(recipe.defaults) == expected
 

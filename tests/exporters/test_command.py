@@ -105,7 +105,6 @@ def test_a_draft_head_is_refused_with_what_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, what",
     [
-        (["SOURCE", "--to", "onnx"], "--to onnx"),
         (["a.gguf", "--to", "onnx", "--target", "SOURCE"], "--target"),
         *((["a.gguf", "--to", target, "--draft", "SOURCE"], "--draft") for target in ("genai", "litertlm", "mnn")),
     ],

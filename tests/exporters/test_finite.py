@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 from edgeinfer import cli
 from edgeinfer.errors import ModelFileError, NumericalError
 from edgeinfer.exporters.calibration.running import check_logits
-from edgeinfer.exporters.checkpoint.safetensors import open_safetensors, read_header
+from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checks.comparison import compare
 from edgeinfer.exporters.checks.runtime import GreedyRun, compare_tokens, run_greedily
 from edgeinfer.exporters.finite import FiniteFile
@@ -150,7 +150,7 @@ def test_a_ternary_folder(name: str, dtype: str, to: str, tmp_path: Path, rng: n
     folder = tmp_path / "model"
     folder.mkdir()
     write_packed_llama(folder, rng)
-    at = read_header(open_safetensors(folder / "model.safetensors"))[name].offset
+    at = Checkpoint.open(folder)._stored(name).offset
     with (folder / "model.safetensors").open("r+b") as written:
         written.seek(at + 4)
         written.write(np.array([np.nan], "<f2").tobytes() if dtype == "F16" else b"\x00\x00\x80\x7f")

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from checkpoints import byte_level
+from tiny_checkpoints import write
 from tiny_models import write_tiny_model
 
+from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.request import Plan, Request, Result
 from edgeinfer.models import read_spec
@@ -74,3 +77,44 @@ def test_a_package_is_planned_over_an_older_one(resume: bool, tmp_path: Path) ->
     (tmp_path / "out").mkdir()
     plan = FromGguf(_Recorder()).plan(Request(source, tmp_path / "out", type="Q4_0", resume=resume))
     assert plan.disk_bytes > 11 + 50_000
+
+
+class _Refusing(_Recorder):
+    """A target that refuses what it is given, in its plan or when it writes."""
+
+    def __init__(self, plans: bool) -> None:
+        super().__init__()
+        self.plans = plans
+
+    def plan(self, request: Request) -> Plan:
+        return super().plan(request) if self.plans else self.refuse(request)
+
+    def write(self, request: Request, progress) -> Result:
+        return self.refuse(request)
+
+    def refuse(self, request: Request):
+        raise UnsupportedModel(f"{request.source}: tensor x is not for us; {request.source} is")
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_an_error_names_what_the_user_named(is_folder: bool, plans: bool, tmp_path: Path) -> None:
+    if is_folder:
+        source = tmp_path / "a model"
+        write(source, "qwen3", {"vocab_size": 640})
+        byte_level(source)
+    else:
+        source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    request, target = Request(source, tmp_path / "out", type="Q8_0"), FromGguf(_Refusing(plans))
+    with pytest.raises(UnsupportedModel) as told:
+        target.plan(request)
+        target.write(request, lambda share: None)
+    assert str(told.value) == f"{source}: tensor x is not for us; {source} is"
+
+
+@pytest.mark.parametrize("has_type", [False, True])
+def test_a_broken_template_is_a_note_of_the_plan(has_type: bool, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16", template="{% if %}")
+    request = Request(source, tmp_path / "out", type="Q8_0" if has_type else None)
+    notes = FromGguf(_Recorder()).plan(request).notes
+    assert sum(note.startswith("tokenizer.chat_template: the chat template is broken") for note in notes) == 1

@@ -113,6 +113,35 @@ def test_quantised_weights_are_permuted_as_floats_and_their_scales_given_back(ma
     assert_array_equal(made.ours(tensor.name)[:8], plain[[0, 4, 1, 5, 2, 6, 3, 7]])
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F8_E4M3", "F8_E5M2"])
+def test_wide_and_narrow_floats_are_read(dtype: str, make: Any) -> None:
+    """float8 without scales, as it is stored by who casts a model; NaN is left out."""
+
+    def cast(tensors: Stored) -> Stored:
+        if dtype == "F64":
+            return {name: (dtype, values) for name, (_, values) in tensors.items()}
+        rng = np.random.default_rng(1)
+        return {name: (dtype, rng.integers(0, 0x7C, values.shape)) for name, (_, values) in tensors.items()}
+
+    made = make("qwen3", cast)
+    stored = Checkpoint.open(made.source.path).floats("model.layers.0.self_attn.q_proj.weight")
+    assert_array_equal(made.ours("blk.0.attn_q.weight"), stored)
+    if dtype == "F64":
+        assert_array_equal(stored, make("qwen3").ours("blk.0.attn_q.weight"))
+    else:
+        torch_says = {"F8_E4M3": {0x38: 1.0, 0x01: 2**-9}, "F8_E5M2": {0x3C: 1.0, 0x01: 2**-16}}[dtype]
+        codes = made.stored["model.layers.0.self_attn.q_proj.weight"][1]
+        for code, value in torch_says.items():
+            assert (stored[codes == code] == value).all() and (codes == code).any()
+
+
+def test_other_types_are_refused_with_those_that_are_read(make: Any) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    words = f"{name} must be F32, F16, BF16, F64 or float8 .F8_E4M3, F8_E5M2.: found I32"
+    with pytest.raises(ModelFileError, match=words):
+        make("qwen3", lambda tensors: {**tensors, name: ("I32", tensors[name][1])})
+
+
 # ---- Norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +164,14 @@ def with_output(tensors: Stored, shift: float = 0.0) -> Stored:
     return {**tensors, "lm_head.weight": (dtype, values + shift)}
 
 
+def test_an_adapter_beside_the_model_is_said_to_be_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    notes = open_folder(tmp_path, vocabulary=False).notes
+    assert notes == ["adapter_config.json is of an adapter (PEFT) beside the model, which is left out: merge it first "
+                     "to have it"]  # fmt: skip
+
+
 def test_a_saved_copy_of_tied_embeddings_is_dropped(make: Any) -> None:
     for case in ("smollm3", "gemma2"):
         made = make(case, with_output)
@@ -152,6 +189,29 @@ def test_tied_embeddings_are_doubled_where_gguf_wants_an_output_matrix(make: Any
     made = make("olmo2", tie_word_embeddings=True)
     assert_array_equal(made.ours("output.weight"), made.ours("token_embd.weight"))
     assert "copy of the embeddings" in made.source.notes[0]
+
+
+def as_output_alone(tensors: Stored, front: str = "") -> Stored:
+    """As tied checkpoints that have the one matrix under the name of the output. front: of all names."""
+    tensors = {**without(tensors, "model.embed_tokens.weight"), "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    return {front + name.removeprefix("model." if front else ""): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("front", ["", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("case", ["qwen2", "gemma2", "olmo2", "smollm3"])
+def test_embeddings_that_are_stored_as_the_output_matrix_alone_are_used(case: str, front: str, make: Any) -> None:
+    plain = make(case, tie_word_embeddings=True)
+    made = make(case, lambda tensors: as_output_alone(tensors, front), tie_word_embeddings=True)
+    assert made.tensors.keys() == plain.tensors.keys() and made.source.notes == []
+    for name in plain.tensors:
+        assert_array_equal(made.ours(name), plain.ours(name))
+
+
+def test_an_output_matrix_alone_is_no_embeddings_unless_they_are_tied(make: Any) -> None:
+    with pytest.raises(ModelFileError, match=r"embed_tokens.weight is missing, and lm_head.weight stands for it only"):
+        make("llama", lambda tensors: without(tensors, "model.embed_tokens.weight"))
+    with pytest.raises(ModelFileError, match=r"embed_tokens.weight is missing$"):
+        make("gemma2", lambda tensors: without(tensors, "model.embed_tokens.weight"))
 
 
 def test_a_missing_output_matrix_is_refused_unless_embeddings_are_tied(make: Any) -> None:
@@ -240,8 +300,26 @@ def test_a_rotation_that_changes_behind_the_context_is_left_out_and_said(make: A
     made = make("llama", rope_parameters={"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 2.0})
     assert made.source.notes == ["rope_type dynamic changes the rotation behind 64 tokens only, and is left out"]
     assert not any("scaling" in key for key in made.keys)
-    yarn = CASES["gpt_oss"].config["rope_parameters"]
-    assert "ramp ends at whole pairs" in make("gpt_oss", rope_parameters=yarn | {"truncate": False}).source.notes[0]
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen2"])
+def test_a_ramp_of_yarn_between_pairs_has_a_key_of_its_own(case: str, make: Any) -> None:
+    yarn = CASES[case].config["rope_parameters"]
+    made = make(case, rope_parameters=yarn | {"truncate": False})
+    assert made.keys["rope.scaling.yarn_truncate"] is False
+    assert "llama.cpp has no key for it" in made.source.notes[0]
+    whole = make(case, rope_parameters=yarn | {"truncate": True})
+    assert "rope.scaling.yarn_truncate" not in whole.keys and whole.source.notes == []
+
+
+def test_a_gpt_oss_that_says_nothing_of_its_rotation_has_that_of_transformers(make: Any) -> None:
+    for rope in ({"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": None}):
+        keys = make("gpt_oss", **rope).keys
+        assert (keys["rope.scaling.factor"], keys["rope.scaling.original_context_length"]) == (32.0, 4096)
+        assert keys["rope.freq_base"] == 150000.0 and keys["rope.scaling.yarn_truncate"] is False
+    old = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    keys = make("gpt_oss", rope_parameters=None, rope_scaling=old).keys
+    assert keys["rope.scaling.factor"] == 2.0 and "rope.scaling.yarn_truncate" not in keys
 
 
 def test_a_window_that_gguf_cannot_say_shortens_the_context(make: Any) -> None:
@@ -504,6 +582,49 @@ def test_what_generation_config_advises_is_kept(tmp_path: Path) -> None:
     keys = open_folder(tmp_path, vocabulary=False).metadata
     found = {key.rpartition(".")[2]: value for key, value in keys.items() if key.startswith("general.sampling.")}
     assert found == {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05}
+
+
+@pytest.mark.parametrize(
+    "key, text",
+    [
+        ("temperature", '"hot"'),
+        ("temperature", "-0.5"),
+        ("temperature", "NaN"),
+        ("temperature", "true"),
+        ("top_k", "-5"),
+        ("top_k", "2.5"),
+        ("top_k", "1e400"),
+        ("top_k", "9" * 40),
+        ("top_p", "1.5"),
+        ("min_p", json.dumps([0.1] * 10000)),
+        ("repetition_penalty", "0"),
+        ("repetition_penalty", "{}"),
+        ("eos_token_id", '"</s>"'),
+        ("eos_token_id", "[2, -1]"),
+        ("eos_token_id", json.dumps(["x"] * 10000)),
+    ],
+)
+def test_nonsense_in_generation_config_is_left_out_and_named(key: str, text: str, tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    good = {"top_k": 20, "temperature": 0.6}
+    good.pop(key, None)
+    values = {**{name: str(value) for name, value in good.items()}, key: text}
+    content = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    (tmp_path / "generation_config.json").write_text(f"{{{content}}}")
+    source = open_folder(tmp_path, vocabulary=False)
+    names = {"temperature": "temp"}
+    found = {key: value for key, value in source.metadata.items() if key.startswith("general.sampling.")}
+    assert found == {f"general.sampling.{names.get(name, name)}": value for name, value in good.items()}
+    assert 0 < len(source.notes) < 12
+    assert all(note.startswith(f"generation_config.json: {key} must be ") and len(note) < 250 for note in source.notes)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"a": "\xff"}', b""])
+def test_a_broken_generation_config_is_said_to_be_left_out(text: bytes, tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_bytes(text)
+    (note,) = open_folder(tmp_path, vocabulary=False).notes
+    assert note.startswith("generation_config.json: ") and note.endswith("nothing of it is used")
 
 
 def test_the_keys_of_granite_without_mamba_layers_are_those_of_granite(make: Any) -> None:

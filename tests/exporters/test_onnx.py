@@ -1,13 +1,19 @@
 """ONNX files: what is in them gives the logits of the source, and they are whole or not there."""
 
+import hashlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from checkpoints import TEXTS, byte_level
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
+from tiny_checkpoints import to_gguf
+from tiny_checkpoints import write as write_checkpoint
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -19,6 +25,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import BudgetExceeded, ModelFileError
 from edgeinfer.exporters import onnx as exporter
+from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.onnx import export_onnx
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
@@ -26,6 +33,11 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("onnx_provider")
+
+
+BESIDE = ("out.onnx.tokenizer.json", "out.onnx.tokenizer_config.json", "out.onnx.manifest.json")
+ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+IN_FOLDER = ["manifest.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"]
 
 
 def run(*arguments: str | Path) -> Result:
@@ -41,7 +53,7 @@ def logits_of(path: Path, tokens: list[int], features: NDArray[np.float32] | Non
     n_ctx = facts["n_ctx"]
     names = [value.name for value in session.get_outputs()]
     caches = {
-        value.name: np.zeros((1, facts["n_kv_heads"], n_ctx, facts["head_dim"]), dtype=np.float32)
+        value.name: np.zeros([n if isinstance(n, int) else n_ctx for n in value.shape], dtype=np.float32)
         for value in session.get_inputs()
         if value.name.startswith("past_")
     }
@@ -52,6 +64,10 @@ def logits_of(path: Path, tokens: list[int], features: NDArray[np.float32] | Non
         bias[..., : position + 1] = 0
         given: dict[str, Any] = {"input_ids": [[token]], "position_ids": [[position]], "logit_rows": [0], **caches}
         given["attention_bias"] = bias
+        for window in facts["windows"]:
+            near = bias.copy()
+            near[..., : max(0, position + 1 - window)] = facts["hidden_bias"]
+            given[f"attention_bias.{window}"] = near
         if facts["cache"] == "slots" and caches:
             given["cache_slots"] = [position]
         if features is not None:
@@ -81,8 +97,9 @@ def test_a_file_gives_the_logits_of_its_source(
     result = run("export", source, "--to", "onnx", "-o", target, "-c", "64", "--operators", operators, *options)
     assert result.exit_code == 0, result.output
     assert "out.onnx" in result.stderr and result.stdout == ""
-    expected = {"a.gguf", "out.onnx"} | ({"out.onnx.data"} if external else set())
+    expected = {"a.gguf", "out.onnx", *BESIDE} | ({"out.onnx.data"} if external else set())
     assert {path.name for path in tmp_path.iterdir()} == expected
+    assert "check: 32 of 32 greedy tokens equal the source in ONNX Runtime" in result.stderr
     tokens = [5, 80, 200, 7, 7, 31]
     with ModelFile.open(source) as file:
         reference = ReferenceBackend()
@@ -111,6 +128,8 @@ def test_a_head_goes_with_its_targets_embeddings_and_its_vocabulary(
         spec = read_head_beside(file, of_target, target_spec)
         oracle = open_reference_head(file, spec, of_target, target_spec, 64, "float32")
     theirs = oracle.forward(tokens, features, logits="all").logits
+    assert "check: 32 of 32 greedy tokens equal the source in ONNX Runtime" in result.stderr
+    assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "manifest.json").exists()
     assert difference(logits_of(tmp_path / "model.onnx", tokens, features), theirs) < 1e-3
     other = write_tiny_model(tmp_path / "b.gguf", "granite", "F16", n_embd=256, seed=1)
     refused = run("export", head, *arguments, "--target", other)
@@ -118,6 +137,127 @@ def test_a_head_goes_with_its_targets_embeddings_and_its_vocabulary(
     write_tiny_head(head, model, taps=(0, 1))
     refused = run("export", head, *arguments, "--target", model)
     assert refused.exit_code == 3 and "a head with taps is fed by what several layers" in refused.stderr
+
+
+# ---- Folders of Hugging Face -----------------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, case: str, n_vocab: int = 640, **config: Any) -> None:
+    write_checkpoint(folder, case, {"vocab_size": n_vocab, "max_position_embeddings": 256, **ENDS, **config})
+    byte_level(folder)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2_fractions", "gemma3", "phi3"])
+def test_a_folder_of_hugging_face_becomes_a_folder(case: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"head_dim": 8} if case != "phi3" else {}
+    write_folder(tmp_path / "model", case, **config)
+    out = tmp_path / "made"
+    n_ctx = "32" if case == "phi3" else "128"  # which is where its rotation changes
+    dry = run("export", tmp_path / "model", "--to", "onnx", "-o", out, "-c", n_ctx, "--dry-run")
+    assert dry.exit_code == 0 and not out.exists() and "F32" in dry.stdout, dry.output
+    result = run("export", tmp_path / "model", "--to", "onnx", "-o", out, "-c", n_ctx)
+    assert result.exit_code == 0, result.output
+    assert f"check: {min(32, int(n_ctx) // 2)} of" in result.stderr and "equal the source in ONNX" in result.stderr
+    assert sorted(path.name for path in out.iterdir()) == IN_FOLDER
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
+    manifest = json.loads((out / "manifest.json").read_text())
+    sources = {each["name"]: each["sha256"] for each in manifest["source"]}
+    files = {path.name: path for path in (tmp_path / "model").iterdir()}
+    assert sources == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert {each["name"] for each in manifest["files"]} == {*IN_FOLDER} - {"manifest.json"}
+    assert manifest["checked"] and manifest["kl_divergence"] < 1e-4 and manifest["types"]["F32"] > 10
+    tokens = [5, 80, 200, 7, 7, 31, 599, 11, 12, 13, 14, 15]
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    wanted = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    for text in TEXTS:
+        assert tokenizer.encode(text).ids == wanted.encode(text).ids
+    found = logits_of(out / "model.onnx", tokens)
+    expected = of_transformers(tmp_path / "model", tokens)[:, : found.shape[1]]  # Gemma 3 has rows without tokens
+    assert difference(found, expected) < 1e-3
+    assert (found.argmax(axis=1) == expected.argmax(axis=1)).all()
+
+
+def of_transformers(folder: Path, tokens: list[int]) -> NDArray[np.float32]:
+    """Logits of all tokens; of the numpy backend where transformers is missing."""
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        to_gguf(open_folder(folder), folder.with_name("oracle.gguf"))
+        with ModelFile.open(folder.with_name("oracle.gguf")) as file:
+            reference = ReferenceBackend()
+            spec = reference.read_spec(file)
+            session = reference.load(file, spec, reference.plan(file, spec, 64), Device(1)).session()
+        return session.forward(tokens, logits="all").logits
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([tokens])).logits[0])
+
+
+def test_a_folder_may_be_quantised_on_the_way(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    arguments = ("export", tmp_path / "model", "--to", "onnx", "--type", "Q8_0", "-c", "64")
+    result = run(*arguments, "-o", tmp_path / "out.onnx", "--no-check")
+    assert result.exit_code == 0 and "check: left out" in result.stderr, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out.onnx", *BESIDE}
+    manifest = json.loads((tmp_path / "out.onnx.manifest.json").read_text())
+    assert manifest["check"] is None and "Q8_0" in manifest["types"] and manifest["options"]["type"] == "Q8_0"
+    again = run(*arguments, "-o", tmp_path / "again")
+    assert (
+        again.exit_code == 0
+        and "ONNX Runtime" in json.loads((tmp_path / "again" / "manifest.json").read_text())["check"]
+    )
+    assert (tmp_path / "again" / "model.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
+    assert run(*arguments, "-o", tmp_path / "again").exit_code == 0  # is replaced
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == IN_FOLDER
+
+
+@pytest.mark.parametrize("n_ctx", [1, 2, 3, 17])
+def test_a_small_context_is_checked_as_far_as_it_goes(n_ctx: int, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    result = run("export", source, "--to", "onnx", "-c", str(n_ctx), "-o", tmp_path / "b.onnx")
+    assert result.exit_code == 0, result.output
+    n = max(1, n_ctx // 2)
+    assert f"check: {n} of {n} greedy tokens equal the source" in result.stderr
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+def test_a_file_of_another_model_is_found_and_not_kept(
+    of_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    other = write_tiny_model(tmp_path / "b.gguf", "llama", "F16", seed=7)
+    made = exporter.build_model
+    monkeypatch.setattr(exporter, "build_model", lambda _, spec, *rest: made(ModelFile.open(other), spec, *rest))
+    source, more = model, []
+    if of_head:
+        source = write_tiny_head(tmp_path / "h.gguf", model)
+        heads, head = exporter.build_head, write_tiny_head(tmp_path / "i.gguf", model, seed=7)
+        monkeypatch.setattr(exporter, "build_head", lambda _, *rest: heads(ModelFile.open(head), *rest))
+        more = ["--target", str(model)]
+    result = run("export", source, "--to", "onnx", "-o", tmp_path / "out.onnx", *more)
+    assert result.exit_code == 3 and "gives another text than its source" in result.stderr, result.output
+    assert not list(tmp_path.glob("out.onnx*"))
+
+
+def test_a_tokenizer_that_no_export_wrote_stays(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
+    (tmp_path / "tokenizer.json").write_text("mine")
+    result = run("export", source, "--to", "onnx", "-o", tmp_path)
+    assert result.exit_code == 1 and "has a tokenizer.json that no export wrote" in result.stderr
+    assert (tmp_path / "tokenizer.json").read_text() == "mine" and not (tmp_path / "model.onnx").exists()
+    write_folder(tmp_path / "model", "llama")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    result = run("export", tmp_path / "model", "--to", "onnx", "-o", tmp_path / "model")
+    assert result.exit_code == 2 and "must be another file than those that are read" in result.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_what_has_no_graph_is_refused_by_the_name_of_the_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", "mixtral")
+    result = run("export", tmp_path / "model", "--to", "onnx", "-o", tmp_path / "made")
+    assert result.exit_code == 3 and f"{tmp_path / 'model'}: " in result.stderr, result.output
+    assert "model.gguf" not in result.stderr and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_a_user_must_know_is_in_the_file(tmp_path: Path) -> None:
@@ -182,8 +322,9 @@ def test_a_source_that_gives_no_numbers_is_refused(tmp_path: Path) -> None:
     data = bytearray(source.read_bytes())
     data[at : at + 4] = np.float32(np.nan).tobytes()
     source.write_bytes(data)
-    with ModelFile.open(source) as file, pytest.raises(ModelFileError, match="not all numbers"):
+    with ModelFile.open(source) as file, pytest.raises(ModelFileError, match="not all numbers") as told:
         export_onnx(file, tmp_path / "m.onnx", n_ctx=64)
+    assert str(told.value).startswith(f"{tmp_path / 'm.onnx'}: ")
     assert not list(tmp_path.glob("m.onnx*"))
 
 

@@ -472,6 +472,14 @@ def test_characters_for_private_use_are_kept() -> None:
     assert TINY.decode(ids) == text and not any(map(TINY.is_control, ids))
 
 
+@pytest.mark.parametrize("source", ["\n{{ bos_token }}a", " {{ '<s>' }}\na", "{{ '\n' + bos_token }}"])
+def test_a_begin_token_after_white_space_of_the_template_is_the_only_one(source: str) -> None:
+    wants = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True))
+    assert ChatTemplate(source, "<s>", "</s>").encode(wants, []).count(256) == 1
+    of_user = ChatTemplate("{{ messages[0].content }}", "<s>").encode(wants, [{"role": "user", "content": "<s>a"}])
+    assert of_user == [256, *wants.encode("<s>a", add_special=False)]  # what a user writes is no token
+
+
 @pytest.mark.parametrize("source", ["{{ bos_token }}a", "a"])
 def test_begin_token_is_there_once_where_the_file_wants_it(source: str) -> None:
     wants = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True))

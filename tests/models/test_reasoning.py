@@ -114,6 +114,9 @@ MODELS = {
     "named": (NAMED, NAMED_TOKENS),
     "wrapped": (WRAPPED, WRAPPED_TOKENS),
     "plain": (CHATML, {}),
+    "controls": (FIELD, dict.fromkeys(THINK_TOKENS, CONTROL)),
+    "calls unnamed": (CHATML, {**BRACKET_TOKENS, "<|python_tag|>": CONTROL, "<tool_call>": CONTROL}),
+    "calls unnamed, ordinary": (CHATML, {"[TOOL_CALLS]": USER_DEFINED}),
 }
 
 
@@ -230,6 +233,71 @@ def test_an_answer_is_split(scripted, model, output, reasoning, text):
     assert parts(completion) == (reasoning, text, ()) and completion.tokens == tuple(script.tokens)
 
 
+LATER = [  # a block of reasoning after the answer has begun keeps its marks
+    ("field", "<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    ("field, text", "<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    ("controls", "<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    ("controls", "<think>a</think>b<think>c", "a", "b<think>c"),
+    ("controls", "<think>a</think>b</think>c<think>", "a", "b</think>c<think>"),
+    ("controls", "b<think>c</think>d", None, "b<think>c</think>d"),
+    ("controls", "<think>a<think>b</think>c", "a<think>b", "c"),
+    ("controls", "<think>a</think>\n<think>b</think>c", "a\n\nb", "c"),
+    ("opened", "a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    ("brackets", "[THINK]a[/THINK]b[THINK]c[/THINK]d", "a", "b[THINK]c[/THINK]d"),
+    ("brackets", "[THINK]a[/THINK]b[THINK]c", "a", "b[THINK]c"),
+    ("named", "<|channel>thought\na<channel|>b<|channel>thought\nc<channel|>d", "a",
+     "b<|channel>thought\nc<channel|>d"),
+    ("named", "<|channel>other\na<channel|>b", None, "<|channel>other\na<channel|>b"),
+    ("wrapped", "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|><|START_THINKING|>c", "a",
+     "b<|START_THINKING|>c"),
+    ("channels", f"{ANALYSIS}a{NEXT}{FINAL}b{NEXT}{ANALYSIS}c{NEXT}{FINAL}d", "a\n\nc", "b\n\nd"),
+    ("channels", f"{FINAL}a<|constrain|>b<|channel|>c", None, "a<|constrain|>b<|channel|>c"),
+    # Marks that the template does not name, and which nothing takes.
+    ("calls unnamed", '[TOOL_CALLS]look[ARGS]{"at": 1}', None, '[TOOL_CALLS]look[ARGS]{"at": 1}'),
+    ("calls unnamed", "a[TOOL_CALLS][]b", None, "a[TOOL_CALLS][]b"),
+    ("calls unnamed", "<|python_tag|>1 + 1", None, "<|python_tag|>1 + 1"),
+    ("calls unnamed", "a<tool_call>{}", None, "a<tool_call>{}"),
+    ("calls unnamed, ordinary", "a[TOOL_CALLS][]", None, "a[TOOL_CALLS][]"),
+    ("plain", "a<|im_start|>user", None, "auser"),  # the mark of a turn says nothing
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, output, reasoning, text", LATER)
+def test_marks_that_nothing_takes_stay_in_the_text(scripted, model, output, reasoning, text):
+    engine, script = scripted(model)
+    script.emit(output)
+    chat = engine.chat()
+    completion = said(chat.send("q", max_tokens=len(script.tokens)))
+    assert parts(completion) == (reasoning, text, ())
+    assert chat.messages[-1]["content"] == text and chat.messages[-1].get("reasoning") == (reasoning or None)
+
+
+@pytest.mark.parametrize("model, output, reasoning, text", LATER)
+def test_pieces_are_the_same_however_the_answer_is_cut(open_model, model, output, reasoning, text):
+    format = open_model(model).output_format
+    coded = format.coded_tokens(emitted(format.tokenizer, output))
+    rng = random.Random(1)
+    cuts = [[n] for n in range(len(coded))] + [sorted(rng.sample(range(len(coded)), min(5, len(coded)))) for _ in "ab"]
+    for cut in [*cuts, list(range(len(coded)))]:
+        parser = format.parser("<think>\n" if model == "opened" else "")
+        pieces = [parser._feed(coded[i:j], False)[:2] for i, j in zip([0, *cut], [*cut, len(coded)], strict=True)]
+        pieces.append(parser._feed("", True)[:2])
+        assert "".join(said for _, said in pieces) == parser.answer == text
+        assert "".join(thought for thought, _ in pieces) == (parser.reasoning or "") == (reasoning or "")
+
+
+def test_later_blocks_go_back_as_they_were_emitted_where_the_template_looks_for_marks(scripted):
+    engine, script = scripted("brackets")
+    chat = engine.chat()
+    script.emit("[THINK]a[/THINK]b[THINK]c[/THINK]d")
+    list(chat.send("q"))
+    script.emit("e")
+    list(chat.send("r"))
+    marks = [engine.tokenizer.token_id(mark) for mark in ("[THINK]", "[/THINK]")]
+    # Of what the template leaves of it: what is before the first end, what is after the last.
+    assert "(a)d" in engine.detokenize(script.prompts[-1]) and not {*marks} & {*script.prompts[-1]}
+
+
 CALL = '{"name": "look", "arguments": {"at": "é"}}'
 LOOK = ToolCall(CALL, "look", {"at": "é"})
 TAGGED = f"<tool_call>{CALL}</tool_call>"
@@ -314,7 +382,7 @@ def test_stop_strings_are_looked_for_in_the_answer_alone(scripted):
         ("field", "<think>a</think>b", "</think>", "a", ""),
         ("field", "<think>a</think>b", "<think>", None, ""),
         ("brackets", "[THINK]a[/THINK]b", "[/THINK]", "a", ""),
-        ("brackets", "[THINK]a[ARGS]b[/THINK]c[ARGS]d", "[ARGS]", "ab", "c"),
+        ("brackets", "[THINK]a[ARGS]b[/THINK]c[ARGS]d", "[ARGS]", "a[ARGS]b", "c"),
         ("channels", f"{ANALYSIS}a{NEXT}{FINAL}b", "<|end|>", "a", ""),
         ("channels", f"{ANALYSIS}a{NEXT}{FINAL}b", "<|channel|>", None, ""),
         ("channels", f"{FINAL}a<|constrain|>b", "<|constrain|>", None, "a"),

@@ -13,10 +13,14 @@ import pytest
 from tiny_experts import EXPERT_ARCHITECTURES
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
+from edgeinfer.backends.native import _core
+from edgeinfer.backends.native.config import decoder_config
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import (
     Attention,
     Dense,
+    Experts,
+    Layer,
     LongRope,
     ModelSpec,
     QueryTemperature,
@@ -29,6 +33,7 @@ from edgeinfer.models import (
 )
 from edgeinfer.models.arrays import Numbers
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.types import CacheType
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,15 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones(tiny_llama: ModelFile) ->
     stretched = [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
     assert frequencies == pytest.approx([f / 4 * s + f * (1 - s) for f, s in zip(PLAIN, stretched, strict=True)])
     assert magnitude == pytest.approx(1 + 0.1 * math.log(4))
+
+
+def test_a_ramp_of_yarn_may_begin_and_end_between_pairs(tiny_llama: ModelFile) -> None:
+    given = {"type": "yarn", "factor": 4.0, "original_context_length": 1024, "yarn_truncate": False}
+    first, last = (16 * math.log(1024 / (n * 2 * math.pi)) / (2 * math.log(10000)) for n in (32, 1))
+    stretched = [min(max((i - first) / (last - first), 0), 1) for i in range(8)]
+    expected = [f / 4 * s + f * (1 - s) for f, s in zip(PLAIN, stretched, strict=True)]
+    assert rope_of(tiny_llama, **given)[0] == pytest.approx(expected, rel=1e-12)
+    assert rope_of(tiny_llama, **{**given, "yarn_truncate": True}) != rope_of(tiny_llama, **given)
 
 
 def test_the_attention_factor_multiplies_the_magnitude(tiny_llama: ModelFile) -> None:
@@ -723,3 +737,28 @@ def test_a_field_that_a_backend_does_not_name_is_refused_where_it_asks_for_somet
     capped = [("layers.1.mixer", replace(spec.layers[1].mixer, soft_cap=2.0))]
     with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer has soft_cap"):
         check_blocks(capped, {Attention: without}, "tiny", "m.gguf")
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "k6v4"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_knows_the_bytes_of_its_state(window: int | None, cache_type: CacheType) -> None:
+    block = Attention(256, 256, 4, 2, 64, 0.125, "q", "k", "v", "output", window=window)
+    spec = ModelSpec("tiny", 20, 512, 1, 256, 1e-5, "t", "n", "t", 20, (Layer(block, Dense(256, 48, "g", "u", "d")),))
+    seen = 512 if window is None else window
+    assert block.state_bytes(512, cache_type) == seen * 2 * {"f16": 256, "q8_0": 144, "k6v4": 84}[cache_type]
+    if window is None:  # the engine adds whole segments, which 512 tokens fill
+        held = decoder_config(spec, 512, 16).kv_bytes(_core.KvType[cache_type], 512)
+        assert block.state_bytes(512, cache_type) == held
+
+
+@pytest.mark.parametrize("window, seen, in_prompt", [(None, 50, 5000.0), (20, 20, 1800.0), (80, 50, 4800.0)])
+def test_attention_knows_how_many_positions_are_read(window: int | None, seen: int, in_prompt: float) -> None:
+    block = Attention(96, 96, 4, 2, 24, 0.2, "q", "k", "v", "output", window=window)
+    assert (block.n_seen(50), block.n_seen_in_prompt(100)) == (seen, in_prompt)
+    weights = 96 * (2 * 96 + 2 * 48)
+    assert (block.multiply_adds(), block.multiply_adds(50)) == (weights, weights + 2 * 96 * seen)
+
+
+def test_a_token_uses_the_experts_that_were_chosen() -> None:
+    block = Experts(96, 64, 8, 2, "r", "g", "u", "d", n_ff_shared=32, shared_gate="a", shared_up="b", shared_down="c")
+    assert block.multiply_adds() == 8 * 96 + 2 * 3 * 64 * 96 + 3 * 32 * 96

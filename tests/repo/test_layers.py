@@ -11,13 +11,20 @@ ROOT = Path(__file__).parents[2]
 LAYERS: list[tuple[str, list[set[str]]]] = [
     # Lowest first. A part (a set of modules) may import itself and the layers before its own, but no other part of its
     # layer. The longest name that fits a module says which part it is in.
-    ("names", [{"errors", "types", "arguments", "files", "devices", "sizes"}]),
+    (
+        "names",
+        [
+            {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
+            | {"user_text"},
+        ],
+    ),
+    ("models by name", [{"library"}]),
     ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
         "what a model file says",
         [
             {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
-            | {"models.chat_template", "models.template_sandbox", "models.reasoning"}
+            | {"models.chat_template", "models.message_form", "models.template_sandbox", "models.reasoning"}
             | {"models.output_machines", "models.tool_calls"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
@@ -31,7 +38,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     (
         "backends",
         [
-            {"backends.reference", "backends.reference_head", "backends.reference_math"}
+            {"backends.reference", "backends.reference_head", "backends.reference_math", "backends.reference_attention"}
             | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"},
             {"backends.native"},
             {"backends.llama_cpp"},
@@ -62,6 +69,7 @@ HEAVY = {  # and their owners, modules or packages
     "ai_edge_litert": "edgeinfer.exporters.litertlm.library",
     "executorch": "edgeinfer.exporters.pte.library",
     "flatbuffers": "edgeinfer.exporters.litertlm.library",
+    "huggingface_hub": "edgeinfer.library.hub",
     "litert_lm": "edgeinfer.exporters.litertlm.library",
     "litert_lm_builder": "edgeinfer.exporters.litertlm.library",
     "llama_cpp": "edgeinfer.backends.llama_cpp.library",

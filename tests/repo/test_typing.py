@@ -16,7 +16,7 @@ from parts import missing
 
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = ("edgeinfer.models._strings", "edgeinfer.models.formats._quantize", "edgeinfer._sampler")
-EXTENSIONS += ("edgeinfer.backends.native._core",)
+EXTENSIONS += ("edgeinfer.backends.native._core", "edgeinfer.models.gguf_reader._mapped")
 
 
 def ship(to: Path) -> int:

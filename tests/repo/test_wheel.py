@@ -71,6 +71,7 @@ def test_types_are_announced(names: set[str]) -> None:
     [
         ("edgeinfer/backends/native", "_core"),
         ("edgeinfer/models", "_strings"),
+        ("edgeinfer/models/gguf_reader", "_mapped"),
         ("edgeinfer/models/formats", "_quantize"),
         ("edgeinfer", "_sampler"),
     ],

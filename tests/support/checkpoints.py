@@ -14,6 +14,7 @@ DTYPES |= {
     "BOOL": np.bool_,
     "I32": np.int32,
     "I64": np.int64,
+    "U32": np.uint32,
     "F8_E4M3": np.uint8,
     "F8_E5M2": np.uint8,
     "F8_E8M0": np.uint8,

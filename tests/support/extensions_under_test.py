@@ -9,6 +9,7 @@ import sys
 
 _NAMES = {
     "EDGEINFER_TEST_STRINGS": "edgeinfer.models._strings",
+    "EDGEINFER_TEST_MAPPED": "edgeinfer.models.gguf_reader._mapped",
     "EDGEINFER_TEST_QUANTIZE": "edgeinfer.models.formats._quantize",
     "EDGEINFER_TEST_SAMPLER": "edgeinfer._sampler",
     "EDGEINFER_TEST_CORE": "edgeinfer.backends.native._core",

@@ -50,6 +50,9 @@ LLAMA3 = {
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+# Whose ramp goes from pair 0.54 to pair 2.55, and without the base, as transformers 4 wrote it.
+FRACTIONS = {**YARN, "original_max_position_embeddings": 512, "truncate": False}
+OLD_FRACTIONS = {key: value for key, value in FRACTIONS.items() if key != "rope_theta"}
 
 
 @dataclass(frozen=True)
@@ -419,6 +422,11 @@ VARIED = {
     ),
     "exaone4_32b": _varied("exaone4", num_hidden_layers=64, sliding_window=6, layer_types=([WINDOW] * 3 + [FULL]) * 16),
     "glm4moe_groups": _varied("glm4moe", n_group=2, topk_group=1, norm_topk_prob=False, use_qk_norm=False),
+    "gpt_oss_fractions": _varied("gpt_oss", rope_parameters=FRACTIONS),
+    "gpt_oss_old_spelling": _varied("gpt_oss", rope_parameters=None, rope_theta=1e3, rope_scaling=OLD_FRACTIONS),
+    "gpt_oss_usual_rotation": _varied("gpt_oss", rope_parameters=None),
+    "qwen2_fractions": _varied("qwen2", rope_parameters=FRACTIONS),
+    "ministral3_usual_rotation": _varied("ministral3", rope_parameters=None),
     "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),
 }
 

@@ -35,6 +35,7 @@ def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[st
 
     The method is "" where nothing is quantised; of "bitnet" and "mxfp4" the tensors are as they are stored.
     """
+    _refuse_mlx(config, stored)
     parts = Parts(config.path.parent, stored)
     settings = config.part("quantization_config") or config.language().part("quantization_config")
     if settings is None:
@@ -54,6 +55,23 @@ def read_tensors(config: Config, stored: Mapping[str, StoredTensor]) -> tuple[st
     if twice is not None:
         parts.refuse(twice, "is there both quantised and as it was")
     return method, made | rest
+
+
+def _refuse_mlx(config: Config, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises UnsupportedModel for weights of MLX: codes in U32, with scales and biases of groups."""
+    ends = [".scales", ".biases"]
+    codes = (name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == "U32")
+    found = next((name for name in codes if any(name + end in stored for end in ends)), None)
+    if found is None:
+        return
+    settings = config.get("quantization") or config.get("quantization_config")
+    known = settings if isinstance(settings, dict) else {}
+    bits, group = (known.get(key, "an unknown number of") for key in ("bits", "group_size"))
+    raise UnsupportedModel(
+        f"{config.path}: the weights were quantised by MLX ({bits!s:.20} bits, groups of {group!s:.20} weights; first "
+        f"{found:.120}), which is not read: export the model that they were made of, or dequantise them where MLX "
+        "runs: mlx_lm.convert --hf-path FOLDER --mlx-path OTHER --dequantize"
+    )
 
 
 def _check_unquantised(config: Config, stored: Mapping[str, StoredTensor]) -> None:

@@ -100,7 +100,7 @@ def small_weights(leave_out: str = "", **shapes: tuple[int, ...]) -> _core.Weigh
 def small_config(key_bias: bool = False) -> _core.DecoderConfig:
     config = _core.DecoderConfig(n_vocab=20, n_logits=20, n_embd=32, n_ctx=64, n_batch=16, norm_epsilon=1e-5)
     scales = config.add_query_scales([0.25], 64)
-    config.add_layer(
+    attention = _core.AttentionConfig(
         n_in=32,
         n_heads=4,
         n_kv_heads=2,
@@ -111,8 +111,8 @@ def small_config(key_bias: bool = False) -> _core.DecoderConfig:
         soft_cap=0.0,
         qk_norm=_core.QKNorm.none,
         key_bias=key_bias,
-        ffn=_core.DenseConfig(n_ff=48, activation=_core.Activation.silu),
     )
+    config.add_layer(attention, _core.DenseConfig(n_ff=48, activation=_core.Activation.silu))
     return config
 
 

@@ -162,7 +162,7 @@ def test_an_interrupt_between_two_passes_of_a_batch_is_heard(
 def config_of(n_layers: int, n_ctx: int = 64, window: int = 0) -> _core.DecoderConfig:
     config = _core.DecoderConfig(n_vocab=291, n_logits=291, n_embd=96, n_ctx=n_ctx, n_batch=32, norm_epsilon=1e-5)
     for _ in range(n_layers):
-        config.add_layer(
+        attention = _core.AttentionConfig(
             n_in=96,
             n_heads=4,
             n_kv_heads=2,
@@ -173,8 +173,8 @@ def config_of(n_layers: int, n_ctx: int = 64, window: int = 0) -> _core.DecoderC
             soft_cap=0.0,
             qk_norm=_core.QKNorm.none,
             key_bias=False,
-            ffn=_core.DenseConfig(n_ff=96, activation=_core.Activation.silu),
         )
+        config.add_layer(attention, _core.DenseConfig(n_ff=96, activation=_core.Activation.silu))
     return config
 
 

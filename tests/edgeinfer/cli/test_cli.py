@@ -358,6 +358,27 @@ def test_generate_reads_a_file_or_standard_input(run, model, tmp_path):
         assert json.loads(result.stdout)["text"] == expected
 
 
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_a_context_without_room_for_an_answer_is_said(json_flag, run):
+    n_prompt = json.loads(run("generate", "-p", "hello", "-n", "0", "--json").stdout)["usage"]["prompt_tokens"]
+    result = run("generate", "-p", "hello", "-c", str(n_prompt), *json_flag)
+    assert f"no answer: the prompt fills the context ({n_prompt} of {n_prompt} tokens); raise -c" in result.stderr
+    if json_flag:
+        found = json.loads(result.stdout)
+        assert (found["text"], found["finish_reason"]) == ("", "length")
+    result = run("generate", "-p", "hello", "-c", str(n_prompt + 1), "--loop-guard", "0", *json_flag)
+    assert f"cut: the context is full ({n_prompt} of {n_prompt + 1} tokens are the prompt's)" in result.stderr
+    assert "context is full" not in run("generate", "-p", "hello", "-n", "1", *json_flag).stderr
+
+
+def test_a_chat_of_one_message_says_that_the_context_is_full(run):
+    n_prompt = json.loads(run("chat", "-p", "hello", "-n", "0", "--json").stdout)["usage"]["prompt_tokens"]
+    result = run("chat", "-p", "hello", "-c", str(n_prompt + 1))
+    assert f"cut: the context is full ({n_prompt} of {n_prompt + 1} tokens" in result.stderr
+    result = run("chat", "-p", "hello", "-c", str(n_prompt), code="failure")
+    assert f"{n_prompt + 1} tokens do not fit into a context of {n_prompt}" in result.stderr
+
+
 def test_generate_ends_before_a_stop_string(run, model):
     text = completed(model, "hello", max_tokens=40, seed=1).text
     stop = re.search(r"[a-z ]{2,}", text)[0]
@@ -468,7 +489,7 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
         (
             ["run"],
-            "No such command 'run'. There are chat, generate, inspect, profile, bench, pack, imatrix, export, ",
+            "No such command 'run'. There are chat, generate, models, inspect, profile, bench, pack, imatrix, export, ",
         ),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),

@@ -10,6 +10,7 @@ from checkpoints import write_safetensors
 
 from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.checkpoint.adapters import adapter_files
 from edgeinfer.exporters.checkpoint.folder import Folder
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -136,6 +137,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="is an adapter"):
         Checkpoint.open(folder)
+    (folder / "adapter_config.json").unlink()
     with pytest.raises(ModelNotFound, match="is a file; name the folder"):
         Checkpoint.open(folder / "config.json")
     with pytest.raises(ModelNotFound, match="there is no such folder"):
@@ -143,6 +145,46 @@ def test_what_is_no_model_is_refused_with_what_to_do(folder: Path) -> None:
     (folder / "config.json").write_bytes(b" " * ((16 << 20) + 1))
     with pytest.raises(ModelFileError, match="config.json: must be at most 16.0 MiB: found more"):
         Checkpoint.open(folder)
+
+
+ADAPTER = {"base_model_name_or_path": "someone/model-7b", "peft_type": "LORA"}
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+@pytest.mark.parametrize("settings", [json.dumps(ADAPTER), "{", None])
+def test_an_adapter_alone_is_no_model(settings: str | None, has_config: bool, tmp_path: Path) -> None:
+    if has_config:
+        (tmp_path / "config.json").write_text("{}")
+    if settings is not None:
+        (tmp_path / "adapter_config.json").write_text(settings)
+    write_safetensors(tmp_path / "adapter_model.safetensors", {"base_model.model.a": ("F32", np.ones((1, 2)))})
+    with pytest.raises(
+        UnsupportedModel, match=r"no model: merge it first: .*merge_and_unload\(\).save_pretrained"
+    ) as told:
+        Checkpoint.open(tmp_path)
+    assert ("someone/model-7b" in str(told.value)) == (settings == json.dumps(ADAPTER))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match="is an adapter"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_left_out(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    write_safetensors(folder / "adapter_model.safetensors", {"base_model.model.a": ("F32", np.ones((1, 2)))})
+    assert sorted(Checkpoint.open(folder).names) == ["a", "b"]
+    (folder / "other").mkdir()
+    (folder / "other" / "adapter_config.json").write_text("{}")
+    wanted = ["adapter_config.json", "adapter_model.safetensors", "other/adapter_config.json"]
+    assert adapter_files(Folder(folder)) == wanted
+
+
+@pytest.mark.parametrize("name", ["a.lora_A.weight", "a.lora_B.default.weight", "a.base_layer.weight"])
+def test_a_model_with_an_adapter_that_is_not_merged_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    write_safetensors(tmp_path / "model.safetensors", {f"model.layers.0.{name}": ("F32", np.ones((1, 2)))})
+    with pytest.raises(UnsupportedModel, match="is of an adapter .PEFT. that is not merged: merge it first"):
+        Checkpoint.open(tmp_path)
 
 
 def test_the_language_model_has_plain_names(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization_config", None])
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_weights_of_mlx_are_refused_by_name(key: str | None, has_biases: bool, tmp_path: Path) -> None:
+    settings = {"group_size": 64, "bits": 4, "mode": "affine"}
+    config = {} if key is None else {key: settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    codes = {"model.embed_tokens.weight": ("U32", np.ones((8, 8)))}
+    scales = {f"model.embed_tokens.{end}": ("F16", np.ones((8, 1))) for end in ("scales", "biases")[: 1 + has_biases]}
+    write_safetensors(tmp_path / "model.safetensors", codes | scales)
+    words = "an unknown number of bits" if key is None else "4 bits, groups of 64 weights"
+    with pytest.raises(UnsupportedModel, match=f"quantised by MLX .{words}.*mlx_lm.convert .* --dequantize"):
+        Checkpoint.open(tmp_path)
+
+
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     good = gptq(4, "gptq", False)
     blocks = fp8("blocks", "m.weight_scale_inv", (2, 2), weight_block_size=[128, 128])

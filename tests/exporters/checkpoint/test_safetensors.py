@@ -49,7 +49,7 @@ def test_floats_of_every_width_are_read_row_by_row(tmp_path: Path, rng: np.rando
     assert checkpoint.floats("s").shape == () and checkpoint.floats("s") == 2.5
     assert checkpoint.floats("e").shape == (0, 4)
     assert [checkpoint.type(name) for name in "abcd"] == [GGMLType.F32, GGMLType.F16, GGMLType.F32, GGMLType.BF16]
-    with pytest.raises(ModelFileError, match="tensor i must be F32, F16 or BF16: found I64"):
+    with pytest.raises(ModelFileError, match="tensor i must be F32, F16, BF16, F64 or float8 .*: found I64"):
         checkpoint.rows("i", 0, 1)
     with pytest.raises(ModelFileError, match="tensor a must be integers: found F32"):
         checkpoint.integers("a")

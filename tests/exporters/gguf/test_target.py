@@ -12,8 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from checkpoints import byte_level
 from click.testing import CliRunner, Result
 from numpy.testing import assert_array_equal
+from tiny_checkpoints import write as write_checkpoint
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
@@ -232,6 +234,47 @@ def test_a_partial_file_of_another_export_or_with_other_bytes_is_not_relied_on(
     journal.write_bytes(journal.read_bytes() + b'{"name": "blk.1.ffn')  # as a power cut leaves it
     assert run(source, "--type", "Q8_0", "-o", out, "--no-check", "--resume").exit_code == 0
     assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("elsewhere"))])
+@pytest.mark.parametrize("kind", ["file", "folder", "with an importance matrix"])
+def test_a_source_that_is_gone_at_the_end_is_in_the_manifest_all_the_same(
+    kind: str, change: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, more = [source], []
+    if kind == "folder":
+        write_checkpoint(tmp_path / "model", "qwen3", {"vocab_size": 640})
+        byte_level(tmp_path / "model")
+        source = tmp_path / "model"
+        read = sorted(source.iterdir())
+        more = ["--no-check"]
+    elif kind != "file":
+        imatrix = tmp_path / "i.gguf"
+        write_imatrix(imatrix, Imatrix({"blk.0.attn_v.weight": Squares(np.ones((1, 256)), np.ones(1))}))
+        read, more = [source, imatrix], ["--type", "Q4_0", "--imatrix", str(imatrix)]
+    hashes = {path.name: sha256(path) for path in read}
+    finish = partial_module.PartialFile.finish
+
+    def gone(self: partial_module.PartialFile) -> None:
+        for path in read:
+            change(path)
+        finish(self)
+
+    monkeypatch.setattr(partial_module.PartialFile, "finish", gone)
+    result = run(source, "-o", tmp_path / "out.gguf", *more)
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "out.gguf.manifest.json").read_text())
+    found = [*manifest["source"], *([manifest["imatrix"]] if "imatrix" in manifest else [])]
+    assert {each["name"]: each["sha256"] for each in found} == hashes
+
+
+@pytest.mark.parametrize("flag", ["--size", "--fit"])
+@pytest.mark.parametrize("text", ["abc", "50%", "auto", "-5", "0", "9e99GB", "1.5", ""])
+def test_a_size_says_the_form_that_it_has(flag: str, text: str, source: Path, tmp_path: Path) -> None:
+    result = run(source, "--type", "auto", f"{flag}={text}", "-o", tmp_path / "b.gguf")
+    assert result.exit_code == 2
+    assert f"{flag} must be bytes, or a number and a unit" in result.stderr and "such as 900MB or 4GiB" in result.stderr
+    assert f"found {text!r}" in result.stderr and "None" not in result.stderr
 
 
 def test_an_export_that_went_on_has_the_manifest_of_one_that_nothing_disturbed(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from checkpoints import LLAMA3, TEXTS, byte_level, sentence_piece
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
@@ -50,12 +51,49 @@ def test_added_tokens_have_the_types_that_llama_cpp_gives_them(tmp_path: Path) -
     """Control tokens by their look, and unused ones for ids without a token."""
     byte_level(tmp_path)
     more = {"<|a|>": 3, "<unused7>": 3, "<pad>": 3, "\u2581\u2581": 4, "<think>": 4}
-    added(tmp_path, 601, *more)
-    keys = read_vocabulary(tmp_path, CONFIG, 608)
-    assert keys["tokenizer.ggml.tokens"][600:] == ["[PAD600]", *more, "[PAD606]", "[PAD607]"]  # type: ignore[index]
-    assert keys["tokenizer.ggml.token_type"][600:] == [5, *more.values(), 5, 5]  # type: ignore[index]
+    added(tmp_path, 600, *more)
+    keys = read_vocabulary(tmp_path, CONFIG, 607)
+    assert keys["tokenizer.ggml.tokens"][600:] == [*more, "[PAD605]", "[PAD606]"]  # type: ignore[index]
+    assert keys["tokenizer.ggml.token_type"][600:] == [*more.values(), 5, 5]  # type: ignore[index]
     with pytest.warns(RuntimeWarning, match="'<unused7>' and 3 more tokens have no row of embeddings"):
-        assert len(read_vocabulary(tmp_path, CONFIG, 602)["tokenizer.ggml.tokens"]) == 602  # type: ignore[arg-type]
+        assert len(read_vocabulary(tmp_path, CONFIG, 601)["tokenizer.ggml.tokens"]) == 601  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [(601, "[x]"), (600, "[y]")],
+        [(603, "[x]"), (607, "[y]")],
+        [(600, "[x]"), (600, "[y]")],
+        [(600, "[x]"), (601, "[x]"), (602, "[y]")],
+        [(601, "er"), (600, "[y]")],  # in the vocabulary
+        [(300, "[x]"), (600, "[y]")],  # whose id is another token's
+        [(2000, "[x]"), (600, "")],
+    ],
+    ids=["swapped", "holes", "one id", "twice", "in the vocabulary", "an id of another", "outside and empty"],
+)
+def test_added_tokens_have_the_ids_of_the_library(tokens: list[tuple[int, str]], tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    more = [{"id": id, "content": text, **flags} for id, text in tokens]
+    changed(tmp_path, lambda source: source["added_tokens"].extend(more))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    with pytest.warns(RuntimeWarning, match="numbers added tokens by their order"):
+        ours = converted(tmp_path, CONFIG, 610)
+    assert ours.n_vocab == 610
+    for text in {text for _, text in tokens} - {""}:
+        id = theirs.token_to_id(text)
+        assert ours.encode(f"a{text} b", parse_special=True) == theirs.encode(f"a{text} b").ids
+        assert ours.name(id) == theirs.id_to_token(id) == text
+
+
+def test_an_added_token_with_the_id_of_another_token_is_refused(tmp_path: Path) -> None:
+    """The library counts tokens, and so gives the number of one behind a hole a second time."""
+    byte_level(tmp_path)
+    changed(tmp_path, lambda source: source["model"]["vocab"].update({"er": 600}))
+    added(tmp_path, 601, "[x]")
+    with pytest.raises(UnsupportedModel, match=r"gives 600 to 'er' and to the added '\[x\]'"):
+        read_vocabulary(tmp_path, CONFIG, 610)
 
 
 def test_added_tokens_of_sentence_piece_have_spaces(tmp_path: Path) -> None:
@@ -95,6 +133,20 @@ def test_ends_of_generation_config_stop_an_answer(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     with pytest.warns(RuntimeWarning, match="pad_token_id is 900, and there are 600 tokens: it is left out"):
         read_vocabulary(tmp_path, {"pad_token_id": 900, "eos_token_id": 1}, 600)
+
+
+def test_ends_that_are_no_tokens_are_named(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 700, 800]}))
+    with pytest.warns(RuntimeWarning, match="generation_config.json: eos_token_id 700 and 1 more of 600 tokens"):
+        assert read_vocabulary(tmp_path, {"eos_token_id": 1}, 600)["tokenizer.ggml.eos_token_id"] == 1
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(600))}))
+    with pytest.warns(RuntimeWarning, match="of which GGUF can name 2") as told:
+        read_vocabulary(tmp_path, {"eos_token_id": 1}, 600)
+    assert all(len(str(warning.message)) < 400 for warning in told)
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.warns(RuntimeWarning, match="bos_token_id must be a token id, or a list of some: found 'x'"):
+        assert "tokenizer.ggml.bos_token_id" not in read_vocabulary(tmp_path, {"bos_token_id": "x"}, 600)
 
 
 def test_begin_and_end_may_be_named_by_their_text_alone(tmp_path: Path) -> None:

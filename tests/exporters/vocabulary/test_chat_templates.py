@@ -8,7 +8,7 @@ import pytest
 
 from edgeinfer.errors import ModelFileError
 from edgeinfer.exporters.checkpoint import Folder
-from edgeinfer.exporters.vocabulary.chat_templates import chat_templates
+from edgeinfer.exporters.vocabulary.chat_templates import chat_templates, template_notes
 
 
 def found(folder: Path, setting: Any = None) -> dict[str, Any]:
@@ -22,6 +22,31 @@ def test_the_newest_place_counts(tmp_path: Path) -> None:
     assert found(tmp_path, "of settings") == {"tokenizer.chat_template": "of settings"}
     (tmp_path / "chat_template.jinja").write_text("{# \u00e4 #}\r\n{{ file }}\n", newline="")
     assert found(tmp_path, "of settings") == {"tokenizer.chat_template": "{# \u00e4 #}\r\n{{ file }}\n"}
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% for m in messages %}{{ m.content }}", "is broken at line 1: Unexpected end of template"),
+        ("{{ messages[0].content | nosuch }}", "No filter named 'nosuch'"),
+        ("{{ 1 / 0 }}", "the chat template fails: ZeroDivisionError"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{{ 'always this' }}", "leaves out what the user says"),
+        ("no Jinja at all", "must be Jinja, or the name of a known one"),
+        ("{{ messages[5].content }}", "the chat template fails"),
+    ],
+)
+def test_a_template_that_fails_is_said(template: str, words: str) -> None:
+    (note,) = template_notes({"tokenizer.chat_template": template})
+    assert note.startswith("tokenizer.chat_template: ") and words in note and note.endswith("chats with it fail")
+
+
+def test_a_template_that_does_not_fail_is_not_mentioned() -> None:
+    good = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    keys = {"tokenizer.ggml.tokens": ["<s>"], "tokenizer.ggml.bos_token_id": 0, "tokenizer.chat_template": good}
+    assert template_notes(keys) == template_notes({}) == []
+    (note,) = template_notes({**keys, "tokenizer.chat_template.tool_use": "{% if %}"})
+    assert note.startswith("tokenizer.chat_template.tool_use: ")
 
 
 def test_more_templates_have_names(tmp_path: Path) -> None:

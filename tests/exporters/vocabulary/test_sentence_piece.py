@@ -85,6 +85,12 @@ def test_tokens_are_added_by_two_files(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.eos_token_id"] == 463 and keys["tokenizer.ggml.add_bos_token"] is False
 
 
+@pytest.mark.parametrize("added", [{"<a>": 460, "<b>": 460}, {"<a>": 461, "<new>": 460, "<c>": 461}])
+def test_two_added_tokens_with_one_id_are_refused(added: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="added tokens must have ids of their own: .* are both 46"):
+        keys_of(tmp_path, n_rows=464, added_tokens=added)
+
+
 def test_the_settings_of_the_model_count(tmp_path: Path) -> None:
     without_prefix = MODEL + field(3, field(3, 0))
     assert keys_of(tmp_path, without_prefix)["tokenizer.ggml.add_space_prefix"] is False

@@ -235,7 +235,7 @@ private:
     void add_layer(int layer) {
         const std::string mixer = "layers." + std::to_string(layer) + ".mixer.";
         const std::string ffn = "layers." + std::to_string(layer) + ".ffn.";
-        const AttentionConfig& attention = config_.layers[static_cast<size_t>(layer)].attention;
+        const AttentionConfig& attention = *config_.layers[static_cast<size_t>(layer)].attention();
         vector(mixer + "norm", 256), vector(ffn + "norm", 256), vector(mixer + "q_bias", 288);
         if (attention.key_bias) vector(mixer + "k_bias", 96);
         if (attention.qk_norm == QKNorm::PerHead) {

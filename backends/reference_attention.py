@@ -1,0 +1,99 @@
+"""Attention in plain numpy, for the reference backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.backends import reference_k6v4 as k6v4
+from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations
+from edgeinfer.models import Attention, TensorRef
+from edgeinfer.types import CacheType
+
+if TYPE_CHECKING:
+    from edgeinfer.backends.reference import LayerRows, ReferenceDecoder
+
+_CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32, "k6v4": np.float32}
+
+
+class ReferenceAttention:
+    """See ReferenceMixer. Its state is keys, after rope, and values: (n_ctx, n_kv_heads, numbers) each."""
+
+    fields = (
+        *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
+        *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
+        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
+    )
+
+    def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """See ReferenceMixer. k6v4 holds biases of keys apart, after each key."""
+        dtype = np.dtype(_CACHE_DTYPES[cache_type])
+        n_key = block.head_dim * (2 if _separate_bias(block, cache_type) is not None else 1)
+        return [((n_ctx, block.n_kv_heads, n), dtype) for n in (n_key, block.head_dim)]
+
+    def run(self, block: Attention, decoder: ReferenceDecoder, x: Floats, at: LayerRows) -> Floats:
+        """See ReferenceMixer."""
+        bias = _separate_bias(block, at.cache_type)
+        h = decoder.norm(block.norm, x) if at.inputs is None else at.inputs
+        q, k, v = _queries_keys_values(block, decoder, h, block.k_bias if bias is None else None)
+        positions = np.array([len(path) - 1 for path in at.paths])
+
+        def turned(heads: Floats) -> Floats:
+            return heads if block.rope is None else rotate(heads, positions, block.rope.of_context(at.n_ctx))
+
+        q, k = turned(q), turned(k)
+        q = q * QueryScales.of(block, at.n_ctx).at(positions)[:, None, None]
+        if at.cache_type == "q8_0":
+            q, k, v = (rounded_heads(each) for each in (q, k, v))
+        elif at.cache_type == "k6v4":
+            biases = (
+                None if bias is None else turned(np.broadcast_to(decoder.values_of(bias).reshape(k[0].shape), k.shape))
+            )
+            q, k, v = k6v4.asking(q, bias is not None), k6v4.held_keys(k, biases), k6v4.held_values(v)
+        y = _attended(block, decoder, q, k, v, at)
+        if at.cache_type == "k6v4":
+            y = k6v4.hadamard(y, is_back=True)
+        heads = decoder.norm(block.sub_norm, y.reshape(len(x), -1))
+        return decoder.norm(block.post_norm, decoder.linear(block.output, block.output_bias, heads))
+
+
+def rounded_heads(heads: Floats) -> Floats:
+    """Heads (n, n_heads, head_dim) as a cache of q8_0 holds them."""
+    return round_activations(heads.reshape(-1, heads.shape[-1]), 32).reshape(heads.shape)
+
+
+def _separate_bias(block: Attention, cache_type: CacheType) -> TensorRef | None:
+    """The bias of keys that is not part of the keys in the cache."""
+    return block.separate_key_bias if cache_type == "k6v4" else None
+
+
+def _attended(block: Attention, decoder: ReferenceDecoder, q: Floats, k: Floats, v: Floats, at: LayerRows) -> Floats:
+    """Keys and values into the cache, and what the queries see there, (n, n_heads, head_dim)."""
+    keys, values = at.state
+    slots = [path[-1] for path in at.paths]
+    keys[slots], values[slots] = k, v
+    sinks = None if block.sinks is None else decoder.values_of(block.sinks)
+    y = np.empty((len(q), block.n_heads, block.head_dim), dtype=np.float32)
+    for i, path in enumerate(at.paths):
+        decoder.poll()
+        seen: NDArray[np.intp] = path if block.window is None else path[-block.window :]
+        y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap, sinks)
+    return y
+
+
+def _queries_keys_values(
+    block: Attention, decoder: ReferenceDecoder, h: Floats, key_bias: TensorRef | None
+) -> tuple[Floats, Floats, Floats]:
+    """(n, heads, head_dim) each, with norms on queries and keys where the block has them."""
+    q = decoder.linear(block.q, block.q_bias, h)
+    k = decoder.linear(block.k, key_bias, h)
+    v = decoder.linear(block.v, block.v_bias, h)
+    if block.qk_norm == "whole":
+        q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
+    q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))
+    if block.qk_norm == "per_head":
+        q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
+    return q, k, v
