@@ -45,7 +45,7 @@ def test_the_least_context_is_said_and_nothing_is_written(
     model, out = source(to, tmp_path), tmp_path / "out.litertlm"
     result = run("export", model, "--to", to, "-c", n_ctx, "-o", out, *options, "--dry-run")
     said = " ".join(result.stderr.split())
-    if n_ctx >= 4 and to in ("onnx", "fpga"):
+    if to == "onnx" or (n_ctx >= 4 and to == "fpga"):  # onnx checks as many tokens as there is room for
         assert result.exit_code == 0
         return
     if n_ctx == 64 and result.exit_code == 0:
@@ -58,7 +58,7 @@ def test_the_least_context_is_said_and_nothing_is_written(
     assert less.exit_code == 2
 
 
-@pytest.mark.parametrize("to, options", [("genai", []), ("genai", ["--draft", "ngram"]), ("onnx", []), ("fpga", [])])
+@pytest.mark.parametrize("to, options", [("genai", []), ("genai", ["--draft", "ngram"]), ("fpga", [])])
 def test_the_least_context_is_enough(to: str, options: list[str], tmp_path: Path) -> None:
     need(to)
     model, out = source(to, tmp_path), tmp_path / "out"
