@@ -72,8 +72,7 @@ void set_embedding_of_file(Weights& weights, int ggml_type, int n_vocab, int n_e
                            const FileName& path, uint64_t offset) {
     const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
     CachedFile file(descriptor, path.bytes);
-    weights.set_embedding(
-        std::make_unique<RowsOfFile>(rows, std::move(file), path.bytes, offset, n_vocab, n_embd));
+    weights.set_embedding(std::make_unique<RowsOfFile>(rows, std::move(file), path.bytes, offset, n_vocab, n_embd));
 }
 
 void set_embedding_of_matrix(Weights& weights, const std::string& block, const std::string& role) {
