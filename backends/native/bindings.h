@@ -35,7 +35,7 @@ inline nb::object message_of(const std::string& what) {
 
 template <>
 struct nanobind::detail::type_caster<FileName> {
-    NB_TYPE_CASTER(FileName, const_name("str | bytes | os.PathLike"))
+    NB_TYPE_CASTER(FileName, const_name("str | bytes | os.PathLike[str]"))
 
     bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
         PyObject* encoded = nullptr;

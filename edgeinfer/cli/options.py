@@ -51,7 +51,7 @@ class OutputName(FileName):
         self.beside = beside
 
 
-class MayNameFile(click.ParamType):
+class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
     """The type of options whose text may name a file that is read.  name_in: that name, None where there is none."""
 
     name = "text"
