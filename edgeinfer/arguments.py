@@ -63,6 +63,8 @@ def check_file_name(name: str, value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
         raise InvalidArgument(f"{name} must be the name of a file: found {shown(value)}")
     given = os.fsdecode(value)
+    if "\0" in given:
+        raise InvalidArgument(f"{name} must be the name of a file, which has no null character: found {shown(given)}")
     try:
         return expanded(given)
     except OSError as error:

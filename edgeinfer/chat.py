@@ -21,7 +21,7 @@ from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError, warn
-from edgeinfer.files import write_whole
+from edgeinfer.files import check_no_model, write_whole
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.one_process import OfOneProcess
@@ -157,6 +157,7 @@ class Conversation(OfOneProcess):
         An answer has also what else a Message holds. Raises InvalidArgument, OSError.
         """
         target = check_file_name("path", path)
+        check_no_model(target, "a conversation")
         lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages)
         write_whole(target, lines.encode(errors="backslashreplace"))  # lone surrogates, as JSON writes them
 

@@ -8,17 +8,20 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.file_identity import check_sources
 
 _APPLICATION = "edgeinfer"
 _STANDARD_OUTPUTS = (1, 2)
 _PIECE_BYTES = 8 << 20  # of a file that is hashed
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
+_OF_MODELS = (b"GGUF", b"edgeinfer-packed")  # what such files begin with
+_WRITTEN_INTO_FOLDERS = (".gguf", ".onnx", ".onnx.data", ".litertlm", "manifest.json")  # by exports, and read by none
 
 
 # ---- The user's folders ----------------------------------------------------------------------------------------------
@@ -111,6 +114,49 @@ def check_writable(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Nothing can be written in this folder", str(folder))
 
 
+def check_kept(out: Path, written: Iterable[Path], read: Iterable[Path], option: str = "--out") -> None:
+    """Raises InvalidArgument about an output, one of whose files is read too: the same file, whatever it is called.
+
+    written: of these, those that exist.  read: files and folders. Devices and pipes may be both.
+    """
+    found = {}
+    for path in written:
+        identity = _identity(path)
+        if identity is not None:
+            found[identity] = path
+    for path in read if found else ():
+        if _identity(path) in found:
+            raise InvalidArgument(
+                f"{out}: {option} must be another file than those that are read: would overwrite {path}"
+            )
+
+
+def check_no_model(path: Path, what: str) -> None:
+    """Raises InvalidArgument where what is to be written, such as "a conversation", would take the place of a model."""
+    if _identity(path) is None or path.is_dir():
+        return
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(max(_OF_MODELS, key=len))).startswith(_OF_MODELS):
+            raise InvalidArgument(f"{path}: is a model, which {what} must not overwrite: name another file")
+
+
+def files_read_in(folder: Path) -> Iterator[Path]:
+    """The files of a folder that is read, but for what exports write into it; none of what is no folder."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if not name.endswith(_WRITTEN_INTO_FOLDERS):
+                yield Path(place, name)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file or a folder, behind links; None where there is none of both."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else None
+
+
 @contextmanager
 def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write into, which gets its name when everything is written; on an error nothing is left behind.
@@ -184,6 +230,29 @@ def temporary_folder() -> Iterator[Path]:
         yield folder.path
     finally:
         folder.close()
+
+
+@contextmanager
+def utf8_name(path: Path) -> Iterator[Path]:
+    """A name of a file or a folder for libraries whose names are UTF-8: its own, or that of a link in a new folder."""
+    if is_utf8(str(path)):
+        yield path
+        return
+    with temporary_folder() as folder:
+        # Where the last part can stay, what lies beside the file is found too.
+        whole = is_utf8(path.name)
+        link = folder / f"link{'' if whole or not is_utf8(path.suffix) else path.suffix}"
+        link.symlink_to(os.path.realpath(path.parent if whole else path))
+        yield link / path.name if whole else link
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name of a file is UTF-8, as names need not be."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from edgeinfer.backends.onnx.library import Style
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, TokenizerError, UnsupportedModel
 from edgeinfer.exporters.checks.comparison import Checked
 from edgeinfer.exporters.checks.onnx_file import compare_head, compare_model
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.manifest import NAME as MANIFEST
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.source import named_as
 from edgeinfer.exporters.tokenizer_json import tokenizer_json, write_tokenizer
 from edgeinfer.file_identity import check_sources
-from edgeinfer.files import behind_links, check_folder, folder_beside, take_over, whole_folder
+from edgeinfer.files import behind_links, check_folder, folder_beside, is_utf8, take_over, whole_folder
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -114,6 +115,8 @@ def export_onnx(
             f"made, available are {human_bytes(available)}: a smaller context is needed (-c)"
         )
     with _place(path) as written:
+        if _is_beside(graph, beside) and not is_utf8(written.name):
+            raise InvalidArgument(f"{path}: the model names the file of its weights, so its own name must be UTF-8")
         data = written.name + DATA_ENDING if _is_beside(graph, beside) else None
         made = write_graph(graph, written, data, progress)
         if tokenizer:
@@ -213,9 +216,9 @@ def _tokenizer_problem(source: ModelFile) -> str | None:
 def _opened(request: Request) -> Iterator[tuple[ModelFile, ModelFile | None, int]]:
     """The source, the target of a draft head, and the context."""
     with ExitStack() as opened:
-        source = opened.enter_context(ModelFile.open(request.source))
+        source = opened.enter_context(FiniteFile.open(request.source))
         model = request.more.get("model")
-        target = opened.enter_context(ModelFile.open(model)) if model is not None else None
+        target = opened.enter_context(FiniteFile.open(model)) if model is not None else None
         yield source, target, request.n_ctx or min(trained_context(source), _DEFAULT_N_CTX)
 
 

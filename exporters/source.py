@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -98,7 +99,7 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
         return
     from edgeinfer.exporters.vocabulary.chat_templates import template_notes  # which needs this module
 
-    with ModelFile.open(path) as file:
+    with FiniteFile.open(path) as file:
         source = GgufSource(file)
         source.notes = template_notes(file.metadata)
         yield source

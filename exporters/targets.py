@@ -7,19 +7,18 @@ import importlib
 import importlib.util
 import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.errors import BudgetExceeded, InvalidArgument, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
 from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
 from edgeinfer.file_identity import Sources
-from edgeinfer.files import behind_links, check_writable
+from edgeinfer.files import behind_links, check_kept, check_writable
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,11 @@ class Entry:
     has_manifest: bool = True
     takes_gguf: bool = False
     target_folders: bool = True
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it writes a folder, which takes the place of one that is there."""
+        return self.writes.startswith("a folder")
 
 
 TARGETS = {  # in the order of --help
@@ -92,19 +96,29 @@ def read_files(request: Request) -> list[Path]:
     return [*source_files(request.source), *(path for path in named if isinstance(path, Path) and path.is_file())]
 
 
-def check_places(request: Request) -> None:
-    """Raises OSError where the output cannot be written, InvalidArgument where it is what is read. Changes nothing."""
+def check_places(name: str, request: Request) -> None:
+    """Raises OSError where the output cannot be written, InvalidArgument where it is what is read, ModelNotFound.
+
+    Changes nothing.
+    """
     source, out = request.source, request.out
     if not source.exists():
-        raise FileNotFoundError(errno.ENOENT, "There is no such file or folder", str(source))
+        raise ModelNotFound(f"{source}: there is no such file or folder")
     if out.is_dir():
-        written = [out]
+        written = _files_in(name, out)
         check_writable(manifest_path(out))
     else:
         check_writable(out)
         written = [out, partial_path(out), journal_path(out), manifest_path(out)]
     named = (request.imatrix, request.calibration, request.draft, *request.more.values())
     check_kept(out, written, [source, *source_files(source), *(path for path in named if isinstance(path, Path))])
+
+
+def _files_in(name: str, folder: Path) -> list[Path]:
+    """What a target writes or replaces in a folder that is there."""
+    if TARGETS[name].is_folder:
+        return [folder, *(path for path in folder.rglob("*") if path.is_file())]
+    return [folder, *folder.glob("model.onnx*")]
 
 
 def check_gguf_files(name: str, request: Request) -> None:
@@ -118,13 +132,6 @@ def check_gguf_files(name: str, request: Request) -> None:
             raise InvalidArgument(
                 f"{path}: {what} reads GGUF files, and this is a folder: make one of it first: {made}"
             )
-
-
-def check_kept(out: Path, written: Sequence[Path], read: Sequence[Path]) -> None:
-    """Raises InvalidArgument about an output whose files are some of those that are read."""
-    for path in read:
-        if path.exists() and any(each.exists() and each.samefile(path) for each in written):
-            raise InvalidArgument(f"{out}: --out must be another file than those that are read: would overwrite {path}")
 
 
 def check_room(plan: Plan, out: Path) -> None:

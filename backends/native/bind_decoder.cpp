@@ -43,7 +43,7 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
 // Raises an error of edgeinfer.errors.
 [[noreturn]] void raise_unreadable(const char* kind, const std::string& reason) {
     const nb::object error = nb::module_::import_("edgeinfer.errors").attr(kind);
-    PyErr_SetString(error.ptr(), reason.c_str());
+    PyErr_SetObject(error.ptr(), message_of(reason).ptr());
     throw nb::python_error();
 }
 

@@ -17,17 +17,17 @@ struct Source {
     size_t buffer_bytes;
 };
 
-Source packed_experts(std::shared_ptr<const ExpertLayout> layout, const std::string& path, uint64_t offset,
+Source packed_experts(std::shared_ptr<const ExpertLayout> layout, const FileName& path, uint64_t offset,
                       std::vector<std::string> names) {
     if (names.size() != static_cast<size_t>(layout->n_layers()))
         throw nb::value_error("a name for each layer is wanted");
-    return {layout, std::make_unique<PackedExperts>(layout, path, offset, std::move(names)), 0};
+    return {layout, std::make_unique<PackedExperts>(layout, path.bytes, offset, std::move(names)), 0};
 }
 
 // name, file, offset, stride, format of GGUF, scale
 using TensorFields = std::tuple<std::string, int, uint64_t, uint64_t, int, float>;
 
-Source unpacked_experts(std::shared_ptr<const ExpertLayout> layout, const std::vector<std::string>& paths,
+Source unpacked_experts(std::shared_ptr<const ExpertLayout> layout, const std::vector<FileName>& names,
                         const std::vector<TensorFields>& tensors) {
     std::vector<ExpertTensor> checked;
     for (int i = 0; i < layout->n_layers(); i++) {
@@ -42,6 +42,8 @@ Source unpacked_experts(std::shared_ptr<const ExpertLayout> layout, const std::v
         }
     }
     if (checked.size() != tensors.size()) throw nb::value_error("more tensors than matrices of experts");
+    std::vector<std::string> paths;
+    for (const FileName& name : names) paths.push_back(name.bytes);
     auto source = std::make_unique<UnpackedExperts>(layout, paths, std::move(checked));
     const size_t buffer_bytes = source->buffer_bytes();
     return {layout, std::move(source), buffer_bytes};

@@ -69,10 +69,10 @@ void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Byt
 }
 
 void set_embedding_of_file(Weights& weights, int ggml_type, int n_vocab, int n_embd, int descriptor,
-                           const std::string& path, uint64_t offset) {
+                           const FileName& path, uint64_t offset) {
     const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
-    CachedFile file(descriptor, path);
-    weights.set_embedding(std::make_unique<RowsOfFile>(rows, std::move(file), path, offset, n_vocab, n_embd));
+    CachedFile file(descriptor, path.bytes);
+    weights.set_embedding(std::make_unique<RowsOfFile>(rows, std::move(file), path.bytes, offset, n_vocab, n_embd));
 }
 
 void set_embedding_of_matrix(Weights& weights, const std::string& block, const std::string& role) {
@@ -116,12 +116,12 @@ void bind_weights(nb::module_& m) {
              nb::keep_alive<1, 3>())
         .def(
             "read_packed",
-            [](Weights& weights, const std::string& path, uint64_t offset) {
+            [](Weights& weights, const FileName& path, uint64_t offset) {
                 if (weights.is_mapped() || offset % DirectFile::kAlignment) {
                     throw nb::value_error("packed weights are read once, and from a whole page on");
                 }
                 ReleasedGil release;
-                weights.read_packed(path, offset);
+                weights.read_packed(path.bytes, offset);
             },
             "path"_a, "offset"_a, "Read all weights from a file that has them packed. Raises RuntimeError.")
         .def("set_matrix", &set_matrix, "block"_a, "role"_a, "format"_a, "n_out"_a, "n_in"_a)

@@ -23,6 +23,32 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+// The name of a file as the system has it, which need not be UTF-8: of a str, bytes or os.PathLike.
+struct FileName {
+    std::string bytes;
+};
+
+// The message of an error as a text of Python, in which the name of a file is as os.fsdecode has it.
+inline nb::object message_of(const std::string& what) {
+    return nb::steal(PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "surrogateescape"));
+}
+
+template <>
+struct nanobind::detail::type_caster<FileName> {
+    NB_TYPE_CASTER(FileName, const_name("str | bytes | os.PathLike[str]"))
+
+    bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+        PyObject* encoded = nullptr;
+        if (!PyUnicode_FSConverter(source.ptr(), &encoded)) {
+            PyErr_Clear();
+            return false;
+        }
+        value.bytes.assign(PyBytes_AsString(encoded), static_cast<size_t>(PyBytes_Size(encoded)));
+        Py_DECREF(encoded);
+        return true;
+    }
+};
+
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

@@ -1,6 +1,8 @@
 // The Python face of the engine: the module, and what stands alone in it.
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <stdexcept>
 
 #include "bindings.h"
 #include "machine_limits.h"
@@ -128,7 +130,24 @@ void bind_top_k(nb::module_& m) {
 
 }  // namespace
 
+// An error whose message has the name of a file in it that is no UTF-8: Python's text has its bytes as os.fsdecode does.
+void translate_bytes(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::runtime_error& error) {
+        const char* what = error.what();
+        const auto n_bytes = static_cast<Py_ssize_t>(std::strlen(what));
+        if (PyObject* sound = PyUnicode_DecodeUTF8(what, n_bytes, nullptr)) {
+            Py_DECREF(sound);
+            throw;  // to the translator of all others
+        }
+        PyErr_Clear();
+        PyErr_SetObject(PyExc_RuntimeError, message_of(what).ptr());
+    }
+}
+
 NB_MODULE(_core, m) {
+    nb::register_exception_translator(translate_bytes);
     m.doc() = "edgeinfer's native engine; use edgeinfer.backends.native.NativeBackend";
 #if defined(NDEBUG)
     nb::set_leak_warnings(false);  // of what still lives when Python ends, such as an engine in a thread of its own

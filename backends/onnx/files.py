@@ -15,6 +15,7 @@ from edgeinfer.backends.onnx.graph import Graph, beside, within
 from edgeinfer.backends.onnx.library import CPU, errors_translated, open_library, open_onnx
 from edgeinfer.backends.onnx.matrices import Constant
 from edgeinfer.errors import ModelFileError
+from edgeinfer.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
@@ -100,7 +101,8 @@ def check_file(path: Path) -> None:
     """
     onnx = open_onnx()
     try:
-        onnx.checker.check_model(str(path))
+        with utf8_name(path) as name:
+            onnx.checker.check_model(str(name))
     except onnx.checker.ValidationError as error:
         raise ModelFileError(f"{path}: not a sound ONNX model: {' '.join(str(error).split())[:600]}") from error
     session = open_file(path)
@@ -116,8 +118,8 @@ def open_file(path: Path) -> Any:
     library = open_library()
     options = library.SessionOptions()
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    with errors_translated(f"loading {path.name}", load=True):
-        return library.InferenceSession(str(path), options, [CPU])
+    with errors_translated(f"loading {path.name}", load=True), utf8_name(path) as name:
+        return library.InferenceSession(str(name), options, [CPU])
 
 
 def _some_input(session: Any) -> dict[str, NDArray[Any]]:

@@ -14,8 +14,8 @@ import click
 
 from edgeinfer.cli.expert_table import check_together, show_caches
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, budget_option, threads_option, warnings_as_notes
-from edgeinfer.cli.plotting import check_plot, draw_timeline, figure_into
+from edgeinfer.cli.options import FileName, OutputName, budget_option, threads_option, warnings_as_notes
+from edgeinfer.cli.plotting import check_plot, draw_timeline, drawable, figure_into
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
@@ -39,8 +39,8 @@ _ROUNDS = 8  # of a timeline
 @click.option("--prove", is_flag=True, help="With --expert-cache: compare all logits with those of the whole model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
-@click.option("--plot", type=FileName(), help="Plot the cost curves to a PNG file.")
-@click.option("--timeline", type=FileName(), help="Plot drafting and verifying over time to a PNG.")
+@click.option("--plot", type=OutputName(), help="Plot the cost curves to a PNG file.")
+@click.option("--timeline", type=OutputName(), help="Plot drafting and verifying over time to a PNG.")
 @click.option("-md", "--model-draft", type=FileName(), help="For --timeline: draft model or head.")
 @click.option("--draft-device", default="auto", help="For --timeline: device of the drafter.  [default: auto]")
 def bench(
@@ -179,7 +179,7 @@ def _draw(result: Report, target: Path) -> None:
             axes.plot([p.n for p in result.curve], [result.cost(p, name) for p in result.curve], marker="o", label=name)
         axes.set_xlabel("tokens in one pass, n")
         axes.set_ylabel("c(n): time over that of one token")
-        axes.set_title(f"{result.model}, {result.n_threads} thread(s)", fontsize=9)
+        axes.set_title(drawable(f"{result.model}, {result.n_threads} thread(s)"), fontsize=9)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.options import FileName, OutputName, json_option, threads_option, warnings_as_notes
 from edgeinfer.cli.plotting import check_plot, figure_into
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
@@ -27,9 +27,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.command(cls=ModelCommand, model="target")
 @click.argument("target", type=FileName())
 @click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
-@click.option("--out", type=FileName(), required=True, help="GGUF file of the head; the report is OUT.json.")
+@click.option("--out", type=OutputName(".json"), required=True, help="GGUF file of the head; the report is OUT.json.")
 @click.option("--held-out", type=_FILE, help="Prompts for evaluation only.  [default: 3 % of the prompts]")
-@click.option("--work", type=FileName(), help="Folder for intermediate files.  [default: OUT.work]")
+@click.option("--work", type=OutputName(), help="Folder for intermediate files.  [default: OUT.work]")
 @click.option(
     "--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Answer tokens to train on."
 )
@@ -93,7 +93,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @click.option(
     "--init",
-    type=FileName(exists=True, dir_okay=False),
+    type=FileName(),
     help="A head of the same target to continue from; another --seed gives other answers.",
 )
 @click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions per batch.")
@@ -144,7 +144,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 )
 @threads_option
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
-@click.option("--plot", type=FileName(), help="Plot loss and acceptance over training tokens to a PNG.")
+@click.option("--plot", type=OutputName(), help="Plot loss and acceptance over training tokens to a PNG.")
 @json_option
 def distill(
     target: Path,

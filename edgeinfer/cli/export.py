@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from edgeinfer.cli.board_folder import BOARD_OPTIONS, board_options, missing, run_on_folder
 from edgeinfer.cli.endings import ended_by_signals
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, warnings_as_notes
+from edgeinfer.cli.options import FileName, MayNameFile, OutputName, warnings_as_notes
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show
 
@@ -34,20 +34,27 @@ _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("operators", "external_data"), ("onnx",)),
     **dict.fromkeys(BOARD_OPTIONS, ("fpga",)),
 }
+# What comes with OUT: a manifest; of gguf what an export that goes on needs, and what it measured; of onnx the weights.
+_BESIDE = (".manifest.json", ".partial", ".partial.journal", ".partial.journal.new", ".auto.jsonl", ".data")
 _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
 
 
 @click.command(cls=ModelCommand, model="source", others=("model",), may_be_folder=True)
 @click.argument("source", type=FileName())
 @click.option("--to", type=click.Choice(_TARGETS), help="Target format.  [required]")
-@click.option("-o", "--out", type=FileName(), help="The file or folder to write.  [required]")
+@click.option("-o", "--out", type=OutputName(*_BESIDE), help="The file or folder to write.  [required]")
 @click.option(
     "--type",
     metavar="TYPE",
     help="Type of the weights, as llama.cpp names them: Q4_K_M, Q8_0, F16 and so on; auto: a type for each tensor by "
     "measured loss.  [default: as in SOURCE; packages: as they need]",
 )
-@click.option("--imatrix", metavar="FILE|auto", help="Importance matrix; auto: made first, with --calibration.")
+@click.option(
+    "--imatrix",
+    type=MayNameFile.but("auto"),
+    metavar="FILE|auto",
+    help="Importance matrix; auto: made first, with --calibration.",
+)
 @click.option("--calibration", type=FileName(), help="Text for --imatrix auto and --type auto.  [default: built in]")
 @click.option("--size", metavar="SIZE", help="--type auto: most bytes of the weights, such as 900MB.")
 @click.option("--fit", metavar="SIZE", help="--type auto: the memory that the model may take when it runs.")
@@ -56,7 +63,9 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     metavar="verify[:N]",
     help="--type auto: the pass whose time counts, such as verify:4; verify: as many tokens as drafting verifies here.",
 )
-@click.option("--draft", metavar="FILE|ngram", help="Packages: a draft model or n-grams inside.")
+@click.option(
+    "--draft", type=MayNameFile.but("ngram"), metavar="FILE|ngram", help="Packages: a draft model or n-grams inside."
+)
 @click.option(
     "-c",
     "--ctx",
@@ -89,6 +98,7 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
 )
 @click.option(
     "--draft-vocab",
+    type=MayNameFile(lambda text: text.partition(":")[2] or None),
     metavar="N[:FILE]",
     help="gguf: a draft model, with logits for the N most frequent tokens of a text only.",
 )
@@ -130,7 +140,7 @@ def _export(to: str, request: Request, dry_run: bool) -> None:
     from edgeinfer.exporters.manifest import read_records, write_manifest
     from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
 
-    check_places(request)
+    check_places(to, request)
     check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():

@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, threads_option, warnings_as_notes
+from edgeinfer.cli.options import FileName, OutputName, threads_option, warnings_as_notes
 from edgeinfer.cli.terminal import ProgressBar, note
 
 
 @click.command(cls=ModelCommand, model="model", may_be_folder=True)
 @click.argument("model", type=FileName())
 @click.option("--calibration", type=FileName(), help="Text to run.  [default: the model's answers to built-in prompts]")
-@click.option("-o", "--out", type=FileName(), required=True, help="The file to write.")
+@click.option("-o", "--out", type=OutputName(), required=True, help="The file to write.")
 @threads_option
 def imatrix(model: Path, calibration: Path | None, out: Path, n_threads: int | None) -> None:
     """Compute the importance matrix of a model.
@@ -26,13 +26,11 @@ def imatrix(model: Path, calibration: Path | None, out: Path, n_threads: int | N
     from edgeinfer.exporters.calibration.imatrix import write_imatrix
     from edgeinfer.exporters.manifest import source_files
     from edgeinfer.exporters.source import open_source
-    from edgeinfer.exporters.targets import check_kept
     from edgeinfer.file_identity import Sources
     from edgeinfer.files import check_writable
 
     check_writable(out)
     read = [*source_files(model), *([] if calibration is None else [calibration])]
-    check_kept(out, [out], [model, *read])
     with warnings_as_notes(), Sources(read).unchanged(), open_source(model) as source:
         with ProgressBar("running the text") as bar:
             found = imatrix_of(source, calibration, n_threads, bar)

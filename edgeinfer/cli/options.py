@@ -43,6 +43,31 @@ class FileName(click.Path):
         return super().convert(value, param, ctx)
 
 
+class OutputName(FileName):
+    """The type of options that name what is written.  beside: endings of further files that are written with it."""
+
+    def __init__(self, *beside: str, **checks: Any) -> None:
+        super().__init__(**checks)
+        self.beside = beside
+
+
+class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
+    """The type of options whose text may name a file that is read.  name_in: that name, None where there is none."""
+
+    name = "text"
+
+    def __init__(self, name_in: Callable[[str], str | None]) -> None:
+        self.name_in = name_in
+
+    @classmethod
+    def but(cls, *words: str) -> MayNameFile:
+        """Of a text that is a file, if it is none of these words."""
+        return cls(lambda text: None if text in words else text)
+
+
+DRAFTER = MayNameFile.but("auto", "none", "suffix", "recycling")  # of --draft
+
+
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
     """A flag that a variable of the environment can set too: EDGEINFER_CTX_SIZE stands for --ctx-size."""
     flag = next(name for name in names if name.startswith("--"))
@@ -154,6 +179,7 @@ _MODEL_OPTIONS = (
     ),
     variable_option(
         "--draft",
+        type=DRAFTER,
         default="auto",
         show_default=True,
         help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",

@@ -11,7 +11,7 @@ from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, warnings_as_notes
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.files import check_writable
+from edgeinfer.files import check_kept, check_writable
 
 if TYPE_CHECKING:
     from edgeinfer.types import TernaryBits
@@ -45,6 +45,7 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool)
             note(f"{target}: as it was packed from {file.path}")
             return
         check_writable(target)
+        check_kept(target, [target], file.paths, "MODEL.packed")
         try:
             n_bytes = NativeBackend(ternary_bits=ternary_bits).pack(file, read_spec(file), target, bar)
         except UnsupportedModel as error:

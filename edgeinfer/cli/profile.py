@@ -11,7 +11,9 @@ import click
 from edgeinfer.cli.board import board_options, check_board_options, profile_board
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
+    DRAFTER,
     FileName,
+    OutputName,
     draft_of,
     json_option,
     threads_option,
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     "--cache-type", default="f16", show_default=True, help="Type of the KV cache, as for `edgeinfer chat`."
 )
 @variable_option("--expert-cache", metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]")
-@variable_option("--draft", default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE.")
+@variable_option(
+    "--draft", type=DRAFTER, default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE."
+)
 @variable_option("-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head.")
 @threads_option
 @variable_option("--backend", type=click.Choice(["auto", "native", "llama.cpp"]), default="auto", show_default=True)
@@ -52,7 +56,7 @@ if TYPE_CHECKING:
 @click.option("--compute", metavar="RATE", help="8-bit multiply-adds a second of another machine: 300G.")
 @click.option("--disk", metavar="RATE", help="Bytes a second of another disk: 1GB/s.")
 @click.option("--fit", metavar="SIZE", help="List the settings that fit into so much memory, best first.")
-@click.option("--plot", type=FileName(), help="Plot memory over context and speed over memory to a PNG file.")
+@click.option("--plot", type=OutputName(), help="Plot memory over context and speed over memory to a PNG file.")
 @click.option("--verify", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
 @board_options
 @json_option

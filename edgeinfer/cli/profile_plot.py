@@ -6,7 +6,7 @@ from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.cli.plotting import figure_into
+from edgeinfer.cli.plotting import drawable, figure_into
 
 if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
@@ -39,7 +39,7 @@ def draw_profile(found: Profile, target: Path) -> None:
     with figure_into(target, 2, (11, 4.4)) as (memory, speed):
         _draw_memory(found, memory)
         _draw_speed(found, speed)
-        memory.figure.suptitle(f"{found.path.name}: planned and expected", fontsize=10)
+        memory.figure.suptitle(drawable(f"{found.path.name}: planned and expected"), fontsize=10)
 
 
 def _draw_memory(found: Profile, axes: Any) -> None:
@@ -72,7 +72,8 @@ def _draw_memory(found: Profile, axes: Any) -> None:
     axes.axvline(found.settings.n_ctx, color="black", linewidth=0.6, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(n_ctx, [_tokens(n) for n in n_ctx])
-    axes.set_xlim(n_ctx[0], n_ctx[-1])
+    if n_ctx[0] < n_ctx[-1]:
+        axes.set_xlim(n_ctx[0], n_ctx[-1])
     axes.set_ylim(0, 1.35 * max(peaks) / unit)  # room for the legend
     axes.set_xlabel(f"n_ctx, context in tokens (dotted: {found.settings.n_ctx})")
     axes.set_ylabel(f"planned memory, {name}")

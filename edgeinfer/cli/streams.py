@@ -78,12 +78,19 @@ def lost_result(error: OSError) -> EdgeInferError:
 
 
 class Command(click.Command):
-    """A command whose help text counts as a result too."""
+    """A command whose help text counts as a result too, and that writes nothing of what it reads."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """As click's, which writes the help where that is asked for."""
         with writing_result():
             return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's. Raises InvalidArgument where what is to be written is read too."""
+        from edgeinfer.cli.outputs import check_outputs  # which needs the options, and these this module
+
+        check_outputs(ctx)
+        return super().invoke(ctx)
 
 
 def give_up_failed() -> None:

@@ -16,6 +16,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
 from edgeinfer.types import CacheType, ExpertSizes, MemoryPlan
 
@@ -123,13 +124,23 @@ class Planner:
         return Planned(planned.plan, ledger_of(planned, drafts, self._process), _drafters_of(drafts))
 
     def _choice(self, draft: str | tuple[str, ...], planned: PlannedModel) -> DraftChoice | None:
-        """What can draft, opened once."""
-        if draft == "none" or not self._draft_max or not self.is_native:
-            return None
+        """What can draft, opened once. Raises ModelFileError for a file that is no model, or that cannot draft here."""
         if draft not in self._choices:
-            arguments = (draft, self.file, self._n_tokens, planned.plan, self.n_threads, "cpu", self._draft_max)
-            self._choices[draft] = find_drafters(*arguments)
+            self._choices[draft] = None if draft == "none" else self._opened(draft, planned)
         return self._choices[draft]
+
+    def _opened(self, draft: str | tuple[str, ...], planned: PlannedModel) -> DraftChoice | None:
+        """What can draft, None where nothing may. An engine only warns of a file that it goes on without."""
+        named = None if draft == "auto" else drafters_named(draft)[1]
+        if named is not None:
+            ModelFile.open(named).close()
+        if not self._draft_max or not self.is_native:
+            return None
+        found = find_drafters(draft, self.file, self._n_tokens, planned.plan, self.n_threads, "cpu", self._draft_max)
+        if named is not None and found.dropped:
+            found.close()
+            raise UnsupportedModel(f"{named} cannot draft for this model: {'; '.join(found.dropped.values())}")
+        return found
 
 
 def _drafters_of(drafts: DraftPlan | None) -> Drafters:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.errors import InvalidArgument, NumericalError, UnsupportedModel
 from edgeinfer.exporters.calibration import prompts
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
 from edgeinfer.exporters.calibration.running import model_file_of, native_model, read_text
@@ -50,6 +50,9 @@ def imatrix_of(
         with native_model(file, n_ctx, n_threads, squares_bytes(read_draft_spec(file))) as model:
             texts = own_answers(model, file) if texts is None else texts
             of = _squares(model, texts, progress)
+    for name, squares in of.items():
+        if not np.isfinite(squares.sums).all():
+            raise NumericalError(f"{source.path}: what {name} reads are not numbers, or too large to be squared")
     n_chunks = -(-sum(map(len, texts)) // CHUNK_TOKENS)
     return Imatrix(of, [DEFAULT if calibration is None else calibration.name], n_chunks, CHUNK_TOKENS)
 

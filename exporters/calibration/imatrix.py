@@ -70,8 +70,11 @@ class Imatrix:
 
 def read_imatrix(path: Path) -> Imatrix:
     """An importance matrix in either form. Raises ModelFileError."""
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelFileError(f"{path}: no importance matrix can be read there: {error.strerror}") from error
     return _read_gguf(path) if is_gguf else _read_old(path)
 
 

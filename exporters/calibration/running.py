@@ -15,7 +15,7 @@ from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.errors import BudgetExceeded, NumericalError
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor, named_as
 from edgeinfer.files import temporary_folder
@@ -61,7 +61,8 @@ def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, besi
     """A model in the native engine, for texts of up to n_ctx tokens.
 
     beside: bytes that the caller takes while it has the model.
-    Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for.
+    Raises UnsupportedModel for one that the engine does not run, BudgetExceeded for one that memory has no room for. A
+    NumericalError within gets the name of the file.
     """
     backend = NativeBackend(packed=False, tuned=False)
     spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
@@ -72,18 +73,30 @@ def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, besi
     model = backend.load(file, spec, plan, Device(n_threads))
     try:
         yield model
+    except NumericalError as error:
+        raise NumericalError(f"{file.path}: {error}") from error
     finally:
         model.close()
 
 
+def check_logits(logits: Logits) -> Logits:
+    """The logits. Raises NumericalError where some are no numbers."""
+    if not np.isfinite(logits).all():
+        raise NumericalError(
+            "its logits are not numbers, so that nothing can be compared with them or measured by them: the file is "
+            "damaged or its hyper-parameters are wrong"
+        )
+    return logits
+
+
 def logits_of(model: NativeModel, tokens: Sequence[int]) -> Logits:
-    """(n, n_vocab) the logits behind each token of a text."""
+    """(n, n_vocab) the logits behind each token of a text. Raises NumericalError."""
     session = model.session(len(tokens))
     rows = []
     try:
         for first in range(0, len(tokens), N_BATCH):
             piece = list(tokens[first : first + N_BATCH])
-            rows.append(session.forward(piece, logits="all").logits.copy())
+            rows.append(check_logits(session.forward(piece, logits="all").logits).copy())
             session.commit(list(range(len(piece))))
     finally:
         session.close()
@@ -95,7 +108,7 @@ def greedy_tokens(
 ) -> list[list[int]]:
     """The most likely tokens behind each prompt, each behind the one before: n_tokens, or up to one that ends the text.
 
-    Some texts go through a pass together.
+    Some texts go through a pass together. Raises NumericalError.
     """
     answers = []
     for first in range(0, len(prompts), N_TEXTS):
@@ -126,13 +139,13 @@ def _together(
 
 
 def read_text(session: NativeSession, tokens: Sequence[int]) -> Logits:
-    """(1, n_vocab) the logits behind a text, which the session has read and committed."""
+    """(1, n_vocab) the logits behind a text, which the session has read and committed. Raises NumericalError."""
     for first in range(0, len(tokens), N_BATCH):
         piece = list(tokens[first : first + N_BATCH])
         logits = session.forward(piece).logits
         session.commit(list(range(len(piece))))
-    return logits
+    return check_logits(logits)
 
 
 def _last(logits: Logits) -> int:
-    return int(logits[-1].argmax())
+    return int(check_logits(logits)[-1].argmax())

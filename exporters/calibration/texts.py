@@ -24,13 +24,17 @@ DEFAULT = "the model's own answers to built-in prompts"
 def check_tokens(file: ModelFile) -> list[int]:
     """Some hundred tokens of prose and code, which are not those of calibration, by the tokenizer of a model.
 
-    Where a file has no tokenizer, tokens all over the vocabulary.
+    Where a file has no tokenizer, tokens all over the vocabulary. Raises ModelFileError for one that makes no tokens.
     """
     try:
-        return Tokenizer.from_file(file).encode(TEXT)
+        tokenizer = Tokenizer.from_file(file)
     except ModelFileError:
         n_vocab = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 1
         return [7919 * n % n_vocab for n in range(1, 400)]
+    tokens = tokenizer.encode(TEXT)
+    if len(tokens) < 2:
+        raise ModelFileError(f"{file.path}: its tokenizer makes {len(tokens)} tokens of a page of text: it is damaged")
+    return tokens
 
 
 def texts_of_file(path: Path, file: ModelFile) -> list[list[int]]:

@@ -19,11 +19,14 @@ from edgeinfer.exporters.checkpoint.quantized import read_tensors
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.exporters.checkpoint.tensor import READ, PlainTensor, Tensor
 from edgeinfer.exporters.checkpoint.weight_files import read_stored
+from edgeinfer.exporters.finite import check_floats, refuse
+from edgeinfer.models.formats.finite import first_not_finite
 from edgeinfer.models.gguf import GGMLType
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+_FLOATS = {"F64": GGMLType.F64, "F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "U16": "<u2", "U32": "<u4", "BOOL": "u1"}
 
 
@@ -107,10 +110,12 @@ class Checkpoint:
         """Rows first..last-1 of a tensor, (last - first, n_in).
 
         The rows of a tensor of three axes are those of its matrices one behind the other; a vector is one row.
-        Raises ModelFileError if they are no floats, see shape.
+        Raises ModelFileError if they are no floats or no numbers, see shape.
         """
         self.type(name)
-        return self._tensor(name).rows(first, last)
+        found = self._tensor(name).rows(first, last)
+        check_floats(self.path, name, self.dtype(name), found, first)
+        return found
 
     def floats(self, name: str) -> Floats:
         """A whole tensor, in its shape. Raises ModelFileError, see rows."""
@@ -120,9 +125,15 @@ class Checkpoint:
     def data(self, name: str, first: int = 0, last: int | None = None) -> Bytes:
         """The bytes of some rows as they are stored, little-endian: (n_bytes,).
 
-        Raises ModelFileError, see shape, also for what was quantised.
+        Raises ModelFileError, see shape, also for what was quantised, and for floats that are no numbers.
         """
-        return self._stored(name).read(first, last)
+        stored = self._stored(name)
+        found, kind = stored.read(first, last), _FLOATS.get(stored.dtype)
+        weight = None if kind is None else first_not_finite(kind, found)
+        if weight is not None:
+            n_in = stored.shape[-1] if stored.shape else 1
+            refuse(self.path, name, stored.dtype, first * n_in + weight, n_in)
+        return found
 
     def integers(self, name: str) -> NDArray[np.int64]:
         """A whole tensor of integers, in its shape. Raises ModelFileError if it has others, see shape."""

@@ -14,7 +14,7 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import BudgetExceeded, NumericalError
-from edgeinfer.exporters.calibration.running import N_BATCH, Logits, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, model_file_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.checks.comparison import N_TEXT, Checked, distance
 from edgeinfer.exporters.source import Source, open_source
@@ -40,7 +40,7 @@ class Drafted:
 def compare_heads(source: Source, written: Path, target: Path | None) -> Checked:
     """Run a written head and its source beside their target.
 
-    Raises UnsupportedModel for another target, NumericalError where the file gives no numbers though its source does;
+    Raises UnsupportedModel for another target, NumericalError where target, source or file give no numbers;
     BudgetExceeded of running them becomes words.
     """
     if target is None:
@@ -52,8 +52,6 @@ def compare_heads(source: Source, written: Path, target: Path | None) -> Checked
                 expected, found = (drafted(each, file, model, tokens) for each in (head, other))
         except BudgetExceeded as error:
             return Checked(f"not run: {error}", {"checked": False})
-    if not np.isfinite(found.logits).all() and np.isfinite(expected.logits).all():
-        raise NumericalError(f"{written}: gives logits that are not numbers, though its source does not")
     apart = distance(expected.logits, found.logits)
     sentence = (
         f"KL {apart.kl:.4f} nats a token against the source, {apart.agreement:.1%} the same most likely token, over "
@@ -86,6 +84,8 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     finally:
         opened.close()
     logits = np.concatenate(found)
+    if not np.isfinite(logits).all():
+        raise NumericalError(f"what {head.path} drafts has logits that are not numbers: it is damaged")
     return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])), features)
 
 
@@ -98,7 +98,7 @@ def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tu
             out = session.forward(piece, logits="all", hidden=spec.taps)
             assert out.features is not None
             rows.append(out.features.copy())
-            chosen.append(out.logits.argmax(axis=1))
+            chosen.append(check_logits(out.logits).argmax(axis=1))
             session.commit(range(len(piece)))
     finally:
         session.close()

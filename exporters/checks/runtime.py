@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import ModelFileError
+from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.exporters.calibration.running import check_logits
 from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime_process import ask_runtime as ask_runtime
 from edgeinfer.exporters.checks.runtime_process import peak_bytes as peak_bytes
@@ -62,8 +63,24 @@ def check_prompt(file: ModelFile, template: str | None = None) -> tuple[str, lis
     return chat.render(MESSAGES), chat.encode(tokenizer, MESSAGES)
 
 
+def answer_tokens(file: ModelFile, n_ctx: int, spare: int = 0) -> int:
+    """Tokens of the answer that a check compares in a context: N_TOKENS, or as many as the prompt leaves room for.
+
+    spare: positions that a runtime needs beyond them. Raises InvalidArgument with the least context, TemplateError.
+    """
+    n_taken = len(check_prompt(file)[1]) + spare
+    if n_ctx <= n_taken:
+        raise InvalidArgument(
+            f"the prompt of the check does not fit into {n_ctx} tokens (-c): take at least {n_taken + 1}, or --no-check"
+        )
+    return min(N_TOKENS, n_ctx - n_taken)
+
+
 def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None = None) -> GreedyRun:
-    """Run the native engine on check_prompt. Raises UnsupportedModel, BackendUnavailable, TemplateError."""
+    """Run the native engine on check_prompt.
+
+    Raises UnsupportedModel, BackendUnavailable, TemplateError, NumericalError.
+    """
     text, prompt = check_prompt(file, template)
     stops = Tokenizer.from_file(file).stop_ids
     backend, spec, n_ctx = NativeBackend(tuned=False), read_spec(file), len(prompt) + n_tokens
@@ -75,10 +92,12 @@ def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None
         session = model.session()
         given = prompt
         for _ in range(n_tokens):
-            rows.append(np.array(session.forward(np.array(given, np.int32)).logits[-1]))
+            rows.append(np.array(check_logits(session.forward(np.array(given, np.int32)).logits)[-1]))
             session.commit(range(len(given)))
             given = [int(rows[-1].argmax())]
             tokens += given
+    except NumericalError as error:
+        raise NumericalError(f"{file.path}: {error}") from error
     finally:
         model.close()
     n_answer = next((i for i, token in enumerate(tokens) if token in stops), n_tokens)
@@ -88,9 +107,15 @@ def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None
 def compare_tokens(run: GreedyRun, found: Sequence[int], runtime: str) -> str:
     """A sentence about the answer that a runtime gave of itself, for Result.check. found: without what ends it.
 
-    Raises ModelFileError where another token follows that is no tie, whose logits are _MAX_APART apart or less.
+    Raises ModelFileError where another token follows that is no tie, whose logits are _MAX_APART apart or less, and
+    where there is nothing to compare.
     """
     wanted = run.tokens
+    if not wanted and not found:
+        raise ModelFileError(
+            f"the check has compared nothing: the answer of the source to {run.text!r:.60} ends at its first token, "
+            f"and so does that of {runtime}; nothing was written; --no-check writes it unchecked"
+        )
     n_equal = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
     if n_equal is None and len(found) == len(wanted):
         return f"{len(found)} of {len(wanted)} greedy tokens equal the source in {runtime}"

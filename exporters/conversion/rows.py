@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.source import Bytes, Floats, ReadBytes, SourceTensor
 from edgeinfer.models.formats import dequantize
+from edgeinfer.models.formats.finite import MXFP4_LARGEST
 from edgeinfer.models.gguf import GGMLType
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # rows of the source, of rows of the result
@@ -154,6 +155,8 @@ def mxfp4(checkpoint: Checkpoint, blocks: str, scales: str) -> SourceTensor:
         packed = checkpoint.data(blocks, first * n_blocks, last * n_blocks).reshape(-1, 16)
         numbers = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1, 32)
         exponents = checkpoint.data(scales, first, last).reshape(-1, 1)
+        if exponents.size and exponents.max() > MXFP4_LARGEST:
+            checkpoint.refuse(scales, f"must have exponents up to {MXFP4_LARGEST}, else weights are no float32 numbers")
         return np.concatenate([exponents, numbers[:, :16] | numbers[:, 16:] << 4], axis=1).reshape(-1)
 
     def rows(first: int, last: int) -> Floats:

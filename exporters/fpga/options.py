@@ -14,6 +14,7 @@ from edgeinfer.hls.geometry import ENCODINGS, Geometry
 EmbeddingType = Literal["int8", "bf16"]
 USUAL_N_CTX = 4096
 MOST_CTX = 1 << 20  # angles beyond it are not reduced exactly: tables.sines_and_cosines
+GOLDEN_TOKENS = 4  # of the stages of a layer
 USUAL_GOLDEN = 4  # vectors a matrix
 _USUAL_SHAPES = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}  # rows, tables
 
@@ -49,10 +50,16 @@ class BoardOptions:
             raise InvalidArgument(
                 f"--ctx must be at most {MOST_CTX}, up to which rotations are exact: found {request.n_ctx}"
             )
+        n_golden = check_integer("--golden", USUAL_GOLDEN if golden is None else golden, 0, 4096)
+        if n_golden and request.n_ctx is not None and request.n_ctx < GOLDEN_TOKENS:
+            raise InvalidArgument(
+                f"the {GOLDEN_TOKENS} tokens of the golden stages do not fit into {request.n_ctx} tokens (-c): take at "
+                f"least {GOLDEN_TOKENS}, or --golden 0"
+            )
         return cls(
             board=board,
             geometry=geometry,
-            n_golden=check_integer("--golden", USUAL_GOLDEN if golden is None else golden, 0, 4096),
+            n_golden=n_golden,
             embeddings=cast(EmbeddingType, embeddings),
             rescored=check_integer("--rescored", rescored, 0, 1 << 20),
             n_ctx=request.n_ctx,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from edgeinfer.exporters.fpga.content import Content
+from edgeinfer.exporters.fpga.options import GOLDEN_TOKENS
 from edgeinfer.hls.files.folder import port_file
 from edgeinfer.hls.files.manifest import ALIGNMENT
 from edgeinfer.hls.geometry import round_up
 
 HEAD_STREAM = "head_t"
-GOLDEN_TOKENS = 4  # of the stages of a layer
 
 
 def file_sizes(content: Content) -> dict[str, int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.exporters.fpga.content import Content, Product, model_facts
 from edgeinfer.exporters.fpga.layer import Floats, stages_of
-from edgeinfer.exporters.fpga.sizes import GOLDEN_TOKENS
+from edgeinfer.exporters.fpga.options import GOLDEN_TOKENS
 from edgeinfer.exporters.fpga.tables import int8_rows, rotations
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.golden import random_bytes

@@ -17,21 +17,22 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
-    N_TOKENS,
     GreedyRun,
+    answer_tokens,
     compare_logits,
     compare_tokens,
     minimum_runtime,
     run_greedily,
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
-from edgeinfer.exporters.genai.config import CHUNK, decoder_config, genai_config, search_notes
+from edgeinfer.exporters.finite import FiniteFile
+from edgeinfer.exporters.genai.config import CHUNK, MAX_DRAFT_TOKENS, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.onnx import planned_tensors
 from edgeinfer.exporters.request import Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, temporary_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -53,7 +54,9 @@ class GenaiTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, NAMES)
-        with ModelFile.open(request.source) as file, _opened(request, file) as package:
+        with FiniteFile.open(request.source) as file, _opened(request, file) as package:
+            if request.check:
+                answer_tokens(file, package.n_ctx, package.spare)
             files: dict[Path, int] = {}
             for decoder in package.decoders:
                 constants = list(decoder.graph.constants.values())
@@ -69,7 +72,7 @@ class GenaiTarget:
         """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
-        with ModelFile.open(request.source) as file, _opened(request, file) as package:
+        with FiniteFile.open(request.source) as file, _opened(request, file) as package:
             with whole_folder(request.out, NAMES) as folder:
                 names = _write(package, folder, progress)
                 check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
@@ -103,6 +106,11 @@ class Package:
     def drafts(self) -> bool:
         """Whether tokens are drafted."""
         return self.ngrams or len(self.decoders) > 1
+
+    @property
+    def spare(self) -> int:
+        """Positions of a context that drafts take behind an answer."""
+        return MAX_DRAFT_TOKENS + 1 if self.drafts else 0
 
 
 def estimated_peak(package: Package) -> int:
@@ -144,7 +152,7 @@ def _opened(request: Request, file: ModelFile) -> Iterator[Package]:
         n_ctx = request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX)
         decoders = [Decoder(file, spec, genai_graph(file, spec, n_ctx, drafts), "model.onnx")]
         if drafts and not ngrams:
-            draft = opened.enter_context(ModelFile.open(Path(str(request.draft))))
+            draft = opened.enter_context(FiniteFile.open(Path(str(request.draft))))
             decoders.append(_draft_model(draft, decoders[0], n_ctx))
         yield Package(decoders, n_ctx, ngrams)
 
@@ -236,14 +244,15 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any], int |
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
     file = package.decoders[0].file
-    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with temporary_folder() as scratch:
+    run = run_greedily(file, answer_tokens(file, package.n_ctx, package.spare))
+    with temporary_folder() as scratch, utf8_name(folder) as place:
         logits = scratch / "logits.npy"
-        found = ask_runtime(_RUNTIME, _question(package, folder, run, logits), "onnxruntime-genai")
+        found = ask_runtime(_RUNTIME, _question(package, place, run, logits), "onnxruntime-genai")
         rows = np.load(logits)
     runtime = f"onnxruntime-genai {found['version']}"
     said, figures = compare_logits(run, rows, runtime)
-    compare_tokens(run, found["answer"], runtime)
+    if run.tokens or found["answer"]:  # else both end at once, and the logits are all there is
+        compare_tokens(run, found["answer"], runtime)
     if found["rendered"] is not None and found["rendered"] != run.text:
         raise ModelFileError(
             f"{file.path}: {runtime} renders the chat template otherwise: wanted {run.text!r:.300}, found "

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.files import written_whole
-from edgeinfer.models.arrays import Array, Numbers
+from edgeinfer.models.arrays import Array, Numbers, Strings
 from edgeinfer.models.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 
 Metadata: TypeAlias = Mapping[str, MetadataValue]
@@ -106,14 +106,17 @@ def _header(metadata: Metadata, tensors: Sequence[Tensor]) -> bytes:
     return b"".join(parts)
 
 
-def _string(text: str) -> bytes:
-    encoded = text.encode()
+def _string(text: str, errors: str = "replace") -> bytes:
+    encoded = text.encode(errors=errors)  # a name of a file may be no UTF-8
     return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _value(value: MetadataValue) -> bytes:
     if isinstance(value, Numbers):
         return _numbers(np.asarray(value))
+    if isinstance(value, Strings):  # of a file: what is no UTF-8 there stays as it is
+        texts = b"".join(_string(text, "surrogateescape") for text in value.tolist())
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + texts
     if isinstance(value, Array):
         value = value.tolist()
     if isinstance(value, list):

@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
-from edgeinfer.exporters.checks.runtime import N_TOKENS, ask_runtime, check_prompt, compare_tokens, run_greedily
+from edgeinfer.exporters.checks.runtime import answer_tokens, ask_runtime, compare_tokens, run_greedily
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.identity import stable_uuid
 from edgeinfer.exporters.litertlm.container import Section, compressed_tokenizer, write_container
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
@@ -22,13 +23,15 @@ from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
-from edgeinfer.files import behind_links, folder_beside, put_in_place
+from edgeinfer.files import behind_links, folder_beside, put_in_place, utf8_name
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
+_ENDING = ".litertlm"
+_SPARE = 1  # position of a context that an answer does not reach
 _USUAL_N_CTX = 1280  # every pass attends to the whole cache, so a large one slows all of them
 _MAX_CONSTANT_BYTES = (1 << 31) - 1
 _RUNTIME = "edgeinfer.exporters.litertlm.runtime"
@@ -49,8 +52,12 @@ class LitertlmTarget:
 
     def plan(self, request: Request) -> Plan:
         """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.out.suffix != _ENDING:
+                raise InvalidArgument(f"{request.out}: must end in {_ENDING}, by which LiteRT-LM knows its files")
+            if request.check:
+                answer_tokens(file, package.n_ctx, _SPARE)
             out = behind_links(request.out)
             n_bytes = package.n_bytes
             disk = n_bytes + (int(_PACKED * package.unpacked_bytes) if request.check else 0)
@@ -61,7 +68,7 @@ class LitertlmTarget:
         if request.check:
             open_runtime()
         path = behind_links(request.out)
-        with ModelFile.open(request.source) as source, folder_beside(path) as folder:
+        with FiniteFile.open(request.source) as source, folder_beside(path) as folder:
             package = _package(request, source)
             written = folder / path.name
             with written.open("wb") as file:
@@ -225,24 +232,20 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | N
 
     Raises ModelFileError where tokens, the template or the tokenizer are not those of the source.
     """
-    n_tokens = min(N_TOKENS, package.n_ctx - len(check_prompt(package.file)[1]) - 1)
-    if n_tokens < 1:
-        raise InvalidArgument(
-            f"the prompt of the check does not fit into {package.n_ctx} tokens (-c): take more, or --no-check"
-        )
+    n_tokens = answer_tokens(package.file, package.n_ctx, _SPARE)
     run = run_greedily(package.file, n_tokens)
     wanted = _renderings(package)
     bos = b"" if package.tokenizer.bos_id is None else package.tokenizer.token_bytes(package.tokenizer.bos_id)
     prompt = run.text.removeprefix(bos.decode(errors="replace")) if package.adds_bos else run.text
-    question = {
-        "path": str(path),
-        "folder": str(path.parent),
+    question: dict[str, Any] = {
         "prompt": prompt,
         "n_tokens": min(n_tokens, len(run.tokens) + 1),
         "messages": _CONVERSATION if wanted else None,
         "texts": PROBES,
     }
-    found = ask_runtime(_RUNTIME, question, "LiteRT-LM")
+    with utf8_name(path) as name:
+        question |= {"path": str(name), "folder": str(name.parent)}
+        found = ask_runtime(_RUNTIME, question, "LiteRT-LM")
     runtime = f"LiteRT-LM {found['version']}"
     is_same = _stable(found["text"]) == _stable(package.tokenizer.decode(run.tokens))
     said = compare_tokens(run, run.tokens if is_same else found["tokens"], runtime)

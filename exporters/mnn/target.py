@@ -18,14 +18,15 @@ from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
 from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
-    N_TOKENS,
     GreedyRun,
+    answer_tokens,
     compare_logits,
     compare_tokens,
     minimum_runtime,
     run_greedily,
 )
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.manifest import sha256_of
 from edgeinfer.exporters.mnn.config import engine_config, model_config
 from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, identified, to_mnn
@@ -36,7 +37,7 @@ from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, temporary_folder, whole_folder
+from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
@@ -57,8 +58,10 @@ class MnnTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.check:
+                answer_tokens(file, package.n_ctx)
             tensors = [
                 PlannedTensor(name, info.type, info.type, _matrix_bytes(package.file, name))
                 for name, info in package.file.tensors.items()
@@ -73,7 +76,7 @@ class MnnTarget:
     def write(self, request: Request, progress: Progress) -> Result:
         """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
-        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
+        with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
             _write(package, folder, progress)
             check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
@@ -134,13 +137,13 @@ def _peak(package: _Package, weights: int) -> int:
 def _write(package: _Package, folder: Path, progress: Progress) -> None:
     """Write all files into a folder."""
     file, spec, made = package.file, package.spec, package.made
-    with TemporaryDirectory(dir=folder, prefix="graph-") as scratch:
+    with utf8_name(folder) as place, TemporaryDirectory(dir=place, prefix="graph-") as scratch:
         onnx = Path(scratch) / "graph.onnx"
         write_graph(made.graph, onnx, None)
         content = from_onnx(onnx, Path(scratch))
         with (folder / "llm.mnn.weight").open("xb") as out:
             embeddings = _weights(package, content, Path(scratch) / "converted.mnn.weight", out, progress)
-        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), folder / "llm.mnn")
+        to_mnn(identified(content, [sha256_of(path) for path in file.paths]), place / "llm.mnn")
     config = tokenizer_config(file)
     stops = sorted(Tokenizer.from_file(file).stop_ids)
     (folder / "tokenizer.mtok").write_bytes(tokenizer_file(tokenizer_json(file), config, stops))
@@ -172,11 +175,11 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int 
     """Run a package in MNN; gives what genai's does. Raises ModelFileError."""
     file = package.file
     tokenizer = Tokenizer.from_file(file)
-    run = run_greedily(file, min(N_TOKENS, package.n_ctx // 2))
-    with temporary_folder() as scratch:
+    run = run_greedily(file, answer_tokens(file, package.n_ctx))
+    with temporary_folder() as scratch, utf8_name(folder) as place:
         logits = scratch / "logits.npy"
         question = {
-            "folder": str(folder),
+            "folder": str(place),
             "prompt": run.prompt,
             "tokens": run.forced,
             "message": None if tokenizer.chat_template is None else MESSAGES[0]["content"],
@@ -188,7 +191,8 @@ def _checked(package: _Package, folder: Path) -> tuple[str, dict[str, Any], int 
         rows = np.load(logits)
     runtime = f"MNN {found['version']}"
     said, figures = compare_logits(run, rows, runtime)
-    compare_tokens(run, _until_end(run, found["answer"]), runtime)
+    if run.tokens:  # else the answer ends at once, and the logits are all there is
+        compare_tokens(run, _until_end(run, found["answer"]), runtime)
     _check_texts(file, tokenizer, run, found, runtime)
     return said, {"checked_in": runtime, **figures}, found["peak_bytes"]
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from edgeinfer.errors import ModelFileError
 from edgeinfer.exporters.checks.comparison import distance
-from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits, run_greedily
+from edgeinfer.exporters.checks.runtime import GreedyRun, answer_tokens, compare_logits, run_greedily
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.tokenizer_json import probes_of
-from edgeinfer.files import temporary_folder
+from edgeinfer.files import temporary_folder, utf8_name
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
@@ -28,12 +28,12 @@ def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) ->
     cut into other tokens, and where ExecuTorch refuses it; BackendUnavailable without ExecuTorch.
     """
     tokenizer = Tokenizer.from_file(file)
-    run = run_greedily(file, min(N_TOKENS, n_ctx // 2))
-    with temporary_folder() as scratch:
+    run = run_greedily(file, answer_tokens(file, n_ctx))
+    with temporary_folder() as scratch, utf8_name(folder) as place:
         logits = scratch / "logits.npy"
         question = {
             "do": "run",
-            "folder": str(folder),
+            "folder": str(place),
             "prompt": run.prompt,
             "tokens": run.forced,
             "text": run.text,

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.checks.runtime import minimum_runtime
+from edgeinfer.exporters.checks.runtime import answer_tokens, minimum_runtime
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.pte.check import RUNTIME, check_package
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.files import check_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -43,8 +44,10 @@ class PteTarget:
     def plan(self, request: Request) -> Plan:
         """See Target.plan."""
         check_folder(request.out, _NAMES)
-        with ModelFile.open(request.source) as file:
+        with FiniteFile.open(request.source) as file:
             package = _package(request, file)
+            if request.check:
+                answer_tokens(file, package.n_ctx)
             tensors = _planned(package)
             n_bytes = sum(tensor.n_bytes for tensor in tensors)
             once = 4 * sum(int(np.prod(file.tensors[name].shape)) for name in _names(package.spec))
@@ -55,8 +58,10 @@ class PteTarget:
         """See Target.write. Raises BackendUnavailable without ExecuTorch."""
         if importlib.util.find_spec("executorch") is None:
             raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
-        with ModelFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
+        with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)
+            for name in _names(package.spec):  # the exporter, in a process of its own, would name no tensor
+                file.check_tensor(name)
             found = _export(package, folder)
             progress(0.9)
             write_tokenizer(file, folder)
@@ -153,12 +158,12 @@ def _notes(package: _Package) -> list[str]:
 def _export(package: _Package, folder: Path) -> dict[str, Any]:
     """Write model.pte with ExecuTorch's exporter, in a process of its own. Raises UnsupportedModel with its words."""
     tokenizer = Tokenizer.from_file(package.file)
-    with TemporaryDirectory(dir=folder, prefix="export-") as scratch:
+    with utf8_name(folder) as place, TemporaryDirectory(dir=place, prefix="export-") as scratch:
         question = {
             "do": "export",
             "source": str(Path(package.file.path).resolve()),
             "folder": scratch,
-            "out": str(folder / "model.pte"),
+            "out": str(place / "model.pte"),
             "n_ctx": package.n_ctx,
             "four_bits": package.four_bits,
             "bos": tokenizer.bos_id,

@@ -11,6 +11,7 @@ import numpy as np
 
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
+from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.ternary.checkpoint import of_checkpoint
 from edgeinfer.exporters.ternary.source import (
     PIECE_WEIGHTS,
@@ -37,7 +38,7 @@ def open_ternary(path: Path) -> Iterator[TernarySource]:
     if path.is_dir():
         yield of_checkpoint(TernaryCheckpoint.open(path))
     else:
-        with ModelFile.open(path) as file:
+        with FiniteFile.open(path) as file:
             yield of_file(file)
 
 

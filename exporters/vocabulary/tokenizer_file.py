@@ -33,7 +33,7 @@ class TokenizerFile:
     def theirs(self) -> Any:
         """The library's tokenizer. Raises ModelFileError where it cannot read the file."""
         with self.theirs_may_fail("cannot read it"):
-            return tokenizers.Tokenizer.from_file(str(self.path))
+            return tokenizers.Tokenizer.from_buffer(self.path.read_bytes())  # its names are UTF-8 alone
 
     @contextmanager
     def theirs_may_fail(self, what: str) -> Iterator[None]:

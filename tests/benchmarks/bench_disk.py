@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_expert_cache import read_ahead_kib
-from machine import machine
+from machine import machine, read_ahead_kib
 
 PAGE = 4096
 

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 from limited_run import VARIANTS, Job
-from machine import machine
+from machine import machine, read_ahead_kib
 from memory_group import MemoryGroup
 from records import Records
 from steering import compile_steering, expert_bytes, expert_slices
@@ -54,16 +54,6 @@ from edgeinfer.models.tokenizer import Tokenizer
 N_PREFILL, N_DECODE_BATCH = 512, 64
 CACHE_COUNTS = "lookups", "hits", "bytes_read", "seconds_waited", "busy_seconds", "prefetches", "useful"
 PAGE, LEFT_BYTES = 4096, 32 << 20  # so much of a file may stay in the page cache: its header, which is read before
-
-
-def read_ahead_kib(path: Path) -> int | None:
-    """Of the device that a file lies on."""
-    number = os.stat(path).st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    for folder in (device, device.parent):
-        if (folder / "queue/read_ahead_kb").exists():
-            return int((folder / "queue/read_ahead_kb").read_text())
-    return None
 
 
 def drop(paths: Sequence[Path], patience: float = 60) -> float:

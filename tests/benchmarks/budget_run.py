@@ -5,6 +5,7 @@ Prints one JSON line: what was planned and taken, the tokens, what was told; or 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -74,4 +75,5 @@ def answered(engine: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(json.dumps(run(Job(**json.load(sys.stdin)))))

@@ -22,13 +22,15 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-import gguf  # noqa: E402
-import libgguf  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: E402
+from late import Late  # noqa: E402
 from quantiser_cases import FORMATS, Floats, cases, gaussian, hash_of, quantized  # noqa: E402
 
 from edgeinfer.exporters.source import open_source  # noqa: E402
 from edgeinfer.models.formats import quantize, quantize_plain  # noqa: E402
 from edgeinfer.models.gguf import GGMLType  # noqa: E402
+
+gguf: Any = Late("gguf")
+libgguf: Any = Late("libgguf")
 
 HASHES = ROOT / "tests" / "models" / "formats" / "quantiser_hashes.json"
 

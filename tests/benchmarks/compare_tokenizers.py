@@ -9,6 +9,7 @@ the vocabulary that name it. Needs llama-cpp-python. The last line on stdout is 
 
 import argparse
 import ctypes
+import functools
 import itertools
 import json
 import statistics
@@ -17,16 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import PRE_TOKENIZERS, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from late import Late  # noqa: E402
 from tokenizer_strings import real_texts, texts  # noqa: E402
+
+if TYPE_CHECKING:
+    import llama_cpp
+else:
+    llama_cpp = Late("llama_cpp")
 
 
 class Oracle:
@@ -70,11 +76,14 @@ class Oracle:
         }
 
 
-_ignore = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
+@functools.cache
+def _ignore() -> Any:
+    """What llama.cpp logs with; kept, as it calls it as long as the process lives."""
+    return llama_cpp.llama_log_callback(lambda level, text, user_data: None)
 
 
 def _silence() -> None:
-    llama_cpp.llama_log_set(_ignore, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(_ignore(), ctypes.c_void_p(0))
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:

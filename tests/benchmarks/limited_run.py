@@ -5,6 +5,7 @@ Prints one JSON line: seconds of each pass, a hash of the logits of each, and wh
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -180,4 +181,5 @@ def run(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(json.dumps(run(Job(**json.load(sys.stdin)))))

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from late import Late  # noqa: E402
+
+if TYPE_CHECKING:
+    import llama_cpp
+else:
+    llama_cpp = Late("llama_cpp")
 
 VERSION = "0.3.36"  # of llama-cpp-python
 N_BATCH = 512
 _SIZES, _STRIDES, _DATA, _NAME = 16, 48, 248, 256  # bytes into struct ggml_tensor of that version
-_QUIET = llama_cpp.llama_log_callback(lambda *_: None)  # llama.cpp calls it as long as the process lives
+
+
+@functools.cache
+def _quiet() -> Any:
+    """What llama.cpp logs with; kept, as it calls it as long as the process lives."""
+    return llama_cpp.llama_log_callback(lambda *_: None)
 
 
 class Node:
@@ -70,7 +84,7 @@ class Llama:
     ) -> None:
         if llama_cpp.__version__ != VERSION:
             raise SystemExit(f"llama-cpp-python {VERSION} is needed; found {llama_cpp.__version__}")
-        llama_cpp.llama_log_set(_QUIET, None)
+        llama_cpp.llama_log_set(_quiet(), None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE

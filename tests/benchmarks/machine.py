@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.native import best_isa
@@ -19,3 +20,13 @@ def machine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "isa": best_isa(), "versions": versions}
+
+
+def read_ahead_kib(path: Path) -> int | None:
+    """Of the device that a file lies on."""
+    number = os.stat(path).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    for folder in (device, device.parent):
+        if (folder / "queue/read_ahead_kb").exists():
+            return int((folder / "queue/read_ahead_kb").read_text())
+    return None

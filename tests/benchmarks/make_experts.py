@@ -18,17 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 
 from edgeinfer.loading import default_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from late import Late  # noqa: E402
+
+if TYPE_CHECKING:
+    import gguf
+    from gguf import GGMLQuantizationType as Type
+else:
+    gguf = Late("gguf")
+    Type = Late("gguf", "GGMLQuantizationType")
 
 HEAD_DIM = 128
 SEED = 20

@@ -5,6 +5,7 @@
 Layers, KV heads, head sizes and windows are those of the models' configurations. One JSON line on stdout, in MiB.
 """
 
+import argparse
 import json
 
 from edgeinfer.backends.native import _core
@@ -35,12 +36,14 @@ def planned_mib(model: str, n_ctx: int, cache_type: str, has_windows: bool) -> f
             window=window if has_windows and layer % period < period - 1 else 0,
             soft_cap=0.0,
             qk_norm=_core.QKNorm.none,
+            key_bias=False,
             ffn=_core.DenseConfig(n_ff=1, activation=_core.Activation.silu),
         )
     return round(config.kv_bytes(_core.KvType[cache_type], n_ctx) / 2**20, 1)
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     plans = [
         {"model": model, "n_ctx": n_ctx}
         | {

@@ -16,17 +16,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 from llama_nodes import N_BATCH, Llama, Node, watching
 from text import LICENSE_TEXT, SAMPLE_TEXT
 
 from edgeinfer.loading import default_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from late import Late  # noqa: E402
+
+if TYPE_CHECKING:
+    import gguf
+    from gguf import GGMLQuantizationType as Type
+else:
+    gguf = Late("gguf")
+    Type = Late("gguf", "GGMLQuantizationType")
 
 FITTED_TEXT = SAMPLE_TEXT + (Path(__file__).parent / "everyday.txt").read_text() + LICENSE_TEXT[:8000]
 ROUNDS, SAMPLES, RIDGE = 6, 1500, 0.005  # of clustering, tokens in it, and the ridge by the variance of the inputs

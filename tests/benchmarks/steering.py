@@ -9,14 +9,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import llama_cpp
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.models.gguf import ModelFile
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from late import Late  # noqa: E402
+
+if TYPE_CHECKING:
+    import llama_cpp
+else:
+    llama_cpp = Late("llama_cpp")
 
 PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 PAGE = 4096

@@ -3,7 +3,13 @@
 import ast
 import importlib
 import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,3 +41,99 @@ def test_names_that_are_not_there_are_found(tmp_path: Path) -> None:
     ]
     with pytest.raises((AssertionError, ModuleNotFoundError)):
         test_a_benchmark_imports_what_the_package_has(tmp_path / "bench.py")
+
+
+# ---- Without the libraries that only some need -----------------------------------------------------------------------
+
+OPTIONAL = (
+    *(
+        "llama_cpp",
+        "libgguf",
+        "gguf",
+        "onnx",
+        "onnxruntime",
+        "onnxruntime_genai",
+        "torch",
+        "transformers",
+        "matplotlib",
+    ),
+    *("pyopencl", "MNN", "executorch", "litert_lm", "litert_lm_builder", "ai_edge_litert", "flatbuffers", "hls4ml"),
+    *("pyosys", "safetensors", "pytest", "hypothesis", "matplotlib"),
+)
+SCRIPTS = [path for path in BENCHMARKS if '__name__ == "__main__"' in path.read_text()]
+_WITHOUT = f"""
+import importlib.abc, runpy, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def without_libraries(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as where nothing optional is installed."""
+    command = [sys.executable, "-c", _WITHOUT, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_help_needs_no_library(path: Path) -> None:
+    done = without_libraries(path, "--help")
+    assert done.returncode == 0 and "usage:" in done.stdout.lower(), done.stderr
+
+
+def test_a_library_that_is_needed_too_early_is_found(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text("import gguf\n")
+    done = without_libraries(tmp_path / "bench.py", "--help")
+    assert done.returncode == 1 and "No module named 'gguf'" in done.stderr
+
+
+def test_windows_are_planned() -> None:
+    """As docs/memory.md has it; the figures are those of the measurement."""
+    script = next(path for path in SCRIPTS if path.name == "plan_windows.py")
+    done = without_libraries(script)
+    found = json.loads(done.stdout)
+    said = json.loads((script.parents[2] / "docs" / "measurements" / "kv-windows.json").read_text())
+    assert found["plans"] == said["plans"], done.stderr
+
+
+# ---- Commands of the documentation -----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "hls" / "README.md"])
+
+
+def documented(page: Path) -> Iterator[list[str]]:
+    """Command lines of `python tests/benchmarks/...` that a page has, as lists of words, as far as they go."""
+    text = re.sub(r"\\\n", " ", page.read_text())
+    for line in re.findall(r"python (tests/benchmarks/\w+\.py[^`|#;\n]*(?:\n[^`|#;\n]*(?=`))?)", text):
+        with suppress(ValueError):  # a quotation mark of the text around it
+            yield shlex.split(line)
+
+
+def flags_of(script: Path) -> set[str]:
+    """Flags that a script takes, and those of the modules beside it that it imports."""
+    text = script.read_text()
+    beside = [script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    texts = [text, *(path.read_text() for path in beside if path.exists())]
+    return {flag for each in texts for flag in re.findall(r'"(--?[\w-]+)"', each)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_of_documented_commands_are_those_of_the_scripts(page: Path) -> None:
+    for name, *words in documented(page):
+        known = flags_of(ROOT / name)
+        wrong = [word for word in words if re.fullmatch(r"--?[a-z][\w-]*", word) and word not in known]
+        assert not wrong, (name, wrong)
+
+
+def test_commands_are_found_in_the_documentation() -> None:
+    found = [words[0] for page in PAGES for words in documented(page)]
+    assert len(found) > 20 and "tests/benchmarks/plan_windows.py" in found
+    assert all((ROOT / name).exists() for name in found)

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pytest
 from checkpoint_mutations import Mutation, damaged, mutations, write_bases
 
 from edgeinfer.errors import EdgeInferError
@@ -96,6 +95,8 @@ def run(mutation: Mutation, folder: Path) -> Outcome:
 def outcomes(n: int, seed: int, only: Collection[int] | None = None) -> list[tuple[int, Outcome]]:
     """Of the first n mutations, or of some of them by their indices."""
     found = []
+    import pytest
+
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
         home = Path(scratch)
         (home / "temporary").mkdir()

@@ -12,9 +12,15 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import gguf
+from late import Late
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = Late("gguf")
+
 
 Kind: TypeAlias = Literal["version", "count", "length", "type", "scalar", "dim", "tensor type", "tensor offset"]
 

@@ -9,8 +9,6 @@ import shutil
 import sys
 from typing import NoReturn
 
-import pytest
-
 # Each with the modules and commands that show whether it is there, as far as they do.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "native": (("edgeinfer",), ()),
@@ -42,12 +40,16 @@ def required() -> frozenset[str]:
     """The parts that must be there."""
     named = frozenset(os.environ.get("EDGEINFER_REQUIRE", "").replace(",", " ").split())
     if unknown := named - PARTS.keys() - {"all"}:
+        import pytest
+
         raise pytest.UsageError(f"EDGEINFER_REQUIRE names {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}, all")
     return PARTS.keys() - BY_NAME | named - {"all"} if "all" in named else named
 
 
 def missing(part: str, why: str) -> NoReturn:
     """Skip the test, or the whole module when it is imported; fail it where this part is required."""
+    import pytest
+
     if part in required():
         pytest.fail(f"EDGEINFER_REQUIRE names {part}, but {why}")
     pytest.skip(f"{part}: {why}", allow_module_level=True)

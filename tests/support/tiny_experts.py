@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import gguf
 import numpy as np
+from late import Late
 from tiny_models import (
     BLOCK_256_TYPES,
     Floats,
@@ -27,6 +27,11 @@ from tiny_models import (
     written,
 )
 from written_once import written_once
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = Late("gguf")
 
 ExpertArchitecture = Literal[
     "qwen3moe", "olmoe", "llama", "qwen2moe", "granitemoe", "gpt-oss", "ernie4_5-moe", "glm4moe"

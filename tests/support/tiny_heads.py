@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
+from late import Late
 from tiny_models import Floats, Value, add_bpe, add_keys, add_matrix, written
 
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession
@@ -17,6 +18,11 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.types import Device
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = Late("gguf")
 
 _NOISE = 0.02  # of what the blocks add, against what a random block would
 

@@ -11,12 +11,17 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import gguf
 import numpy as np
+from late import Late
 from numpy.typing import NDArray
 from written_once import written_once
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = Late("gguf")
 
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]

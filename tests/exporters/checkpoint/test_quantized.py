@@ -18,6 +18,8 @@ from quantized_checkpoints import CASES, Case, Tensors, float8, fp8, gptq, packe
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
+from edgeinfer.exporters.checkpoint.tensor import all_floats
+from edgeinfer.exporters.checkpoint.weight_files import read_stored
 from edgeinfer.models.gguf import GGMLType
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_weights.json").read_text())
@@ -113,9 +115,13 @@ def test_every_float8_is_torchs(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint.open(tmp_path)
+    stored = read_stored(checkpoint.folder)
     halves = (every.astype(np.uint16) << 8).view(np.float16)  # E5M2 is the upper half of a float16
-    assert_array_equal(checkpoint.rows("b", 0, 1), halves.astype(np.float32))
-    found = checkpoint.rows("a", 0, 1)[0]
+    assert_array_equal(all_floats(stored["b"]), halves.astype(np.float32))
+    found = all_floats(stored["a"])[0]
+    for name in "ab":
+        with pytest.raises(ModelFileError, match=f"tensor {name} .* must have numbers"):
+            checkpoint.rows(name, 0, 1)
     assert found[[0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0xFE]].tolist() == [0, 2**-9, 7 * 2**-9, 2**-6, 1, 448, -448]
     assert np.isnan(found[[0x7F, 0xFF]]).all() and np.isfinite(np.delete(found, [0x7F, 0xFF])).all()
     assert (np.diff(found[:0x7F]) > 0).all() and checkpoint.type("a") == GGMLType.F16

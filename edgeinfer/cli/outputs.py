@@ -1,0 +1,77 @@
+"""What a command writes is none of what it reads: its options say by their types which files are which.
+
+`OutputName` is written; every other `FileName`, and each file within the text of a `MayNameFile`, is read. `Command`
+compares all of them, as files and not as names, before a command begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgeinfer.cli.options import FileName, MayNameFile, OutputName
+from edgeinfer.errors import InvalidArgument, ModelNotFound
+from edgeinfer.files import check_kept, files_read_in
+
+_PACKED = ".packed"  # beside a model, see backends.native.packed
+_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def check_outputs(context: click.Context) -> None:
+    """Raises InvalidArgument where a command would write what it reads, or one file twice. Changes nothing."""
+    written: dict[str, Path] = {}
+    for option in context.command.params:
+        out = context.params.get(option.name or "")
+        if not isinstance(option.type, OutputName) or not isinstance(out, Path):
+            continue
+        flag = max(option.opts, key=len)
+        for other, place in written.items():
+            if place.resolve() == out.resolve():
+                raise InvalidArgument(f"{other} and {flag} both name {out}: one would overwrite the other")
+        written[flag] = out
+        with_it = [out, *(out.with_name(out.name + ending) for ending in option.type.beside if out.name)]
+        check_kept(out, with_it, _read(context), flag)
+
+
+def _read(context: click.Context) -> Iterator[Path]:
+    """All files and folders that the command line names for reading, with those that are read with them."""
+    for option in context.command.params:
+        for path in _named(option, context.params.get(option.name or "")):
+            yield path
+            yield from files_read_in(path)
+            yield from _parts_of(path)
+
+
+def _named(option: click.Parameter, value: Any) -> Iterator[Path]:
+    """What the value of an option names for reading."""
+    if isinstance(option.type, OutputName):
+        return
+    if value is None and isinstance(option, click.Argument):  # then it is the model, and the default one
+        from edgeinfer.loading import default_model
+
+        with suppress(ModelNotFound):
+            yield default_model()
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(option.type, FileName) and isinstance(each, Path):
+            yield each
+        elif isinstance(option.type, MayNameFile) and isinstance(each, str):
+            name = option.type.name_in(each)
+            if name:
+                yield FileName().convert(name, option, None)
+
+
+def _parts_of(path: Path) -> Iterator[Path]:
+    """The other files of a split model, and the packed weights beside its first one."""
+    split = _SPLIT.fullmatch(path.name)
+    parts = [path]
+    if split is not None:
+        parts += [path.with_name(f"{split[1]}-{n + 1:05d}-of-{split[2]}.gguf") for n in range(int(split[2]))]
+    for part in parts:
+        yield part
+        if part.name:
+            yield part.with_name(part.name + _PACKED)
