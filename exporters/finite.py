@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,13 +17,6 @@ _PIECE_BYTES = 8 << 20  # of a mapped tensor that are in memory at once while it
 
 class FiniteFile(ModelFile):
     """A model file whose weights are numbers as far as they are read: reading others raises ModelFileError."""
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> FiniteFile:
-        """See ModelFile.open."""
-        opened = super().open(path)
-        assert isinstance(opened, FiniteFile)
-        return opened
 
     def data(self, name: str, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
         """See ModelFile.data. Raises ModelFileError too, for bytes in which a weight is NaN or infinite."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class ModelFile(OfOneProcess):
         self._files = [part.file for part in parts]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> ModelFile:
+    def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open and check a model; for a split model, name any of its files.
 
         Raises ModelNotFound, InvalidGGUF, InvalidArgument.
@@ -166,7 +166,7 @@ class ModelFile(OfOneProcess):
             raise EdgeInferError(f"{self.path}: this model file is closed")
         return self._files[part]
 
-    def __enter__(self) -> ModelFile:
+    def __enter__(self) -> Self:
         begin_reading(self)
         return self
 

@@ -26,7 +26,7 @@ def planned_mib(model: str, n_ctx: int, cache_type: str, has_windows: bool) -> f
     n_embd = n_kv_heads * head_dim  # not looked at
     config = _core.DecoderConfig(n_vocab=1, n_logits=1, n_embd=n_embd, n_ctx=n_ctx, n_batch=N_BATCH, norm_epsilon=1e-6)
     for layer in range(n_layers):
-        config.add_layer(
+        attention = _core.AttentionConfig(
             n_in=n_embd,
             n_heads=n_kv_heads,
             n_kv_heads=n_kv_heads,
@@ -37,8 +37,8 @@ def planned_mib(model: str, n_ctx: int, cache_type: str, has_windows: bool) -> f
             soft_cap=0.0,
             qk_norm=_core.QKNorm.none,
             key_bias=False,
-            ffn=_core.DenseConfig(n_ff=1, activation=_core.Activation.silu),
         )
+        config.add_layer(attention, _core.DenseConfig(n_ff=1, activation=_core.Activation.silu))
     return round(config.kv_bytes(_core.KvType[cache_type], n_ctx) / 2**20, 1)
 
 

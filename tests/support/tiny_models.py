@@ -27,7 +27,7 @@ Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
 Value: TypeAlias = str | int | float | bool | Sequence[bool] | Sequence[int]
 # Adds a vocabulary to a file: writer, n_vocab, types of further special tokens, template.
-AddVocabulary: TypeAlias = Callable[[gguf.GGUFWriter, int, Mapping[str, gguf.TokenType], str], None]
+AddVocabulary: TypeAlias = "Callable[[gguf.GGUFWriter, int, Mapping[str, gguf.TokenType], str], None]"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 BLOCK_32_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -106,29 +106,34 @@ def write_tiny_model(
 
     n_embd: 256 for the types with blocks of 256 and the ternary ones, else 96.  n_layers: 2, or what it takes to have
     every kind of layer.  head_dim: n_embd / n_heads.  n_ff: 3 n_embd.  n_vocab: at least 259 (BPE) or 263 (SPM); what
-    the merges do not fill is padding.  tied: always so in gemma2 and bitnet.
-    tensor_type: of the matrices; norms and biases are F32, and with I2_S embeddings and output are F16.  types: other
-    types by role ("attn_v", "output") or by whole name ("blk.0.ffn_down.weight").
-    rope_scaling: keys under `rope.scaling.`, such as {"factor": 4.0}.
-    rope_freqs: with factors of 1 to 8 on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.
-    qkv_biases: None for what the architecture demands.  output_biases: the optional attn_output.bias.
-    metadata: further keys, written as they are, or other values for keys; None takes one away.
-    special: types of further special tokens, which take the place of padding.  template: None for ChatML.
-    vocabulary: or what adds another one, see large_vocabularies.  n_distinct: rows of a matrix that differ, others
-    repeat them, so that a large model is written in little time.
+    the merges do not fill is padding.  tied: always so in gemma2 and bitnet.  tensor_type: of the matrices; norms and
+    biases are F32, and with I2_S embeddings and output are F16.  types: other types by role ("attn_v", "output") or by
+    whole name ("blk.0.ffn_down.weight").  rope_scaling: keys under `rope.scaling.`.  rope_freqs: with factors of 1 to 8
+    on the frequencies, as Llama 3.1 has, or with phi3's long and short ones.  qkv_biases: None for what the
+    architecture demands.  output_biases: the optional attn_output.bias.  metadata: further or other keys; None takes
+    one away.  special: types of further special tokens, in place of padding.  template: None for ChatML.  vocabulary:
+    or what adds another one, see large_vocabularies.  n_distinct: rows of a matrix that differ, the others repeat them.
     """
     n_embd = n_embd or (256 if tensor_type in BLOCK_256_TYPES + TERNARY_TYPES else 96)
     n_layers = n_layers or _N_LAYERS.get(architecture, 2)
     sizes = Sizes(n_embd, n_layers, n_heads, n_kv_heads, head_dim or n_embd // n_heads, n_ff or 3 * n_embd, n_vocab)
     writer = named_writer(path, architecture, tensor_type)
-    keys: dict[str, Value] = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **size_keys(sizes)}
-    keys |= _KEYS.get(architecture, {}) | {f"rope.scaling.{key}": value for key, value in (rope_scaling or {}).items()}
-    add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    add_vocabulary = {"bpe": add_bpe, "spm": _add_spm}[vocabulary] if isinstance(vocabulary, str) else vocabulary
+    keys = {"context_length": n_ctx_train, "rope.freq_base": rope_base, **size_keys(sizes)}
+    add_keys(writer, _keys_of(architecture, keys, rope_scaling or {}) | dict(metadata or {}))
+    add_vocabulary = {"bpe": add_bpe, "spm": _add_spm}.get(vocabulary, vocabulary)
     add_vocabulary(writer, n_vocab, special or {}, template or CHATML)
     _add_matrices(writer, architecture, sizes, tied, tensor_type, types or {}, seed, n_distinct)
     _add_vectors(writer, architecture, sizes, qkv_biases, output_biases, rope_freqs, seed)
     return written(writer, path)
+
+
+def _keys_of(
+    architecture: Architecture, keys: Mapping[str, Value], rope_scaling: Mapping[str, Value]
+) -> dict[str, Value | None]:
+    """These keys and those that the architecture needs, by their whole names."""
+    scaling = {f"rope.scaling.{key}": value for key, value in rope_scaling.items()}
+    found = {**keys, **_KEYS.get(architecture, {}), **scaling}
+    return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def named_writer(path: Path, architecture: str, tensor_type: str) -> gguf.GGUFWriter:
