@@ -141,7 +141,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         std::memcpy(&x[i], &bits, 4);
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
-    TextState cache({KvType::F16, 16, 16, {{1, 1019, 0}}});
+    TextState cache({KvType::F16, 16, 16, {KvSizes{1, 1019, 0}}});
     cache.reserve(16);
     const KvHead head = cache.head(0, 0);
     kernels.store_key_value(head, 3, x.data(), x.data());
@@ -227,8 +227,9 @@ private:
         for (int i = 0; i < attention.head_dim / 2; i++) rope.frequencies.push_back(1.0 / (1 + 3 * i));
         config.ropes = {rope};
         config.query_scales = {{{0.14f}, 128}};
-        config.layers = {{attention, dense}, {attention, dense}};
-        config.layers[1].attention.window = 5;
+        AttentionConfig windowed = attention;
+        windowed.window = 5;
+        config.layers = {{attention, dense}, {windowed, dense}};
         return config;
     }
 
