@@ -159,12 +159,12 @@ class LlamaCppModel(OfOneProcess):
         return self._lost is not None and not self._is_closed
 
     def restart(self) -> None:
-        """Load the model into another process. Raises BackendLost, ModelFileChanged."""
+        """Load the model into another process. Raises BackendLost; ModelFileChanged where the file was written to."""
         wanted = self._loaded.wanted
         self._check_files()
-        for file in self._files:
-            file.check_name()  # by which the process opens it
         try:
+            for file in self._files:
+                file.check_name()  # by which the process opens it
             self._process = Process()  # where `interrupt` finds it
             loaded = load(wanted, self._process)
             if loaded.sizes != self.spec:
