@@ -116,6 +116,8 @@ class LlamaCppModel(OfOneProcess):
         """Give the memory back. Further calls raise."""
         self._is_closed = True
         self._process.close()
+        for file in self._files:
+            file.close()
 
     # ---- What its session uses ---------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from edgeinfer.sampling import SamplingParams
 
 TEXTS = ["x", "a\0b", "\ud800", "~nobody/x", "auto"]
 FILES = [Path("nowhere.gguf"), Path("a\0b")]
+NAMES = [text for text in TEXTS if "\0" not in text]  # of files
 LISTS_OF_TEXTS = [["x"], ["x", "y"], ["auto"], ["none"]]
 COUNTS = [1, 7, np.int64(3)]
 ZERO_D = [np.array(3)]
@@ -42,25 +43,25 @@ LOADING = {
     "cache_type": [],
     "ternary_bits": ["auto"],
     "backend": ["auto"],
-    "draft": [*TEXTS, *FILES, *LISTS_OF_TEXTS[:1], *EMPTY, None],
+    "draft": [*NAMES, *FILES, *LISTS_OF_TEXTS[:1], *EMPTY, None],
     "draft_max": [*INTEGERS, *HUGE],
     "draft_device": ["auto"],
     "progress": [*CALLED, None],
 }
 REQUEST = {
-    "max_tokens": [*INTEGERS, *HUGE, None],
-    "stop": [*TEXTS, *LISTS_OF_TEXTS, *EMPTY],
+    "max_tokens": [*INTEGERS, *HUGE, -1, None],
+    "stop": [*TEXTS, *LISTS_OF_TEXTS, *EMPTY, None],
     "params": [None],
     "progress": [*CALLED, None],
-    "temperature": NUMBERS,
-    "top_k": INTEGERS,
-    "top_p": [0, 1, *FRACTIONS],
-    "min_p": [0, 1, *FRACTIONS],
-    "repeat_penalty": NUMBERS[1:],
-    "frequency_penalty": [*NUMBERS, *NEGATIVE],
-    "presence_penalty": [*NUMBERS, *NEGATIVE],
-    "penalty_last_n": [*INTEGERS, -1],
-    "seed": [*INTEGERS, None],
+    "temperature": [*NUMBERS, None],
+    "top_k": [*INTEGERS, -1, None],
+    "top_p": [0, 1, *FRACTIONS, None],
+    "min_p": [0, 1, *FRACTIONS, None],
+    "repeat_penalty": [*NUMBERS[1:], None],
+    "frequency_penalty": [*NUMBERS, *NEGATIVE, None],
+    "presence_penalty": [*NUMBERS, *NEGATIVE, None],
+    "penalty_last_n": [*INTEGERS, -1, None],
+    "seed": [*INTEGERS, -1, None],
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # drafters that cannot be used
@@ -98,7 +99,7 @@ def test_load_takes_what_it_says(model, name):
 
 def test_load_says_of_a_file_that_it_is_none():
     for value in [value for value in ODD if value is not None]:
-        is_name = isinstance(value, (str, Path)) and value != ""
+        is_name = isinstance(value, (str, Path)) and value != "" and "\0" not in str(value)
         with pytest.raises(ModelNotFound if is_name else InvalidArgument):
             edgeinfer.load(value)
 

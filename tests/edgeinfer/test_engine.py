@@ -922,7 +922,7 @@ def test_an_engine_that_is_closed_holds_no_cache(fresh, backend):
     engine.close()
     with pytest.raises(EdgeInferError, match="is closed"):
         session.forward([1])
-    held = {"native": "_state", "reference": "keys", "opencl": "_cache", "onnx": "_cache"}
+    held = {"native": "_state", "reference": "_states", "opencl": "_cache", "onnx": "_cache"}
     if backend in held:
         assert not getattr(session, held[backend])
 

@@ -67,7 +67,7 @@ SOME = [(copy_over, 0.01), (cut, 0.01), (rename_over, 1.0)]
 def test_each_target_refuses_a_source_that_changed(tmp_path: Path, case: str, change: Change, share: float) -> None:
     to, kind, wanted, more = CASES[case]
     source, other = model(tmp_path / "in" / "m.gguf", kind), model(tmp_path / "other" / "m.gguf", kind, seed=1)
-    out = tmp_path / "out" / "made"
+    out = tmp_path / "out" / ("made.litertlm" if to == "litertlm" else "made")
     out.parent.mkdir()
     target, request = open_target(to), Request(source, out, wanted, n_ctx=64, check=False, more=more)
     progress = Once(lambda: change(source, other), share)
@@ -172,7 +172,7 @@ COMMANDS = {
     "gguf": ["export", "SOURCE", "--to", "gguf", "--type", "Q4_0", "-o", "OUT"],
     "copy": ["export", "SOURCE", "--to", "gguf", "-o", "OUT"],
     "imatrix": ["imatrix", "SOURCE", "--calibration", "TEXT", "-o", "OUT"],
-    "litertlm": ["export", "SOURCE", "--to", "litertlm", "--no-check", "-o", "OUT"],
+    "litertlm": ["export", "SOURCE", "--to", "litertlm", "--no-check", "-o", "OUT.litertlm"],
     "genai": ["export", "SOURCE", "--to", "genai", "--no-check", "-o", "OUT"],
     "mnn": ["export", "SOURCE", "--to", "mnn", "--no-check", "-o", "OUT"],
     "generate": ["generate", "-m", "SOURCE", "-p", "hello", "-n", "2"],
@@ -188,7 +188,12 @@ def test_no_command_ends_with_a_signal(tmp_path: Path, command: str, n_reads: in
     source = model(tmp_path / "m.gguf", "F16")
     text = tmp_path / "text"
     text.write_text("hello world " * 100)
-    places = {"SOURCE": str(source), "OUT": str(tmp_path / "out"), "TEXT": str(text)}
+    places = {
+        "SOURCE": str(source),
+        "OUT": str(tmp_path / "out"),
+        "OUT.litertlm": str(tmp_path / "out.litertlm"),
+        "TEXT": str(text),
+    }
     arguments = [places.get(word, word) for word in COMMANDS[command]]
     command_line = [sys.executable, "-c", _CUT, str(n_reads), *arguments]
     run = subprocess.run(command_line, capture_output=True, text=True, timeout=120)

@@ -57,12 +57,12 @@ def opened(path: Path, cache: int | None, n_threads: int = 1, n_batch: int = 16)
         spec = read_spec(file)
         plan = backend.plan(file, spec, N_CTX, n_batch, n_threads, expert_cache=cache)
         model = backend.load(file, spec, plan, Device(n_threads))
-        assert model.memory().experts == plan.use.experts
-        assert model.memory().weights == plan.use.weights
-        try:
-            yield model
-        finally:
-            model.close()
+    assert model.memory().experts == plan.use.experts
+    assert model.memory().weights == plan.use.weights
+    try:
+        yield model
+    finally:
+        model.close()
 
 
 def all_logits(model: NativeModel) -> NDArray[np.float32]:

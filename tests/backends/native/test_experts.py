@@ -18,7 +18,7 @@ from edgeinfer.backends.native.experts import EXPERT_ROLES
 from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_experts import Choice, choose
-from edgeinfer.errors import BadPack, ExpertReadError, Interrupted, UnsupportedModel
+from edgeinfer.errors import BadPack, ExpertReadError, Interrupted, ModelFileChanged, UnsupportedModel
 from edgeinfer.models import Experts, ModelSpec, RouterFunction, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device
@@ -402,7 +402,7 @@ def test_the_first_pass_may_be_stopped_before_any_expert_is_chosen(tmp_path: Pat
 def test_an_expert_that_cannot_be_read_ends_the_pass_with_an_error(tmp_path: Path, rng: np.random.Generator) -> None:
     path, tokens = write_tiny_experts(tmp_path / "m.gguf", "qwen2moe", "Q4_K", n_experts=16), tokens_of(rng, 20)
     expected = logits_of(path, tokens)
-    with ModelFile.open(path) as file:
+    with pytest.raises(ModelFileChanged), ModelFile.open(path) as file:  # raised at the end, where it is closed
         backend, spec = NativeBackend(tuned=False), read_spec(file)
         sizes = backend.experts(file, spec).sizes()
         assert sizes is not None

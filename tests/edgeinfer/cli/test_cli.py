@@ -772,7 +772,7 @@ def test_what_cannot_be_started_again_leaves_the_conversation_to_be_saved_and_5(
         os.kill(llama_cpp_of(person), signal.SIGKILL)
         person.type("again\r")
         person.see("error: llama.cpp crashed")
-        person.see("it was started again, and failed: ")
+        person.see("it was started again, and failed:")
         person.see("the conversation is kept without this message: /save FILE writes it")
         person.say("/stats")
         person.see("error: llama.cpp crashed")

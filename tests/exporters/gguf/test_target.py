@@ -388,7 +388,7 @@ def test_what_has_no_room_is_refused_with_the_shortfall(
         (["--type", "Q9"], "there is no type 'Q9'"),
         (["--type", "auto"], "--type auto needs --size"),
         (["--type", "auto", "--size", "1MB", "--cost", "fast"], "--cost must be verify:N"),
-        (["--type", "auto", "--size", "50%"], "--size must be a size such as 900MB or 4GiB: found 50%"),
+        (["--type", "auto", "--size", "50%"], "such as 900MB or 4GiB: found '50%'"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
