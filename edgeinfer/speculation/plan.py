@@ -192,18 +192,17 @@ def find_drafters(
     tokens that a pass is to verify.
     """
     free, name = drafters_named(draft)
-    if draft == "auto":
-        path = head_beside(target, heads_folder())
-    else:
-        path = None if name is None else Path(name)
+    packaged = head_beside(target, heads_folder()) if draft == "auto" else None
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
-    if path is None and draft_device not in ("auto", "cpu"):
-        found.dropped[draft_device] = "there is no draft model (-md) to run there"
-    if path is None:
+    if packaged is None and name is None:
+        if draft_device not in ("auto", "cpu"):
+            found.dropped[draft_device] = "there is no draft model (-md) to run there"
         return found
     try:
-        file = ModelFile.open(path if draft == "auto" else find_model(path, "draft"))
+        place = packaged if name is None else find_model(name, "draft")
+        assert place is not None  # one of both is there
+        file = ModelFile.open(place)
     except InvalidArgument:
         raise
     except (EdgeInferError, OSError) as error:

@@ -43,7 +43,7 @@ LOADING = {
     "cache_type": [],
     "ternary_bits": ["auto"],
     "backend": ["auto"],
-    "draft": [*NAMES, *FILES, *LISTS_OF_TEXTS[:1], *EMPTY, None],
+    "draft": [*NAMES, FILES[0], *LISTS_OF_TEXTS[:1], *EMPTY, None],
     "draft_max": [*INTEGERS, *HUGE],
     "draft_device": ["auto"],
     "progress": [*CALLED, None],

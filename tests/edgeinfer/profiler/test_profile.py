@@ -86,12 +86,13 @@ def test_what_is_listed_fits_and_is_what_load_plans(tiny):
     )
 
 
-def test_a_short_context_is_listed_where_no_longer_one_fits(tiny):
-    budget = edgeinfer.profile(tiny, n_ctx=64, draft="none").ledger.peak
-    found = edgeinfer.profile(tiny, fit=budget)
-    longest = [row.settings.n_ctx for row in found.fit if not row.changes_text][0]
-    peaks = [edgeinfer.profile(tiny, n_ctx=n_ctx, draft="none").ledger.peak for n_ctx in (longest, 2 * longest)]
-    assert longest >= 64 and peaks[0] <= budget < peaks[1]
+def test_a_short_context_is_listed_where_no_longer_one_fits(tmp_path):
+    model = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0", n_ctx_train=8192)
+    budget = edgeinfer.profile(model, n_ctx=64, draft="none").ledger.peak
+    first = next(row for row in edgeinfer.profile(model, fit=budget).fit if not row.changes_text)
+    longer = replace(first.settings, n_ctx=first.settings.n_ctx + 64)
+    assert 64 <= first.settings.n_ctx < 4096 and first.peak <= budget
+    assert edgeinfer.profile(model, **vars(longer)).ledger.peak > budget
 
 
 def test_a_model_larger_than_the_machine_is_profiled_and_exit_code_4_says_so(tiny):

@@ -586,10 +586,8 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
         write_tiny_head(path, model, metadata={"draft-head.kind": "unheard of"})
     else:
         monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
-        budget, expected = (
-            opened(model, draft="none").memory.peak + 1000,
-            f"loading with no draft head \\({head.name}\\)$",
-        )
+        budget = opened(model, draft="none").memory.peak + 1000
+        expected = f"loading with no draft head \\({head.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=[str(path)], budget=budget)
     assert tokens_of(engine) == tokens_of(plain)
