@@ -90,8 +90,8 @@ def test_a_short_context_is_listed_where_no_longer_one_fits(tmp_path):
     model = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0", n_ctx_train=8192)
     budget = edgeinfer.profile(model, n_ctx=64, draft="none").ledger.peak
     first = next(row for row in edgeinfer.profile(model, fit=budget).fit if not row.changes_text)
-    longer = replace(first.settings, n_ctx=first.settings.n_ctx + 64)
-    assert 64 <= first.settings.n_ctx < 4096 and first.peak <= budget
+    longer = replace(first.settings, n_ctx=first.settings.n_ctx + 128)  # a segment
+    assert 64 <= first.settings.n_ctx < 8192 and first.peak <= budget
     assert edgeinfer.profile(model, **vars(longer)).ledger.peak > budget
 
 
