@@ -88,7 +88,7 @@ setup: .venv/.builders
 	@[ "$$(cat $@ 2>/dev/null)" = '$(EDGEINFER_SETS)' ] || echo '$(EDGEINFER_SETS)' > $@
 
 .venv/.installed: .venv/.builders .venv/.sets pyproject.toml $(NATIVE)
-	@echo "== compiling and installing edgeinfer (editable); a minute or two the first time"
+	@echo "== compiling and installing edgeinfer (editable); some two minutes the first time"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
