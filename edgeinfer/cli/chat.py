@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from contextlib import ExitStack
@@ -84,11 +85,22 @@ def chat(
             from edgeinfer.cli.sessions import Session
 
             session = opened.enter_context(Session(session_name))
+        _import_ahead(message is None)
         engine = opened.enter_context(open_engine(flags))
         if message is None:
             _converse(engine, session, system, None if no_history else _history_file(), flags)
         else:
             _answer_once(engine, session, system, message, as_json, flags)
+
+
+def _import_ahead(is_conversation: bool) -> None:
+    """Load what shows answers before the model, so that the memory plan counts it."""
+    if is_conversation:
+        importlib.import_module("edgeinfer.cli.repl")
+    if is_conversation or sys.stdout.isatty():
+        from edgeinfer.cli.markdown import warm_up
+
+        warm_up()
 
 
 def _converse(

@@ -7,6 +7,7 @@ emphasis until it closes, a table until its last row. The work for a token does 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from dataclasses import dataclass
@@ -343,6 +344,17 @@ def _signs(stream: TextIO) -> dict[str, str]:
     except (UnicodeEncodeError, LookupError):
         return {"bullet": "-", "bar": "> ", "rule": "-", "column": " | "}
     return signs
+
+
+def warm_up() -> None:
+    """Write some of everything to nowhere: libraries and their tables are in memory after it."""
+    writer = MarkdownWriter(io.StringIO())
+    for text in (
+        "# Title\n\nA *word* `code` [link](target), 日本 \U0001f469\u200d\U0001f467\n\n",
+        "- item\n\n| a | b |\n|---|---|\n| 1 | 2 |\n",
+    ):
+        writer.write(text)
+    writer.end_line()
 
 
 def answer_writer(stream: TextIO, *, is_plain: bool = False, style: str = "") -> Writer:

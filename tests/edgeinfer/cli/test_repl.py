@@ -6,7 +6,7 @@ import re
 import click
 import pytest
 from click.testing import CliRunner
-from person import SAYING_MAIN, sitting_at
+from person import MAIN, SAYING_MAIN, sitting_at
 from screen import Screen
 from tiny_models import write_tiny_model
 
@@ -30,6 +30,25 @@ def model(tmp_path_factory):
 def other(tmp_path_factory):
     folder = tmp_path_factory.mktemp("other")
     return str(write_tiny_model(folder / "other.gguf", seed=5, n_ctx_train=512, metadata={"general.name": "the other"}))
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_shows_answers_is_in_the_memory_plan(model, tmp_path, native):
+    """Of the ledger: the process, which has the libraries of the terminal, takes no more than its lines say."""
+    with sitting_at(model, tmp_path, "--backend", "native", "--draft", "none", "-n", "5", main=MAIN) as person:
+        person.see("Ctrl-D leaves")
+        person.say("日本 **hello**")
+        person.see("tok/s")
+        person.see_prompt()
+        person.type("/stats\r")
+        shown = person.see("sampling ")
+    figures = {name: re.search(rf"{name} .*?([\d.]+) MiB of +([\d.]+) MiB", shown) for name in ("memory", "process")}
+    assert figures["memory"] and figures["process"], shown
+    taken, planned = map(float, figures["process"].groups())
+    assert taken <= planned + 4.0  # the vocabulary and sampling are lines of their own
+    assert float(figures["memory"][1]) <= float(figures["memory"][2])
 
 
 # ---- The line after an answer ----------------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def test_what_is_no_repository_is_said_with_an_example(name):
         ("registry.ollama.ai/u/m", "`ollama pull u/m` fetches it"),
         ("https://example.org/m.gguf", "download the file, and name that one"),
         ("s3://bucket/m.gguf", "download the file"),
-        ("file:///tmp/m%20n.gguf", "name the file itself, /tmp/m n.gguf"),
+        ("file:///models/m%20n.gguf", "name the file itself, /models/m n.gguf"),
     ],
 )
 def test_a_url_says_what_to_do(url, advice):
