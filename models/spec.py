@@ -394,8 +394,8 @@ class Experts(FeedForward):
         return 2 * self.n_ff
 
     def share_used(self, role: str) -> float:
-        """See Block: of the matrices of experts, those that were chosen."""
-        return self.n_used / self.n_experts if role in ("gate", "up", "down") else 1.0
+        """See Block: of what experts have, that of those that were chosen."""
+        return self.n_used / self.n_experts if role.removesuffix("_bias") in ("gate", "up", "down") else 1.0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""

@@ -762,3 +762,4 @@ def test_attention_knows_how_many_positions_are_read(window: int | None, seen: i
 def test_a_token_uses_the_experts_that_were_chosen() -> None:
     block = Experts(96, 64, 8, 2, "r", "g", "u", "d", n_ff_shared=32, shared_gate="a", shared_up="b", shared_down="c")
     assert block.multiply_adds() == 8 * 96 + 2 * 3 * 64 * 96 + 3 * 32 * 96
+    assert replace(block, gate_bias="x").multiply_adds() - block.multiply_adds() == 2 * 64
