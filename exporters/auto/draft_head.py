@@ -18,12 +18,11 @@ from edgeinfer.exporters.auto.chains import Margins
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.state import State
 from edgeinfer.exporters.auto.target import Target, TargetText
-from edgeinfer.exporters.auto.trial import Rounding, least_seconds, open_rounded
+from edgeinfer.exporters.auto.trial import Rounding, least_seconds, rounded_file
 from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
-from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checks.head import target_rows
 from edgeinfer.exporters.source import Source
-from edgeinfer.files import temporary_folder
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
@@ -82,15 +81,14 @@ class DraftHead:
         self, held: Types, roundings: Mapping[str, Rounding], texts: Sequence[TargetText], n_depths: int
     ) -> Iterator[NativeHeadModel]:
         n = n_depths * max((len(text.tokens) for text in texts), default=8)
-        with temporary_folder() as folder:
-            with open_rounded(folder, self._source, held, roundings, {}) as file:
-                spec = read_head_beside(file, self._target.file, self._target.model.spec)
-                plan = plan_head(file, spec, n, n, self._device.n_threads)
-                head = load_head(file, spec, self._target.model, plan, self._device)
-            try:
-                yield head
-            finally:
-                head.close()
+        with rounded_file(self._source, held, roundings, {}) as file:
+            spec = read_head_beside(file, self._target.file, self._target.model.spec)
+            plan = plan_head(file, spec, n, n, self._device.n_threads)
+            head = load_head(file, spec, self._target.model, plan, self._device)
+        try:
+            yield head
+        finally:
+            head.close()
 
     def _margins(self, head: NativeHeadModel, texts: Sequence[TargetText], n_depths: int) -> list[Margins]:
         return [_chain_margins(head, each, n_depths) for each in self._read(texts)]

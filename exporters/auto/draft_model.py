@@ -20,8 +20,8 @@ from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.trials import Measured, Trials, Types
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.calibration.imatrix import Imatrix
-from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.source import Source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import ModelSpec, TensorRows, read_draft_spec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
-from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of, model_file_of
+from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of
 from edgeinfer.exporters.calibration.texts import ANSWER_TOKENS, answer_context, asked, texts_of_file
 from edgeinfer.exporters.source import open_source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -16,9 +15,8 @@ import numpy as np
 from edgeinfer.backends.native.repacking import RepackableModel, Trace
 from edgeinfer.exporters.auto.rounding import Importance, amplified_rows, rounded_bytes
 from edgeinfer.exporters.auto.windows import Window
-from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.source import Bytes, Source, SourceTensor
-from edgeinfer.files import temporary_folder
+from edgeinfer.exporters.virtual_file import VirtualModelFile, VirtualTensor
 from edgeinfer.models import ModelSpec, formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import Device, Logits
@@ -65,9 +63,8 @@ class TrialModel:
         self._rounded: dict[str, Rounding] = {}
         self._resources = ExitStack()
         try:
-            folder = self._resources.enter_context(temporary_folder())
-            file = open_rounded(folder, source, self._held, self._rounded, importance)
-            self._resources.enter_context(file)
+            rounded = rounded_file(source, self._held, self._rounded, importance)
+            file = self._resources.enter_context(rounded)
             spec = read(file)
             self.n_layers = spec.n_layers
             self._model = RepackableModel(file, spec, n_tokens, device)
@@ -117,23 +114,19 @@ class TrialModel:
         self.close()
 
 
-def open_rounded(
-    folder: Path,
-    source: Source,
-    held: Mapping[str, GGMLType],
-    roundings: Mapping[str, Rounding],
-    importance: Importance,
-) -> ModelFile:
+def rounded_file(
+    source: Source, held: Mapping[str, GGMLType], roundings: Mapping[str, Rounding], importance: Importance
+) -> AbstractContextManager[ModelFile]:
     """A model file with the metadata of a source, which gives the tensors as they are to be in memory.
 
-    folder: for the metadata.  held: see TrialModel.  roundings: of tensors, as they are when one is read.
+    held: see TrialModel.  roundings: of tensors, as they are when one is read.
     """
-    write_gguf(folder / "trial.gguf", source.metadata, [])
-    file = ModelFile.open(folder / "trial.gguf")
-    for tensor in source.tensors:
+
+    def virtual(tensor: SourceTensor) -> VirtualTensor:
         type = held.get(tensor.name, tensor.type)
-        file.define(tensor.name, type, tensor.shape, partial(_bytes, tensor, type, roundings, importance))
-    return file
+        return VirtualTensor(tensor.name, type, tensor.shape, partial(_bytes, tensor, type, roundings, importance))
+
+    return VirtualModelFile.of(source.path, source.metadata, map(virtual, source.tensors))
 
 
 def _bytes(

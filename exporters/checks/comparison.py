@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import BudgetExceeded, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.source import Source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.gguf import ModelFile
 
 N_GREEDY = 32

@@ -14,10 +14,11 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import BudgetExceeded, NumericalError
-from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.checks.comparison import N_TEXT, Checked, distance
 from edgeinfer.exporters.source import Source, open_source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile

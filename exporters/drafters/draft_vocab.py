@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.calibration.prompts import PROMPTS
-from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.tokenizer import Tokenizer
