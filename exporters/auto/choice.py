@@ -13,7 +13,6 @@ from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
-from edgeinfer.exporters.auto.divergence import Distance
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.speed import Speeds
@@ -23,6 +22,7 @@ from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.calibration.prompts import HELD_OUT
 from edgeinfer.exporters.calibration.running import native_model
 from edgeinfer.exporters.calibration.texts import answer_context, own_answers, texts_of_file
+from edgeinfer.exporters.divergence import Distance
 from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source
 from edgeinfer.exporters.virtual_file import model_file_of

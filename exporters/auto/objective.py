@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from edgeinfer.exporters.auto.divergence import Reference, mean_distance
+from edgeinfer.exporters.divergence import Reference, mean_distance
 from edgeinfer.types import Logits
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
 from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.objective import Divergence, Objective
 from edgeinfer.exporters.auto.pace import Pace
 from edgeinfer.exporters.auto.rounding import Importance
@@ -22,6 +21,7 @@ from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
 from edgeinfer.exporters.auto.trials import Measured, Trials, Types, digest_of
 from edgeinfer.exporters.auto.windows import Window
+from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType

@@ -11,11 +11,11 @@ from tiny_models import write_tiny_model
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.exporters.auto import choice, speed, trials
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
-from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
 from edgeinfer.exporters.calibration import collect
 from edgeinfer.exporters.calibration.prompts import PROMPTS
+from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
