@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from edgeinfer.backends.native.tuning import Fields, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.file_identity import FileWatch
-from edgeinfer.models import Experts, ModelSpec
+from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
@@ -252,18 +251,6 @@ class NativeModel(NativeDecoder):
             return None
         return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
 
-    def set_expert_prefetch(self, share: float) -> None:
-        """Read this share of the experts of a token ahead in all layers but the first one with experts, 0 for none.
-
-        See ExpertCache.set_prefetch; without an expert cache there is nothing to read.
-        """
-        cache = self.expert_cache
-        if cache is None:
-            return
-        for layer, block in enumerate(layer.ffn for layer in self.spec.layers):
-            if isinstance(block, Experts):
-                cache.set_prefetch(layer, math.ceil(share * block.n_used))
-
     def expert_stats(self) -> _core.ExpertStats | None:
         """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
         cache = self.expert_cache
@@ -272,10 +259,6 @@ class NativeModel(NativeDecoder):
     def set_expert_tier(self, tier: ExpertTier | None) -> None:
         """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
         self.decoder().set_tier(tier)
-
-    def packed_weights(self) -> NDArray[np.uint8]:
-        """All packed weights, (n_bytes,), read-only, without a copy."""
-        return self.weights().data
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a text of its own for passes of up to n_tokens."""

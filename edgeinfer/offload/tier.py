@@ -92,11 +92,6 @@ class DeviceTier:
             self._slots[layer][expert] = slot
             self._cache.keep(layer, expert)
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether the device works, as far as is known."""
-        return self._device is not None
-
     def describe(self) -> str:
         """A line for people: what it holds, and what it did since the model was loaded."""
         if self._device is None:

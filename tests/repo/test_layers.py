@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     (
         "backends",
         [
-            {"backends.reference", "backends.reference_head", "backends.reference_math", "backends.reference_attention"}
+            {"backends.reference", "backends.reference_math", "backends.reference_attention"}
             | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"},
             {"backends.native"},
             {"backends.llama_cpp"},
