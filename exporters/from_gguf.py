@@ -10,7 +10,7 @@ from pathlib import Path
 from edgeinfer.arguments import human_bytes
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.target import Choices, prepare, write_file
-from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.source import named_as, open_source
 from edgeinfer.files import folder_beside, temporary_folder
 
@@ -18,12 +18,12 @@ from edgeinfer.files import folder_beside, temporary_folder
 class FromGguf:
     """A target behind the one for GGUF files, where the request names a folder of Hugging Face or a type."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ExportTarget) -> None:
         self.target = target
         self._choices = Choices()
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         if not _needs_file(request):
             plan = self.target.plan(request)
             with open_source(request.source) as source:  # a GGUF file
@@ -43,7 +43,7 @@ class FromGguf:
         )
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write."""
+        """See ExportTarget.write."""
         if not _needs_file(request):
             return self.target.write(request, progress)
         with _work_folder(request.out) as folder:

@@ -47,10 +47,10 @@ _KEPT_PREFIXES = ("tokenizer.ggml.bos_", "tokenizer.ggml.eos_", "tokenizer.ggml.
 
 
 class OnnxTarget:
-    """`--to onnx`, see Target. Options: model, the target of a draft head; operators; external_data."""
+    """`--to onnx`, see ExportTarget. Options: model, the target of a draft head; operators; external_data."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         path = file_in(request.out)
         _check_place(request.out)
         with _opened(request) as (source, model, n_ctx):
@@ -69,7 +69,7 @@ class OnnxTarget:
             return Plan(tensors, files, peak, sum(files.values()) + texts, list(_notes(source, n_ctx, style)))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. By the rules of ONNX it is always checked, and run on some tokens."""
+        """See ExportTarget.write. By the rules of ONNX it is always checked, and run on some tokens."""
         with _opened(request) as (source, model, n_ctx):
             style, beside = request.more.get("operators", "contrib"), request.more.get("external_data", False)
             found: list[tuple[Checked, int | None]] = []

@@ -47,7 +47,7 @@ def _none() -> TokenIds:
 
 
 @dataclass(frozen=True)
-class Text:
+class SessionText:
     """What is committed, and what of the last pass may be.
 
     n_past: committed tokens.  kept: rows of the last pass that were committed, which the process does not know yet.
@@ -133,7 +133,9 @@ class LlamaCppModel(OfOneProcess):
         self.check_open()
         return self._loaded.use
 
-    def run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]) -> Logits:
+    def run(
+        self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]
+    ) -> Logits:
         """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
 
         Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
@@ -197,7 +199,7 @@ class LlamaCppSession(OfOneProcess):
         self.n_ctx = n_ctx
         self.n_batch = model.n_batch
         self.is_closed = False
-        self._text = Text()  # one object, put in one assignment: Ctrl-C finds the old or the new
+        self._text = SessionText()  # one object, put in one assignment: Ctrl-C finds the old or the new
 
     @property
     def spec(self) -> ModelSizes:
@@ -237,14 +239,14 @@ class LlamaCppSession(OfOneProcess):
         """See Session.commit."""
         text = self._open()
         rows = check_path(path, text.links)
-        self._text = Text(text.n_past + len(rows), rows if len(text.links) else text.kept)
+        self._text = SessionText(text.n_past + len(rows), rows if len(text.links) else text.kept)
 
     def truncate(self, n_past: int) -> int:
         """See Session.truncate. Reaches every length: a model with a state reads the text again in its next pass."""
         text = self._open()
         if not 0 <= n_past <= text.n_past:
             raise ShapeError(f"n_past must be in 0..{text.n_past}: found {n_past}")
-        self._text = Text(n_past, text.kept)
+        self._text = SessionText(n_past, text.kept)
         return n_past
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
@@ -253,7 +255,7 @@ class LlamaCppSession(OfOneProcess):
         Starts llama.cpp again if it has crashed. Raises BackendLost if that fails.
         """
         if not self.is_closed and self.model.is_lost:
-            self._text = Text()  # first: no Ctrl-C may leave the old one with the new process
+            self._text = SessionText()  # first: no Ctrl-C may leave the old one with the new process
             self.model.restart()
         return self.truncate(0)
 
@@ -270,18 +272,18 @@ class LlamaCppSession(OfOneProcess):
         """End this text; the model may then have another session. Further calls raise."""
         self.is_closed = True
 
-    def _open(self) -> Text:
+    def _open(self) -> SessionText:
         if self.is_closed:
             raise EdgeInferError("this session is closed")
         self.model.check_open()
         return self._text
 
-    def _run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
+    def _run(self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
         """Logits (len(rows), n_vocab) of a pass."""
 
         def has_run() -> None:
-            self._text = Text(text.n_past)  # what was committed before is known there now
+            self._text = SessionText(text.n_past)  # what was committed before is known there now
 
         out = self.model.run(text, ids, links, rows, has_run)
-        self._text = Text(text.n_past, links=links)
+        self._text = SessionText(text.n_past, links=links)
         return out

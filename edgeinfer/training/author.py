@@ -14,7 +14,7 @@ from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.sampling import SamplingParams, sample
-from edgeinfer.training.corpus import Request, Text
+from edgeinfer.training.corpus import AnswerRequest, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
 from edgeinfer.types import Logits, LogitsRows, Output
 
@@ -31,7 +31,7 @@ class NativeAuthor:
 
     context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
     are left out.  engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
-    taps: the rows that texts come with (Text.rows), those that NativeRecorder would record; None for texts without.
+    taps: the rows that texts come with (TrainingText.rows), as NativeRecorder records them; None for texts without.
     """
 
     n_prompts = 16
@@ -47,10 +47,10 @@ class NativeAuthor:
         self._max_tokens = max_tokens
         self._taps = taps
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         """See Author.write. A text for each turn of a request, with all that went before it."""
         messages: list[list[dict[str, str]]] = [[] for _ in requests]
-        texts: list[list[Text]] = [[] for _ in requests]
+        texts: list[list[TrainingText]] = [[] for _ in requests]
         for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
             asked: list[Asked] = []
             for number, request in enumerate(requests):
@@ -65,7 +65,7 @@ class NativeAuthor:
                 )
                 for (number, prompt), (answer, rows) in zip(group, answers, strict=True):
                     tokens = np.array(prompt + answer, dtype=np.int32)
-                    texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy, rows))
+                    texts[number].append(TrainingText(tokens, len(prompt), requests[number].params.is_greedy, rows))
                     content = self._engine.output_format.answer(prompt, answer)
                     messages[number].append({"role": "assistant", "content": content})
         return [text for each in texts for text in each]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import MIN_ANSWER, encode
-from edgeinfer.training.corpus import Request, Text
+from edgeinfer.training.corpus import AnswerRequest, TrainingText
 from edgeinfer.training.features import Halves, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
@@ -61,7 +61,7 @@ class BatchAuthor:
         self._context = context
         self._max_tokens = max_tokens
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         """See Author.write."""
         prompts = [(request, self._prompt(request)) for request in requests]
         fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._context]
@@ -69,13 +69,13 @@ class BatchAuthor:
         n_short = sum(len(prompt) <= SHORT for _, prompt in fitting)
         return [*self._texts(fitting[:n_short]), *self._texts(fitting[n_short:])]
 
-    def _texts(self, prompts: Sequence[tuple[Request, list[int]]]) -> list[Text]:
+    def _texts(self, prompts: Sequence[tuple[AnswerRequest, list[int]]]) -> list[TrainingText]:
         """The prompts with their answers."""
         if not prompts:
             return []
         answers = self.answers([prompt for _, prompt in prompts], [request.params for request, _ in prompts])
         return [
-            Text(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
+            TrainingText(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
             for (request, prompt), answer in zip(prompts, answers, strict=True)
         ]
 
@@ -128,7 +128,7 @@ class BatchAuthor:
         mask = torch.arange(n_seen, device=tokens.device) <= positions[:, None]
         return self._target.features(tokens[:, None], positions[:, None], mask[:, None, None], cache)[:, 0]
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: AnswerRequest) -> list[int]:
         return encode(self._engine, [{"role": "user", "content": request.prompt.turns[0]}])
 
     def _stop_ids(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Session, run_text
 from edgeinfer.errors import ModelFileError, NumericalError
 from edgeinfer.files import write_whole
-from edgeinfer.training.corpus import Corpus, Report, Text
+from edgeinfer.training.corpus import Corpus, Report, TrainingText
 from edgeinfer.types import TokenIds
 
 Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side
@@ -97,7 +97,7 @@ def checked_halves(rows: Halves) -> Halves:
 class Sample:
     """A text of a corpus and where its rows are: beside this shard, from this row on. number: the shard's, of all."""
 
-    text: Text
+    text: TrainingText
     shard: Path
     number: int
     first: int

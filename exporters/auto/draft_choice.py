@@ -17,7 +17,7 @@ from edgeinfer.exporters.auto.draft_model import DraftModel
 from edgeinfer.exporters.auto.draft_search import Drafted, DraftSearch
 from edgeinfer.exporters.auto.speed import MOST_LOAD
 from edgeinfer.exporters.auto.state import State, fingerprint_of
-from edgeinfer.exporters.auto.target import Target, TargetText, open_target
+from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText, open_target
 from edgeinfer.exporters.auto.trials import Types
 from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.request import Request, TypeChoice
@@ -77,7 +77,7 @@ def _search(
     source: Source,
     request: Request,
     imatrix: Imatrix | None,
-    target: Target,
+    target: MeasuredTarget,
     texts: Sequence[TargetText],
     lengths: Sequence[int],
     device: Device,
@@ -98,7 +98,10 @@ def _kept(state: State, name: str, value: float) -> float:
 
 
 def told(
-    search: DraftSearch, mixes: Mapping[str, Types], measured: Mapping[str, tuple[Drafted, float]], target: Target
+    search: DraftSearch,
+    mixes: Mapping[str, Types],
+    measured: Mapping[str, tuple[Drafted, float]],
+    target: MeasuredTarget,
 ) -> TypeChoice:
     """What is printed, written into the file and into the manifest. mixes: what was chosen, and others."""
     rows = {name: _row(search, types, *measured[name]) for name, types in mixes.items()}

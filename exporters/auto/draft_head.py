@@ -17,7 +17,7 @@ from edgeinfer.exporters.auto.candidates import Subject, formats_of
 from edgeinfer.exporters.auto.chains import Margins
 from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.target import Target, TargetText
+from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText
 from edgeinfer.exporters.auto.trial import Rounding, least_seconds, rounded_file
 from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
 from edgeinfer.exporters.checks.head import target_rows
@@ -42,7 +42,7 @@ class DraftHead:
     n_tokens = DEFAULT_WIDTH  # of the passes in which it drafts
     importance: Importance = MappingProxyType({})  # nothing measures one of heads
 
-    def __init__(self, source: Source, target: Target, device: Device) -> None:
+    def __init__(self, source: Source, target: MeasuredTarget, device: Device) -> None:
         self._source, self._target, self._device = source, target, device
         with model_file_of(source) as file:
             self._spec = read_head_beside(file, target.file, target.model.spec)

@@ -15,9 +15,9 @@ from edgeinfer.exporters.auto.candidates import Subject, subjects_of
 from edgeinfer.exporters.auto.chains import Margins, of_rows
 from edgeinfer.exporters.auto.choice import importance_by_tensor
 from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.target import Target, TargetText
+from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText
 from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Measured, Trials, Types
+from edgeinfer.exporters.auto.trials import LossTrials, Measured, Types
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.source import Source
@@ -39,7 +39,7 @@ class DraftModel:
 
     n_tokens = 1  # of the passes in which it drafts
 
-    def __init__(self, source: Source, target: Target, imatrix: Imatrix | None, device: Device) -> None:
+    def __init__(self, source: Source, target: MeasuredTarget, imatrix: Imatrix | None, device: Device) -> None:
         self._source, self._device = source, device
         with model_file_of(source) as file:
             spec = drafting_spec(file)
@@ -57,7 +57,7 @@ class DraftModel:
         """See Drafter.trials."""
         objective = Agreement([self._columns(text) for text in texts], noise)
         windows = [_window(text) for text in texts]
-        return Trials(
+        return LossTrials(
             self._source, self.subjects, self.importance, windows, self._device, objective, state, drafting_spec
         )
 

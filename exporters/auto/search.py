@@ -19,7 +19,7 @@ from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, m
 from edgeinfer.exporters.auto.speed import Speeds
 from edgeinfer.exporters.auto.state import State, fingerprint_of
 from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Measured, Trials, Types, digest_of
+from edgeinfer.exporters.auto.trials import LossTrials, Measured, Types, digest_of
 from edgeinfer.exporters.auto.windows import Window
 from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Told, untold
@@ -81,7 +81,7 @@ class Search:
             state = State(state, fingerprint_of(subjects, windows, importance))
         self._state = state
         self._choose = choose or self._least_loss
-        self._trials: Measured = trials or Trials(
+        self._trials: Measured = trials or LossTrials(
             source, subjects, importance, windows, device, objective or Divergence(), self._state
         )
         self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)

@@ -39,7 +39,7 @@ class TargetText:
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredTarget:
     """A target in memory. verify_ms: (MAX_TOKENS + 1,) of passes by number of tokens."""
 
     file: ModelFile
@@ -95,7 +95,7 @@ def _up_to(texts: Sequence[TargetText], n_tokens: int) -> list[TargetText]:
 
 
 @contextmanager
-def open_target(path: Path, device: Device) -> Iterator[Target]:
+def open_target(path: Path, device: Device) -> Iterator[MeasuredTarget]:
     """A target as it runs when something drafts for it, calibrated.
 
     Raises UnsupportedModel, ModelFileError, BudgetExceeded.
@@ -110,6 +110,6 @@ def open_target(path: Path, device: Device) -> Iterator[Target]:
             costs = costs_of(file, session, plan, device, _CALIBRATION_SECONDS)
             verify_ms = list(costs.milliseconds(0))
             session.close()
-            yield Target(file, model, verify_ms)
+            yield MeasuredTarget(file, model, verify_ms)
         finally:
             model.close()

@@ -31,7 +31,7 @@ class Measured(Protocol):
     n_measured: int
 
     def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
-        """See Trials.loss."""
+        """See LossTrials.loss."""
         ...
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Measured(Protocol):
         ...
 
 
-class Trials:
+class LossTrials:
     """See Measured. The model is loaded when something is to be measured that the state does not have."""
 
     def __init__(

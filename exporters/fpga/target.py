@@ -35,10 +35,10 @@ _TEXT_BYTES = 4 << 20
 
 
 class FpgaTarget:
-    """`--to fpga`, see Target. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
+    """`--to fpga`, see ExportTarget. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         check_folder(request.out, NAMES)
         with _opened(request) as (content, file):
             sizes = file_sizes(content)
@@ -47,7 +47,7 @@ class FpgaTarget:
             return Plan([], files, _peak(content), disk, list(_notes(content)))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BadBoardFolder where the check finds a fault of what was written."""
+        """See ExportTarget.write. Raises BadBoardFolder where the check finds a fault of what was written."""
         with _opened(request) as (content, file), whole_folder(request.out, NAMES) as folder:
             with BoardWriter(folder, content.options.geometry) as writer:
                 write_model(writer, content, progress)

@@ -49,10 +49,10 @@ _RUNTIME_BYTES, _PACKED = 160 << 20, 1.05
 
 
 class GenaiTarget:
-    """`--to genai`, see Target. Request.draft is a model with the same vocabulary, or "ngram"."""
+    """`--to genai`, see ExportTarget. Request.draft is a model with the same vocabulary, or "ngram"."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         check_folder(request.out, NAMES)
         with FiniteFile.open(request.source) as file, _opened(request, file) as package:
             if request.check:
@@ -69,7 +69,7 @@ class GenaiTarget:
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
+        """See ExportTarget.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
         with FiniteFile.open(request.source) as file, _opened(request, file) as package:

@@ -61,18 +61,18 @@ class Choices:
 
 
 class GgufTarget:
-    """See Target."""
+    """See ExportTarget."""
 
     def __init__(self) -> None:
         self._choices = Choices()
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
+        """See ExportTarget.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
         with _opened(request) as source:
             return prepare(source, request, self._choices).plan()
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write."""
+        """See ExportTarget.write."""
         with _opened(request) as source:
             job = prepare(source, request, self._choices)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
@@ -112,7 +112,7 @@ def _target_of(request: Request) -> Path | None:
     return target
 
 
-def _checked(job: Job, written: Path) -> Checked:
+def _checked(job: GgufJob, written: Path) -> Checked:
     """What running the written file shows."""
     if _is_head(job.source):
         return compare_heads(job.source, written, _target_of(job.request))
@@ -121,7 +121,7 @@ def _checked(job: Job, written: Path) -> Checked:
 
 
 @dataclass(frozen=True)
-class Job:
+class GgufJob:
     """A file that is to be written.
 
     types: of each tensor.  imatrix: the file of the importance matrix.  imatrix_bytes: what it takes in memory.
@@ -167,7 +167,7 @@ class Job:
         return Plan(planned, {self.request.out: n_bytes}, peak, n_bytes - _there(self.request), self.notes)
 
 
-def prepare(source: Source, request: Request, choices: Choices) -> Job:
+def prepare(source: Source, request: Request, choices: Choices) -> GgufJob:
     """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
     _check_measured(source, request)
     imatrix, path = _imatrix(source, request)
@@ -181,7 +181,7 @@ def prepare(source: Source, request: Request, choices: Choices) -> Job:
         tensors.append(written_tensor(source, tensor, type, means))
     facts = {**choice.facts, **({} if path is None else {"imatrix": record(path)})}
     metadata = {**source.metadata, **_keys(source, request, choice), **_imatrix_keys(imatrix, path)}
-    return Job(
+    return GgufJob(
         request,
         source,
         choice.types,

@@ -53,10 +53,10 @@ _GRAPH_BYTES = 64 << 10  # about what a layer takes in llm.mnn
 
 
 class MnnTarget:
-    """`--to mnn`, see Target. MNN runs one model: Request.draft is refused."""
+    """`--to mnn`, see ExportTarget. MNN runs one model: Request.draft is refused."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
@@ -74,7 +74,7 @@ class MnnTarget:
             return Plan(tensors, files, 6 * largest + (256 << 20), disk, list(_notes(package, weights)))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
+        """See ExportTarget.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
         with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)

@@ -39,10 +39,10 @@ _PATIENCE_SECONDS = 6 * 3600  # on slow machines, with large models
 
 
 class PteTarget:
-    """`--to pte`, see Target. ExecuTorch's own exporter makes the program; Request.draft is refused."""
+    """`--to pte`, see ExportTarget. ExecuTorch's own exporter makes the program; Request.draft is refused."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
@@ -55,7 +55,7 @@ class PteTarget:
             return Plan(tensors, files, _peak_bytes(package), disk, _notes(package))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable without ExecuTorch."""
+        """See ExportTarget.write. Raises BackendUnavailable without ExecuTorch."""
         if importlib.util.find_spec("executorch") is None:
             raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
         with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:

@@ -34,10 +34,10 @@ _FILE_TYPES = {"i2_s": 40, "tq1_0": 36, "tq2_0": 37}  # general.file_type of bit
 
 
 class TernaryTarget:
-    """`--to ternary`, see Target. Options: format, head."""
+    """`--to ternary`, see ExportTarget. Options: format, head."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
+        """See ExportTarget.plan."""
         with open_ternary(request.source) as source:
             tensors = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"))[1]
         found = {each.name: each.found if isinstance(each, TernaryTensor) else each.type for each in source.tensors}
@@ -49,7 +49,7 @@ class TernaryTarget:
         return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes, notes)
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. It is exact, or refused."""
+        """See ExportTarget.write. It is exact, or refused."""
         with open_ternary(request.source) as source:
             content = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"))
             write_gguf(request.out, *content, progress)
