@@ -12,12 +12,10 @@ from typing import Any
 from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
-from edgeinfer.exporters.auto.candidates import Subject, subjects_of
-from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
-from edgeinfer.exporters.auto.speed import Speeds
-from edgeinfer.exporters.auto.verifying import drafted_tokens
-from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
+from edgeinfer.exporters.auto.speed import Speeds, drafted_tokens
+from edgeinfer.exporters.auto.trial import CalibrationText, windows_of
 from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.calibration.prompts import HELD_OUT
 from edgeinfer.exporters.calibration.running import native_model

@@ -11,16 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
-from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.objective import Divergence, Objective
-from edgeinfer.exporters.auto.pace import Pace
-from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.candidates import Importance, Subject
+from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
-from edgeinfer.exporters.auto.state import State, fingerprint_of
-from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import LossTrials, Measured, Types, digest_of
-from edgeinfer.exporters.auto.windows import Window
+from edgeinfer.exporters.auto.trial import (
+    Divergence,
+    LossTrials,
+    Measured,
+    Objective,
+    TrialModel,
+    Types,
+    Window,
+    digest_of,
+    fingerprint_of,
+)
 from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source

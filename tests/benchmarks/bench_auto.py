@@ -28,12 +28,10 @@ from typing import Any
 from machine import machine
 
 from edgeinfer.errors import BudgetExceeded
-from edgeinfer.exporters.auto.candidates import Subject, subjects_of, uniform
+from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of, uniform
 from edgeinfer.exporters.auto.choice import importance_by_tensor, parse_cost
-from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Search
-from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
+from edgeinfer.exporters.auto.trial import CalibrationText, TrialModel, Window, windows_of
 from edgeinfer.exporters.calibration.imatrix import read_imatrix
 from edgeinfer.exporters.calibration.running import native_model
 from edgeinfer.exporters.calibration.texts import own_answers
