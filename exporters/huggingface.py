@@ -13,15 +13,16 @@ from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.tensors import tensors
 from edgeinfer.exporters.gguf.writer import Metadata
-from edgeinfer.exporters.source import SourceTensor
+from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.exporters.virtual_file import VirtualModelFile, virtual_tensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import MetadataValue
+from edgeinfer.overriding import override
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """The model of a folder, see Source."""
 
     def __init__(self, model: Model, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
@@ -32,12 +33,12 @@ class HuggingFaceSource:
         self.notes: Sequence[str] = model.notes
 
     @property
+    @override
     def files(self) -> Sequence[Path]:
-        """See Source."""
         return self._model.checkpoint.files
 
+    @override
     def release(self, name: str) -> None:
-        """See Source.release."""
         self._model.release()
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import HasProcesses, Rows, Session
 from edgeinfer.backends.checks import (
     check_cache_type,
     check_parents,
@@ -39,6 +39,7 @@ from edgeinfer.errors import (
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSizes
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 
@@ -59,7 +60,7 @@ class SessionText:
     links: TokenIds = field(default_factory=_none)
 
 
-class LlamaCppModel(OfOneProcess):
+class LlamaCppModel(OfOneProcess, HasProcesses):
     """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
     llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
@@ -79,8 +80,8 @@ class LlamaCppModel(OfOneProcess):
         self._is_closed = False
 
     @property
+    @override
     def process_ids(self) -> tuple[int, ...]:
-        """See HasProcesses."""
         return (self._process.pid,)
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> LlamaCppSession:
@@ -191,7 +192,7 @@ class LlamaCppModel(OfOneProcess):
         raise BackendLost(why) from end
 
 
-class LlamaCppSession(OfOneProcess):
+class LlamaCppSession(OfOneProcess, Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: LlamaCppModel, n_ctx: int) -> None:
@@ -202,15 +203,17 @@ class LlamaCppSession(OfOneProcess):
         self._text = SessionText()  # one object, put in one assignment: Ctrl-C finds the old or the new
 
     @property
+    @override
     def spec(self) -> ModelSizes:
-        """See Session.spec."""
         return self.model.spec
 
     @property
+    @override
     def n_past(self) -> int:
         """Number of committed tokens."""
         return self._open().n_past
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -235,12 +238,13 @@ class LlamaCppSession(OfOneProcess):
             raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
         return Output(self._run(text, ids, links, rows))
 
+    @override
     def commit(self, path: ArrayLike) -> None:
-        """See Session.commit."""
         text = self._open()
         rows = check_path(path, text.links)
         self._text = SessionText(text.n_past + len(rows), rows if len(text.links) else text.kept)
 
+    @override
     def truncate(self, n_past: int) -> int:
         """See Session.truncate. Reaches every length: a model with a state reads the text again in its next pass."""
         text = self._open()
@@ -249,6 +253,7 @@ class LlamaCppSession(OfOneProcess):
         self._text = SessionText(n_past, text.kept)
         return n_past
 
+    @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Reuses nothing, 0: llama.cpp's logits depend on how a text was cut into passes.
 
@@ -259,15 +264,17 @@ class LlamaCppSession(OfOneProcess):
             self.model.restart()
         return self.truncate(0)
 
+    @override
     def memory(self) -> MemoryUse:
         """Bytes of the buffers that llama.cpp logged, to 0.01 MiB each; the vocabulary is not counted."""
         self._open()
         return self.model.all_memory()
 
+    @override
     def interrupt(self) -> None:
-        """See Session.interrupt."""
         self.model.interrupt()
 
+    @override
     def close(self) -> None:
         """End this text; the model may then have another session. Further calls raise."""
         self.is_closed = True

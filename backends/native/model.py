@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Rows, Watcher
+from edgeinfer.backends.base import ExpertTier, Model, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
@@ -16,13 +16,14 @@ from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
-from edgeinfer.backends.native.tuning import Fields, Tuning
+from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
 
 
@@ -175,7 +176,7 @@ class NativeDecoder(OfOneProcess):
         return joint.outputs()
 
 
-class NativeModel(NativeDecoder):
+class NativeModel(NativeDecoder, Model):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
     The model file may be closed: what is still read from it, embedding rows and experts, has it open for itself.
@@ -185,16 +186,18 @@ class NativeModel(NativeDecoder):
     tuning: Tuning | None = None
 
     @property
+    @override
     def spec(self) -> ModelSpec:
         """Sizes and layers."""
         return self.decoder_spec
 
+    @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
-        """See Model.session."""
         cache_type = self._cache_type if cache_type is None else cache_type
         check_cache(cache_type, self.spec)
         return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. Rows of all texts go through the layers together, n_batch per pass.
 
@@ -265,7 +268,7 @@ class NativeModel(NativeDecoder):
         return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
 
 
-class TunedDecoder:
+class TunedDecoder(Tunable):
     """See tuning.Tunable. state: of the text whose passes are timed."""
 
     def __init__(self, decoder: _core.Decoder, state: _core.TextState) -> None:
@@ -275,18 +278,18 @@ class TunedDecoder:
         self.groups_at_once = decoder.groups_at_once
         self.weight_bytes = decoder.part_bytes(1, 0)
 
+    @override
     def prefetch(self, is_ternary: bool, n: int) -> Fields:
-        """See Tunable.prefetch."""
         return self._decoder.prefetch(is_ternary, n)
 
+    @override
     def set_prefetch(self, is_ternary: bool, n: int, fields: Fields) -> None:
-        """See Tunable.set_prefetch."""
         self._decoder.set_prefetch(is_ternary, n, fields)
 
+    @override
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
-        """See Tunable.seconds_of_part."""
         return self._decoder.seconds_of_part(self._state, n, n_parts, part)
 
+    @override
     def part_bytes(self, n_parts: int, part: int) -> int:
-        """See Tunable.part_bytes."""
         return self._decoder.part_bytes(n_parts, part)

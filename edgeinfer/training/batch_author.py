@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.engine import Engine
+from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import MIN_ANSWER, encode
-from edgeinfer.training.corpus import AnswerRequest, TrainingText
-from edgeinfer.training.features import Halves, Taps, checked_halves
+from edgeinfer.training.corpus import AnswerRequest, Author, TrainingText
+from edgeinfer.training.features import Halves, Recorder, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
@@ -48,7 +49,7 @@ class _Drawing:
         return torch.where(self.temperature > 0.0, drawn, ids[:, :1]).squeeze(1)
 
 
-class BatchAuthor:
+class BatchAuthor(Author):
     """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream per batch.
 
     n_prompts: answered at once.  context, max_tokens: as for NativeAuthor.
@@ -61,8 +62,8 @@ class BatchAuthor:
         self._context = context
         self._max_tokens = max_tokens
 
+    @override
     def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
-        """See Author.write."""
         prompts = [(request, self._prompt(request)) for request in requests]
         fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._context]
         fitting.sort(key=lambda pair: len(pair[1]))  # so that little is padded where some are read at a time
@@ -135,7 +136,7 @@ class BatchAuthor:
         return torch.tensor(sorted(self._engine.tokenizer.stop_ids), dtype=torch.int64, device=self._target.device)
 
 
-class TorchRecorder:
+class TorchRecorder(Recorder):
     """Rows as the target in torch computes them: see Recorder."""
 
     def __init__(self, target: TorchTarget, n_texts: int, taps: Taps = True) -> None:
@@ -143,10 +144,11 @@ class TorchRecorder:
         self._target = target
         self._taps = taps
 
+    @override
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
-        """See Recorder.record."""
         return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts, self._taps)]
 
+    @override
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
         """See Recorder.record_branches: in one pass, in which a branch sees what it stands behind, and itself."""
         device, (n, k), n_text = self._target.device, branches.shape, int(firsts[-1])

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.auto.progress import State
+from edgeinfer.exporters.auto.trial import Objective
+from edgeinfer.overriding import override
 from edgeinfer.types import Logits
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -139,7 +141,7 @@ class MarginNoise:
         return np.array([NEVER if each is None else each for each in values]).reshape(shape)
 
 
-class Agreement:
+class Agreement(Objective):
     """The objective (see Objective) of draft models. columns: of the target's token in the logits of each row that
     counts, by text; -1 where there is none.
     """
@@ -147,12 +149,12 @@ class Agreement:
     def __init__(self, columns: Sequence[NDArray[np.intp]], noise: MarginNoise) -> None:
         self._columns, self._noise = columns, noise
 
+    @override
     def begin(self, logits: Sequence[Logits]) -> None:
-        """See Objective.begin."""
         self._noise.begin(self._margins(logits))
 
+    @override
     def loss(self, logits: Sequence[Logits]) -> float:
-        """See Objective.loss."""
         return self._noise.loss(self._margins(logits))
 
     def _margins(self, logits: Sequence[Logits]) -> list[Margins]:

@@ -30,16 +30,8 @@ class Drafter(Protocol):
     """
 
     n_tokens: int
-
-    @property
-    def subjects(self) -> Sequence[Subject]:
-        """See above."""
-        ...
-
-    @property
-    def importance(self) -> Importance:
-        """See above."""
-        ...
+    subjects: Sequence[Subject]
+    importance: Importance
 
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
         """Losses of it with tensors rounded, along texts, by the noise in its margins."""

@@ -18,6 +18,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.auto.candidates import Importance, Subject, formats_of, subjects_of
 from edgeinfer.exporters.auto.chains import Agreement, MarginNoise, Margins, margins_of, of_rows
 from edgeinfer.exporters.auto.choice import importance_by_tensor
+from edgeinfer.exporters.auto.draft_search import Drafter
 from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText
 from edgeinfer.exporters.auto.trial import (
@@ -39,6 +40,7 @@ from edgeinfer.models import ModelSpec, TensorRows, read_draft_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.speculation.drafters.cross_vocabulary import has_vocabulary_of
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
@@ -49,7 +51,7 @@ def drafting_spec(file: ModelFile) -> ModelSpec:
     return of_frequent_tokens(file, read_draft_spec(file))
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """See Drafter. Raises UnsupportedModel for a model with another vocabulary than the target's."""
 
     n_tokens = 1  # of the passes in which it drafts
@@ -68,24 +70,24 @@ class DraftModel:
         self.subjects = [_as_drafted(subject, spec) for subject in subjects_of(source, spec)]
         self.importance = importance_by_tensor(self.subjects, imatrix)
 
+    @override
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
-        """See Drafter.trials."""
         objective = Agreement([self._columns(text) for text in texts], noise)
         windows = [_window(text) for text in texts]
         return LossTrials(
             self._source, self.subjects, self.importance, windows, self._device, objective, state, drafting_spec
         )
 
+    @override
     def shapes(self, texts: Sequence[TargetText], n_depths: int) -> list[tuple[int, int]]:
-        """See Drafter.shapes."""
         return [(len(text.rows), 1) for text in texts]
 
+    @override
     def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
-        """See Drafter.chains."""
         return np.concatenate([of_rows(rows[:, 0], n_depths) for rows in margins])
 
+    @override
     def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
-        """See Drafter.run."""
         windows = [_window(text) for text in texts]
         n_tokens = max(len(text.tokens) for text in texts)
         with TrialModel(self._source, types, self.importance, n_tokens, self._device, drafting_spec) as model:
@@ -95,8 +97,8 @@ class DraftModel:
             ]
             return np.concatenate(found), model.pass_seconds(self.n_tokens)
 
+    @override
     def seconds(self, types: Types) -> float:
-        """See Drafter.seconds."""
         with TrialModel(self._source, types, self.importance, 16, self._device, drafting_spec) as model:
             return model.pass_seconds(self.n_tokens)
 
@@ -123,7 +125,7 @@ class _Read(NamedTuple):
     features: Features
 
 
-class DraftHead:
+class DraftHead(Drafter):
     """See Drafter."""
 
     n_tokens = DEFAULT_WIDTH  # of the passes in which it drafts
@@ -136,25 +138,25 @@ class DraftHead:
         self.subjects = head_subjects(source, self._spec)
         self._known: list[tuple[Sequence[TargetText], list[_Read]]] = []
 
+    @override
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
-        """See Drafter.trials."""
         return _HeadTrials(self, texts, noise, state, n_depths)
 
+    @override
     def shapes(self, texts: Sequence[TargetText], n_depths: int) -> list[tuple[int, int]]:
-        """See Drafter.shapes."""
         return [(len(_starts(text, n_depths)), n_depths) for text in texts]
 
+    @override
     def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
-        """See Drafter.chains."""
         return np.concatenate(list(margins))
 
+    @override
     def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
-        """See Drafter.run."""
         with self._loaded(types, {}, texts, n_depths) as head:
             return np.concatenate(self._margins(head, texts, n_depths)), self._seconds(head)
 
+    @override
     def seconds(self, types: Types) -> float:
-        """See Drafter.seconds."""
         with self._loaded(types, {}, (), 2) as head:
             return self._seconds(head)
 
@@ -200,7 +202,7 @@ class DraftHead:
             session.close()
 
 
-class _HeadTrials:
+class _HeadTrials(Measured):
     """See Measured. The head is loaded for each measurement: it is small."""
 
     def __init__(
@@ -210,8 +212,8 @@ class _HeadTrials:
         self._has_begun = False
         self.n_measured = 0
 
+    @override
     def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
-        """See Measured.loss."""
         key = loss_key(mix, name, type, gain)
         known = self._state.get(key)
         if known is not None:
@@ -225,8 +227,9 @@ class _HeadTrials:
             roundings[name] = Rounding(type, gain)
         return self._state.add(key, self._noise.loss(self._head.margins(roundings, self._texts, self._n_depths)))
 
+    @override
     def close(self) -> None:
-        """See Measured.close."""
+        pass
 
 
 def head_subjects(source: Source, spec: HeadSpec) -> list[Subject]:

@@ -14,6 +14,7 @@ from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.machine import best_isa, build_id
 from edgeinfer.exporters.auto.candidates import Subject, uniform
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.overriding import override
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.calibration import SIZES
@@ -45,19 +46,19 @@ class Clock(Protocol):
         ...
 
 
-class MachineClock:
+class MachineClock(Clock):
     """The clocks of this machine, see Clock."""
 
+    @override
     def now(self) -> float:
-        """See Clock.now."""
         return time.perf_counter()
 
+    @override
     def own(self) -> float:
-        """See Clock.own."""
         return time.process_time()
 
+    @override
     def all(self) -> float:
-        """See Clock.all."""
         return devices.busy_seconds()
 
 

@@ -22,6 +22,7 @@ from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.exporters.virtual_file import VirtualModelFile, VirtualTensor
 from edgeinfer.models import ModelSpec, formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.types import Device, Logits
 
 ReadSpec = Callable[[ModelFile], ModelSpec]
@@ -86,18 +87,18 @@ class Objective(Protocol):
         ...
 
 
-class Divergence:
+class Divergence(Objective):
     """The mean Kullback-Leibler divergence of a token, in nats: the objective of models that answer."""
 
     def __init__(self) -> None:
         self._references: list[Reference] = []
 
+    @override
     def begin(self, logits: Sequence[Logits]) -> None:
-        """See Objective.begin."""
         self._references = [Reference(each) for each in logits]
 
+    @override
     def loss(self, logits: Sequence[Logits]) -> float:
-        """See Objective.loss."""
         return mean_distance(self._references, logits).divergence
 
 

@@ -15,7 +15,7 @@ from edgeinfer.exporters.fpga.sizes import file_sizes, weight_bits
 from edgeinfer.exporters.fpga.stages import write_stages
 from edgeinfer.exporters.fpga.writing import head_facts, write_model
 from edgeinfer.exporters.manifest import record, source_files, tool_version
-from edgeinfer.exporters.request import Plan, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
@@ -28,6 +28,7 @@ from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 NAMES = (
     *("weights.*.bin", "head_t.*.bin", "scales.bin", "norms.bin", "embed.bin", "head_i8.bin", "rope.bin", "golden"),
@@ -37,11 +38,11 @@ NAMES = (
 _TEXT_BYTES = 4 << 20
 
 
-class FpgaTarget:
+class FpgaTarget(ExportTarget):
     """`--to fpga`, see ExportTarget. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See ExportTarget.plan."""
         check_folder(request.out, NAMES)
         with _opened(request) as (content, file):
             sizes = file_sizes(content)
@@ -49,6 +50,7 @@ class FpgaTarget:
             disk = sum(sizes.values()) + _TEXT_BYTES + 80 * Tokenizer.size_in(file)
             return Plan([], files, _peak(content), disk, list(_notes(content)))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
         """See ExportTarget.write. Raises BadBoardFolder where the check finds a fault of what was written."""
         with _opened(request) as (content, file), whole_folder(request.out, NAMES) as folder:

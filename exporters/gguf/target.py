@@ -26,11 +26,12 @@ from edgeinfer.exporters.gguf.partial import partial_file, partial_path
 from edgeinfer.exporters.gguf.weights import is_copied, peak_bytes, written_tensor
 from edgeinfer.exporters.gguf.writer import Layout, Tensor, layout
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
+from edgeinfer.overriding import override
 
 AUTO = "auto"
 _EXACT = {  # what holds all weights of a type
@@ -60,19 +61,20 @@ class Choices:
         return self._known[1]
 
 
-class GgufTarget:
+class GgufTarget(ExportTarget):
     """See ExportTarget."""
 
     def __init__(self) -> None:
         self._choices = Choices()
 
+    @override
     def plan(self, request: Request) -> Plan:
         """See ExportTarget.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
         with _opened(request) as source:
             return prepare(source, request, self._choices).plan()
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See ExportTarget.write."""
         with _opened(request) as source:
             job = prepare(source, request, self._choices)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:

@@ -15,7 +15,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "names",
         [
             {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
-            | {"user_text", "one_process"},
+            | {"user_text", "one_process", "overriding"},
         ],
     ),
     ("models by name", [{"library"}]),
