@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 MOST_SHARE = 0.1  # of a core that others may use while costs are measured which are to be kept
 _TICK = 0.02  # seconds of the kernel's clock that may be counted wrongly
