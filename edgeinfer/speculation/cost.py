@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-MAX_TOKENS = 32  # of a batch whose cost is known
-DEFAULT_DRAFT_MAX = MAX_TOKENS - 1
+from edgeinfer.settings import DEFAULT_DRAFT_MAX
+
+MAX_TOKENS = DEFAULT_DRAFT_MAX + 1  # of a batch whose cost is known
 
 # One observation scales the whole curve, and its own point, by this power of measured over expected time.
 _DRIFT_RATE, _POINT_RATE = 0.1, 0.05

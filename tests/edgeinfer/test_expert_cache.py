@@ -37,9 +37,9 @@ class CachingBackend:
     def expert_sizes(self, model, spec):
         return SIZES
 
-    def plan(self, model, spec, n_ctx, n_batch=512, n_threads=1, cache_type="f16", expert_cache=None):
-        experts = SIZES.total if expert_cache is None else expert_cache + MIB
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(100 * MIB, n_ctx << 10, 0, 0, experts), expert_cache=expert_cache)
+    def plan(self, model, spec, settings):
+        experts = SIZES.total if settings.expert_cache is None else settings.expert_cache + MIB
+        return MemoryPlan(settings, MemoryUse(100 * MIB, settings.n_ctx << 10, 0, 0, experts))
 
     def load(self, *arguments):
         raise AssertionError("not loaded")
@@ -49,8 +49,8 @@ class PlainBackend:
     name = "reference"
     read_spec = CachingBackend.read_spec
 
-    def plan(self, model, spec, n_ctx, n_batch=512, n_threads=1, cache_type="f16"):
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(1100 * MIB, 0, 0))
+    def plan(self, model, spec, settings):
+        return MemoryPlan(settings, MemoryUse(1100 * MIB, 0, 0))
 
     def load(self, *arguments):
         raise AssertionError("not loaded")

@@ -24,8 +24,7 @@ N_VOCAB, N_CTX = 8192, 256
 
 @pytest.fixture(autouse=True)
 def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (load_plan, planner):
-        monkeypatch.setattr(module, "process_of", lambda *_: Process(40_000_000, 0))
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(40_000_000, 0))
 
 
 def model(path: Path, tied: bool) -> Path:
