@@ -131,9 +131,13 @@ def load_keywords(flags: dict[str, Any]) -> LoadKeywords:
 
 threads_option = load_option("n_threads", type=click.IntRange(1))
 budget_option = load_option("budget")
-context_option = load_option("n_ctx", type=click.IntRange(1))
+draft_option = load_option("draft", type=DRAFTER)
 model_draft_option = variable_option(
     "-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head."
+)
+_PLAN_OPTIONS = (  # which `profile` has too
+    load_option("n_ctx", type=click.IntRange(1)),
+    load_option("cache_type", type=click.Choice(get_args(CacheType))),
 )
 _MODEL_OPTIONS = (
     variable_option(
@@ -142,8 +146,7 @@ _MODEL_OPTIONS = (
         type=FileName(),
         help="GGUF file, or a name of `edgeinfer models`.  [default: SmolLM2-135M-Instruct]",
     ),
-    context_option,
-    load_option("cache_type", type=click.Choice(get_args(CacheType))),
+    *_PLAN_OPTIONS,
     load_option("ternary_bits", type=click.Choice(["auto", *get_args(TernaryBits)])),
     load_option("expert_cache"),
     load_option("expert_device"),
@@ -152,7 +155,7 @@ _MODEL_OPTIONS = (
     load_option("verify", is_flag=True),
     threads_option,
     model_draft_option,
-    load_option("draft", type=DRAFTER),
+    draft_option,
     load_option("draft_device"),
     load_option("draft_max", type=click.IntRange(0)),
     load_option("backend", type=click.Choice(get_args(BackendName))),
@@ -248,6 +251,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def model_options(command: Command) -> Command:
     """Adds -m -c --cache-type --ternary-bits --expert-cache -t -md --draft ... --backend; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
+
+
+def plan_options(command: Command) -> Command:
+    """Adds -c --cache-type and what else of a load a plan depends on as it is; see load_keywords."""
+    return _with(command, _PLAN_OPTIONS)
 
 
 def sampling_options(command: Command) -> Command:

@@ -11,13 +11,14 @@ import click
 from edgeinfer.cli.board import board_options, check_board_options, profile_board
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
-    DRAFTER,
     FileName,
     OutputName,
+    draft_option,
     json_option,
     load_keywords,
     load_option,
     model_draft_option,
+    plan_options,
     threads_option,
     warnings_as_notes,
 )
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft")
 @click.argument("model", type=FileName(), required=False)
-@load_option("n_ctx", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
-@load_option("cache_type", help="Type of the KV cache, as for `edgeinfer chat`.")
+@plan_options
 @load_option(
     "expert_cache", default=None, show_default=False, metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]"
 )
-@load_option("draft", type=DRAFTER, help="Drafter: auto, none, suffix, recycling or a FILE.")
+@draft_option
 @model_draft_option
 @threads_option
 @load_option("backend", type=click.Choice(["auto", "native", "llama.cpp"]), help=None)
