@@ -18,7 +18,7 @@ from edgeinfer.arguments import check_file_name
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import EdgeInferError, InvalidArgument
-from edgeinfer.load_options import BackendName, LoadKeywords, LoadOptions
+from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
 from edgeinfer.settings import CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.user_text import decoded
 
@@ -272,7 +272,7 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
     from edgeinfer.cli.model_names import find_models
-    from edgeinfer.loading import load
+    from edgeinfer.loading.open import load
 
     check_stdout()
     flags = find_models(flags)

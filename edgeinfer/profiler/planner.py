@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from edgeinfer import load_plan
-from edgeinfer.backend_choice import choose_target
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading import plan
+from edgeinfer.loading.backend_choice import choose_target
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.fit import Fitting
 from edgeinfer.models import ModelSizes
@@ -59,7 +59,7 @@ class Planner:
         self._n_tokens = Tokenizer.size_in(file)
         self._target = choose_target(file, options)
         self._draft_max = options.draft_max
-        self._plans = load_plan.Planner(self._target, self._find)
+        self._plans = plan.Planner(self._target, self._find)
         self.wanted = replace(self._target.wanted, n_batch=options.n_batch)
 
     @property

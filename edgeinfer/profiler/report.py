@@ -12,7 +12,7 @@ from edgeinfer.arguments import check_flag, check_integer, shown
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
-from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
+from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile

@@ -26,7 +26,7 @@ CHILD = """
 import json, resource, sys
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.backend_choice import open_backend
+from edgeinfer.loading.backend_choice import open_backend
 from edgeinfer.settings import LoadSettings
 
 backend, paths, options = json.loads(sys.argv[1])

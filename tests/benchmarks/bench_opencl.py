@@ -37,7 +37,7 @@ from edgeinfer.backends.opencl import (
     measure_ways,
 )
 from edgeinfer.devices import default_n_threads
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import LoadSettings

@@ -20,7 +20,7 @@ import numpy as np
 from machine import machine
 from text import LICENSE_TEXT
 
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 from edgeinfer.settings import LoadSettings
 
 TEXT = LICENSE_TEXT[8000:]

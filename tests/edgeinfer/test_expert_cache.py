@@ -9,11 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import backend_choice, devices, load_plan
+from edgeinfer import devices
 from edgeinfer.cli.answering import as_record, expert_lines, figures
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import plan_model
+from edgeinfer.loading import backend_choice
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import plan_model
 from edgeinfer.memory.budget import Item, ledger
 from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo

@@ -10,12 +10,12 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import loading
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
 from edgeinfer.cli.options import load_keywords
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.load_options import LoadKeywords, LoadOptions
+from edgeinfer.loading import open as loading
+from edgeinfer.loading.options import LoadKeywords, LoadOptions
 from edgeinfer.settings import LoadSettings, PlanKeywords, PlanOptions, options_of, variable_of
 
 

@@ -9,7 +9,7 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
 from edgeinfer.settings import options_of, variable_of
 

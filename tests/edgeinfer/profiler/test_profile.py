@@ -11,10 +11,10 @@ from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_plan
 from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import Attention
 from edgeinfer.profiler import machine, passes, report

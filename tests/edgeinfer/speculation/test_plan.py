@@ -3,8 +3,8 @@
 import pytest
 from drafting import PROMPT, tokens_of
 
-from edgeinfer import load_plan
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile

@@ -13,10 +13,10 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_plan
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile

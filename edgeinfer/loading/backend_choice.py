@@ -18,7 +18,7 @@ from edgeinfer.errors import (
     UnsupportedModel,
     warn,
 )
-from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
+from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes

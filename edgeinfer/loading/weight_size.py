@@ -16,8 +16,8 @@ from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Tensor, layout
 from edgeinfer.exporters.source import Bytes, GgufSource
 from edgeinfer.files import temporary_folder
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import LoadPlan, plan_load
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import LoadPlan, plan_load
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import MemoryUse

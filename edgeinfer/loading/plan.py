@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.backend_choice import PlannedModel, Target, choose_target
 from edgeinfer.errors import UnsupportedModel, warn
-from edgeinfer.expert_device import TierPlan, plan_tier, with_tier
-from edgeinfer.load_ledger import ledger_of, process_of
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
+from edgeinfer.loading.expert_device import TierPlan, plan_tier, with_tier
+from edgeinfer.loading.ledger import ledger_of, process_of
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.fit import (
     DraftPlaces,
