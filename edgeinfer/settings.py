@@ -22,15 +22,15 @@ TernaryBits: TypeAlias = Literal["2", "1.6"]
 Check: TypeAlias = Callable[[str, object], object]  # of a name and a value; gives the value to keep
 _Class = TypeVar("_Class", bound=type)
 _KEY, _WIDTH = "option", 120
-DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass: the cost of one with another token is measured up to here
+DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cost of more is measured
 
 
 @dataclass(frozen=True)
 class About:
     """What is said of an option beside its field.
 
-    flags: on the command line, with and without a value's name; none where there is only the argument.  help: one line
-    there.  metavar: of the value there.  text: for the caller of a function.
+    flags: its names on the command line, which `help` and `metavar` are for; none where only Python has it.  check: of
+    a value, which Python or the command line gives.  text: for the docstring.
     """
 
     flags: tuple[str, ...]

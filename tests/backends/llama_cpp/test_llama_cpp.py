@@ -815,7 +815,6 @@ import sys
 sys.modules["llama_cpp"] = None
 from edgeinfer.backends.llama_cpp import LlamaCppBackend
 from edgeinfer.errors import BackendUnavailable
-from edgeinfer.settings import LoadSettings
 try:
     LlamaCppBackend()
 except BackendUnavailable as error:

@@ -160,15 +160,15 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ModelFileChanged
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import Device
 from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Device
 path, packed, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if when == "before":
     faulthandler.enable()
 backend = NativeBackend(tuned=False)
 with ModelFile.open(path) as file:
     spec = read_spec(file)
-    session = backend.load(file, spec, backend.plan(file, spec, 64, n_threads=4), Device(4)).session()
+    session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_threads=4)), Device(4)).session()
 session.forward(np.arange(20))
 if when == "after":
     faulthandler.enable()

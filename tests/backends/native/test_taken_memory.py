@@ -172,8 +172,8 @@ from pathlib import Path
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import Device
 from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Device
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -181,7 +181,7 @@ def status(key):
 
 with ModelFile.open(sys.argv[1]) as file:
     spec, backend = read_spec(file), NativeBackend(tuned=False)
-    plan = backend.plan(file, spec, 64)
+    plan = backend.plan(file, spec, LoadSettings(64))
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
     model = backend.load(file, spec, plan, Device(1))
