@@ -26,6 +26,7 @@ from edgeinfer.exporters.source import Source
 from edgeinfer.files import temporary_folder
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
 
@@ -85,7 +86,7 @@ class DraftHead:
         with temporary_folder() as folder:
             with open_rounded(folder, self._source, held, roundings, {}) as file:
                 spec = read_head_beside(file, self._target.file, self._target.model.spec)
-                plan = plan_head(file, spec, n, n, self._device.n_threads)
+                plan = plan_head(file, spec, LoadSettings(n, n_batch=n, n_threads=self._device.n_threads))
                 head = load_head(file, spec, self._target.model, plan, self._device)
             try:
                 yield head
